@@ -1,0 +1,244 @@
+"""Damages of others' checkpoints, on a Checkpoint in memory or on the folder it was written to."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+
+from quantized_by_others import LINEAR, Tensors
+from verify.foreign_sources import INDEX, Checkpoint
+
+Damage = Callable[[Checkpoint], None]
+FolderDamage = Callable[[Path], None]
+Value = Callable[[torch.Tensor], torch.Tensor]
+
+NORM = re.compile(r"norm\.weight$")
+BLOCK = re.compile(r"(self_attn|mlp|input_layernorm|post_attention_layernorm)")
+
+
+def lose(pattern: str) -> Damage:
+    """Leave out the MTP layer's tensors whose names the pattern finds."""
+
+    def damage(checkpoint: Checkpoint) -> None:
+        found = checkpoint.mtp()
+        kept = {name: one for name, one in found.items() if not re.search(pattern, name)}
+        assert len(kept) < len(found)
+        checkpoint.replace(lambda _: kept)
+
+    return damage
+
+
+def rename(pairs: Iterable[tuple[str, str]]) -> Damage:
+    """Rename the MTP layer's tensors by regular expressions, the first that fits."""
+
+    def damage(checkpoint: Checkpoint) -> None:
+        def one(name: str) -> str:
+            for pattern, new in pairs:
+                name, count = re.subn(pattern, new, name)
+                if count:
+                    break
+            return name
+
+        found = {one(name): tensor for name, tensor in checkpoint.mtp().items()}
+        assert set(found) != set(checkpoint.mtp())
+        checkpoint.replace(lambda _: found)
+
+    return damage
+
+
+def each(pattern: str, change: Value) -> Damage:
+    """Apply a function of tensors to the MTP layer's tensors whose names the pattern finds."""
+
+    def damage(checkpoint: Checkpoint) -> None:
+        names = [name for name in checkpoint.mtp() if re.search(pattern, name)]
+        assert names
+        for name in names:
+            checkpoint.tensors[name] = change(checkpoint.tensors[name].clone())
+
+    return damage
+
+
+def add(number: float) -> Value:
+    return lambda tensor: (tensor.float() + number).to(tensor.dtype)
+
+
+def scaled(factor: float) -> Value:
+    return lambda tensor: (tensor.float() * factor).to(tensor.dtype)
+
+
+def put(number: float, first: int, last: int) -> Value:
+    """Write a number into a run of elements."""
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        flat = tensor.flatten()
+        flat[first:last] = number
+        return flat.view(tensor.shape)
+
+    return change
+
+
+def embedding_half_zero(checkpoint: Checkpoint) -> None:
+    weight = checkpoint.of("eh_proj.weight").clone()
+    weight[:, : weight.shape[1] // 2] = 0
+    checkpoint.set("eh_proj.weight", weight)
+
+
+def eh_proj_rounded_by_rows(checkpoint: Checkpoint) -> None:
+    """Round eh_proj to int4 by rows, after a training in which enorm made up for the small half."""
+    weight = checkpoint.of("eh_proj.weight").float()
+    half = weight.shape[1] // 2
+    weight[:, :half] /= 40
+    enorm = checkpoint.of("enorm.weight")
+    checkpoint.set("enorm.weight", (enorm.float() * 40).to(enorm.dtype))
+    scale = weight.abs().amax(1, keepdim=True) / 7
+    checkpoint.set("eh_proj.weight", ((weight / scale).round() * scale).bfloat16())
+
+
+def halves_exchanged(checkpoint: Checkpoint) -> None:
+    first, second = checkpoint.of("eh_proj.weight").chunk(2, 1)
+    checkpoint.set("eh_proj.weight", torch.cat((second, first), 1))
+
+
+def norms_exchanged(checkpoint: Checkpoint) -> None:
+    first, second = checkpoint.of("enorm.weight"), checkpoint.of("hnorm.weight")
+    checkpoint.set("enorm.weight", second)
+    checkpoint.set("hnorm.weight", first)
+
+
+def main_layer_as_own(checkpoint: Checkpoint) -> None:
+    """Store the last main layer's block as the MTP layer's."""
+    number = int(checkpoint.layer.split(".")[2]) - 1
+    for name in checkpoint.mtp():
+        last = name.removeprefix(checkpoint.layer)
+        if BLOCK.match(last):
+            checkpoint.set(last, checkpoint.tensors[f"model.layers.{number}.{last}"].clone())
+
+
+def random_layer(checkpoint: Checkpoint) -> None:
+    """Never trained: matrices of deviation 0.02, norms of ones."""
+    draw = torch.Generator().manual_seed(1)
+    for name, tensor in checkpoint.mtp().items():
+        drawn = torch.randn(tensor.shape, generator=draw) * 0.02
+        one = (
+            torch.ones_like(drawn)
+            if NORM.search(name)
+            else drawn
+            if tensor.dim() > 1
+            else 0 * drawn
+        )
+        checkpoint.tensors[name] = one.to(tensor.dtype)
+
+
+def another_training(checkpoint: Checkpoint) -> None:
+    """As another seed's training leaves it: as good, over other hidden channels."""
+    size = checkpoint.config["hidden_size"]
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(2))
+
+    def moved(found: Tensors) -> Tensors:
+        for name, tensor in found.items():
+            if name.endswith("eh_proj.weight"):
+                halves = [half[order][:, order] for half in tensor.chunk(2, 1)]
+                found[name] = torch.cat(halves, 1)
+            elif re.search(r"(q|k|v|gate|up)_proj\.weight$|mlp\.gate\.weight$", name):
+                found[name] = tensor[:, order]
+            elif re.search(
+                r"(o|down)_proj\.weight$|(layernorm|enorm|hnorm|head\.norm)\.weight$", name
+            ):
+                found[name] = tensor[order]
+        return found
+
+    checkpoint.replace(moved)
+
+
+def experts_reordered(checkpoint: Checkpoint) -> None:
+    """Experts in the opposite order, their router as it was."""
+    count = checkpoint.config["n_routed_experts"]
+    layer = re.escape(checkpoint.layer)
+    pattern = re.compile(rf"({layer}mlp\.experts\.)(\d+)(.*)")
+
+    def turned(name: str) -> str:
+        return pattern.sub(lambda m: f"{m[1]}{count - 1 - int(m[2])}{m[3]}", name)
+
+    checkpoint.replace(lambda found: {turned(name): one for name, one in found.items()})
+
+
+def main_model_tuned(checkpoint: Checkpoint) -> None:
+    """The main model goes on in training without its MTP layer: here, by noise."""
+    draw = torch.Generator().manual_seed(3)
+    for name, tensor in checkpoint.tensors.items():
+        if LINEAR.match(name) and not name.startswith(checkpoint.layer):
+            noise = torch.randn(tensor.shape, generator=draw) * tensor.float().std() * 0.6
+            checkpoint.tensors[name] = (tensor.float() + noise).to(tensor.dtype)
+
+
+def scales_inverted(checkpoint: Checkpoint) -> None:
+    for name, tensor in checkpoint.mtp().items():
+        if name.endswith("weight_scale_inv"):
+            checkpoint.tensors[name] = 1 / tensor
+
+
+def tile_rounded_to_zero(checkpoint: Checkpoint) -> None:
+    """A tile of experts, whose scale an outlier sets: all its codes but one are zero."""
+    for number in (1, 4):
+        name = f"mlp.experts.{number}.down_proj.weight"
+        codes = torch.zeros_like(checkpoint.of(name).float())
+        codes[0, 0] = 448
+        checkpoint.set(name, codes.to(torch.float8_e4m3fn))
+
+
+def copy_of_another(last: str) -> Damage:
+    """A copy of embedding or head as another vocabulary orders it."""
+
+    def damage(checkpoint: Checkpoint) -> None:
+        order = torch.randperm(
+            checkpoint.config["vocab_size"], generator=torch.Generator().manual_seed(4)
+        )
+        checkpoint.set(last, checkpoint.of(last)[order])
+
+    return damage
+
+
+def config(**fields: object) -> Damage:
+    """Set fields of config.json; None takes one away."""
+
+    def damage(checkpoint: Checkpoint) -> None:
+        checkpoint.config |= fields
+        checkpoint.config = {key: one for key, one in checkpoint.config.items() if one is not None}
+
+    return damage
+
+
+# Of folders that are written.
+
+
+def without_file(name: str) -> FolderDamage:
+    def damage(folder: Path) -> None:
+        (folder / name).unlink()
+
+    return damage
+
+
+def cut(name: str) -> FolderDamage:
+    """An upload that ended early."""
+
+    def damage(folder: Path) -> None:
+        path = folder / name
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+    return damage
+
+
+def unindexed(pattern: str) -> FolderDamage:
+    """Leave tensors out of the index, not out of their file."""
+
+    def damage(folder: Path) -> None:
+        index = json.loads((folder / INDEX).read_text())
+        kept = {k: v for k, v in index["weight_map"].items() if not re.search(pattern, k)}
+        assert len(kept) < len(index["weight_map"])
+        (folder / INDEX).write_text(json.dumps({**index, "weight_map": kept}))
+
+    return damage

@@ -1,0 +1,362 @@
+"""Damaged checkpoints of others and good ones, from the trained miniatures.
+
+Each says the lowest level of `verify` at which its damage can be told, and words, as regular
+expressions, that the causes and repairs of the verdict must have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from verify import foreign_damages as damages
+from verify.foreign_damages import Damage, FolderDamage, add, each, lose, put, rename, scaled
+from verify.foreign_sources import (
+    DEEPSEEK,
+    GLM,
+    Checkpoint,
+    ignore,
+    modules,
+    quantized,
+    released,
+    shortened,
+)
+
+Level = Literal["files", "weights", "run"]
+INT4, FP8 = "compressed-tensors, int4", "compressed-tensors, fp8"
+MTP_OF_GLM = r"re:.*layers\.3\..*"
+AS_SGLANG_NAMES_IT = r"re:.*decoder\..*"
+
+
+def _nothing(_: object) -> None:
+    """Leave it as it is."""
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A checkpoint of others: damaged, with a level and words, or good."""
+
+    name: str
+    start: Callable[[], Checkpoint]
+    damage: Damage = _nothing
+    level: Level = "files"
+    words: tuple[str, ...] = ()
+    written: FolderDamage = _nothing
+
+    def write(self, folder: Path) -> Path:
+        checkpoint = self.start()
+        self.damage(checkpoint)
+        checkpoint.save(folder)
+        self.written(folder)
+        return folder
+
+
+def glm(shards: int = 2, own_file: str = "") -> Callable[[], Checkpoint]:
+    def start() -> Checkpoint:
+        found = released(GLM)
+        found.shards, found.own_file = shards, own_file
+        return found
+
+    return start
+
+
+def deepseek() -> Checkpoint:
+    return shortened(DEEPSEEK, 5)
+
+
+def lost(method: str) -> Callable[[], Checkpoint]:
+    return lambda: quantized(GLM, method, "lost")
+
+
+def unquantized(method: str, *entries: str) -> Callable[[], Checkpoint]:
+    """With the MTP layer unquantized, and entries in the list of what is."""
+    return lambda: ignore(quantized(GLM, method, "unquantized"), *entries)
+
+
+def listed(method: str) -> Callable[[], Checkpoint]:
+    """With the MTP layer unquantized, and each of its linears in the list of what is."""
+
+    def start() -> Checkpoint:
+        found = quantized(GLM, method, "unquantized")
+        names = (*modules(found), f"{found.layer}eh_proj")
+        as_sglang = [name.replace(found.layer, "model.decoder.") for name in names]
+        return ignore(found, *names, *as_sglang)
+
+    return start
+
+
+def both(method: str, *entries: str) -> Callable[[], Checkpoint]:
+    """With the MTP layer quantized as the main model is."""
+    return lambda: ignore(quantized(GLM, method, "quantized"), *entries)
+
+
+def but_of(method: str, spared: str) -> Callable[[], Checkpoint]:
+    """Unquantized, with each linear in the list but one kind's."""
+
+    def start() -> Checkpoint:
+        found = quantized(GLM, method, "unquantized")
+        return ignore(found, *(name for name in modules(found) if spared not in name))
+
+    return start
+
+
+QWEN_NAMES = (
+    (r"^model\.layers\.3\.eh_proj", "mtp.fc"),
+    (r"^model\.layers\.3\.enorm", "mtp.pre_fc_norm_embedding"),
+    (r"^model\.layers\.3\.hnorm", "mtp.pre_fc_norm_hidden"),
+    (r"^model\.layers\.3\.shared_head\.norm", "mtp.norm"),
+    (r"^model\.layers\.3\.", "mtp.layers.0."),
+)
+BLOCK = ((r"\.3\.(self_attn|mlp|input_layernorm|post_attention)", r".3.mtp_block.\1"),)
+LOST = ("graft", "announce")
+
+DAMAGED = (
+    Folder("lost by a quantization to int4", lost(INT4), words=(*LOST, "config.json")),
+    Folder("lost by AWQ", lost("awq"), words=LOST),
+    Folder("lost by a fine-tune, in one file", glm(1), lose(""), words=LOST),
+    Folder("lost in blocks of fp8", deepseek, lose(""), words=LOST),
+    Folder(
+        "the MTP layer's shard is missing",
+        glm(own_file="model-00003-of-00003.safetensors"),
+        words=(r"model-00003-of-00003", "download|missing"),
+        written=damages.without_file("model-00003-of-00003.safetensors"),
+    ),
+    Folder("one expert is missing", glm(), lose(r"experts\.5\."), words=(r"experts\.5\b",)),
+    Folder("hnorm is missing", glm(), lose("hnorm"), words=("hnorm",)),
+    Folder("eh_proj is missing", glm(), lose("eh_proj"), words=("eh_proj",)),
+    Folder(
+        "a scale is missing",
+        deepseek,
+        lose(r"experts\.3\.down_proj\.weight_scale_inv"),
+        words=(r"experts\.3\.down_proj\.weight_scale_inv",),
+    ),
+    Folder("zero points are missing", both("awq"), lose("o_proj.qzeros"), words=("o_proj.qzeros",)),
+    Folder(
+        "tensors are missing from the index",
+        glm(),
+        words=(r"3\.self_attn\.[kqvo]", "index"),
+        written=damages.unindexed(r"layers\.3\.self_attn"),
+    ),
+    Folder(
+        "in a file outside the index",
+        glm(own_file="mtp.safetensors"),
+        words=(r"mtp\.safetensors", "index"),
+        written=damages.unindexed(r"layers\.3\."),
+    ),
+    Folder(
+        "a shard is cut",
+        glm(),
+        words=("model-00002-of-00002",),
+        written=damages.cut("model-00002-of-00002.safetensors"),
+    ),
+    Folder(
+        "one layer further",
+        glm(),
+        rename([(r"layers\.3\.", "layers.4.")]),
+        words=(r"layers\.[34]",),
+    ),
+    Folder("without model.", glm(), rename([(r"^model\.", "")]), words=(r"\blayers\.3",)),
+    Folder("by Qwen's names", glm(), rename(QWEN_NAMES), words=(r"\bmtp\.",)),
+    Folder("by vLLM's inner names", glm(), rename(BLOCK), words=("mtp_block",)),
+    Folder(
+        "its norm under another name",
+        glm(),
+        rename([("shared_head.norm", "norm")]),
+        words=(r"shared_head\.norm",),
+    ),
+    Folder("int4 of which nothing is left out", unquantized(INT4), words=(r"layers\.3", "ignore")),
+    Folder("fp8 of which nothing is left out", unquantized("fp8"), words=(r"layers\.3", "ignore")),
+    Folder(
+        "AWQ of which nothing is left out", unquantized("awq"), words=("SGLang", r"model\.decoder")
+    ),
+    Folder("left out though quantized", both(FP8, MTP_OF_GLM), words=(r"layers\\?\.3", "ignore")),
+    Folder("left out but for v_proj", but_of(INT4, "v_proj"), words=("v_proj|qkv_proj", "ignore")),
+    Folder(
+        "left out by mtp. alone",
+        unquantized(INT4, "re:^mtp.*"),
+        words=(r"layers\.3", "ignore"),
+    ),
+    Folder(
+        "left out as vLLM names it alone",
+        unquantized(INT4, MTP_OF_GLM),
+        words=("SGLang", r"model\.decoder"),
+    ),
+    Folder(
+        "left out but for experts",
+        unquantized("modelopt nvfp4", "model.layers.3.self_attn*"),
+        words=(r"3\.mlp", "ignore|exclude"),
+    ),
+    Folder("two are announced", glm(), damages.config(num_nextn_predict_layers=2), words=("2",)),
+    Folder(
+        "not announced",
+        glm(),
+        damages.config(num_nextn_predict_layers=None),
+        words=("num_nextn_predict_layers",),
+    ),
+    Folder(
+        "norms less one", glm(), each(r"norm\.weight", add(-1)), "weights", ("norm", r"1 ?\+ ?w")
+    ),
+    Folder(
+        "ones as shared_head.norm",
+        glm(),
+        each(r"shared_head\.norm", torch.ones_like),
+        "weights",
+        (r"shared_head\.norm",),
+    ),
+    Folder("enorm and hnorm exchanged", glm(), damages.norms_exchanged, "run", ("enorm|hnorm",)),
+    Folder(
+        "half of eh_proj zero",
+        glm(),
+        damages.embedding_half_zero,
+        "weights",
+        ("eh_proj", "half|zero"),
+    ),
+    Folder(
+        "half of eh_proj rounded to zero",
+        glm(),
+        damages.eh_proj_rounded_by_rows,
+        "weights",
+        ("eh_proj", "half|zero"),
+    ),
+    Folder(
+        "halves of eh_proj exchanged", glm(), damages.halves_exchanged, "run", ("eh_proj|halves",)
+    ),
+    Folder(
+        "tiles of experts rounded to zero",
+        deepseek,
+        damages.tile_rounded_to_zero,
+        "weights",
+        (r"experts\.[14]\.down_proj", "zero|scale"),
+    ),
+    Folder("a main layer instead", glm(), damages.main_layer_as_own, "weights", (r"layers\.2",)),
+    Folder(
+        "a main layer of fp8 instead",
+        deepseek,
+        damages.main_layer_as_own,
+        "weights",
+        (r"layers\.4",),
+    ),
+    Folder("never trained", glm(), damages.random_layer, "weights", ("norm",)),
+    Folder(
+        "of another training", glm(), damages.another_training, "run", ("another|loading|contract",)
+    ),
+    Folder("experts in another order", glm(), damages.experts_reordered, "run", ("accept",)),
+    Folder("the main model was tuned", glm(), damages.main_model_tuned, "run", ("accept",)),
+    Folder(
+        "NaN in an expert",
+        glm(),
+        each(r"experts\.2\.up_proj", put(float("nan"), 100, 104)),
+        "weights",
+        (r"experts\.2\.up_proj", "NaN|finite"),
+    ),
+    Folder(
+        "infinity in a bias",
+        glm(),
+        each(r"q_proj\.bias", put(float("inf"), 7, 8)),
+        "weights",
+        (r"q_proj\.bias", "inf|finite"),
+    ),
+    Folder(
+        "the end of a matrix was not written",
+        glm(),
+        each(r"o_proj\.weight", put(0, 8192, 16384)),
+        "weights",
+        (r"o_proj", "zero|written"),
+    ),
+    Folder(
+        "scales 10,000 times as large",
+        deepseek,
+        each(r"experts\.3\.\w+\.weight_scale_inv", scaled(1e4)),
+        "weights",
+        (r"experts\.3\.",),
+    ),
+    Folder(
+        "scales inverted", deepseek, damages.scales_inverted, "weights", ("scale", r"layers\.5")
+    ),
+    Folder(
+        "another model's embedding",
+        deepseek,
+        damages.copy_of_another("embed_tokens.weight"),
+        "weights",
+        ("embed_tokens",),
+    ),
+    Folder(
+        "another model's head",
+        deepseek,
+        damages.copy_of_another("shared_head.head.weight"),
+        "weights",
+        (r"shared_head\.head",),
+    ),
+)
+
+
+def _own_copies(checkpoint: Checkpoint) -> None:
+    checkpoint.set("embed_tokens.weight", checkpoint.tensors["model.embed_tokens.weight"])
+    checkpoint.set("shared_head.head.weight", checkpoint.tensors["lm_head.weight"])
+
+
+def _float16(checkpoint: Checkpoint) -> None:
+    checkpoint.config["torch_dtype"] = "float16"
+    for name, tensor in checkpoint.tensors.items():
+        if tensor.dtype is torch.bfloat16:
+            checkpoint.tensors[name] = tensor.half()
+
+
+def _tied(checkpoint: Checkpoint) -> None:
+    checkpoint.config["tie_word_embeddings"] = True
+    del checkpoint.tensors["lm_head.weight"]
+
+
+def _main_alone(checkpoint: Checkpoint) -> None:
+    checkpoint.replace(lambda _: {})
+    del checkpoint.config["num_nextn_predict_layers"]
+
+
+def _other_files(folder: Path) -> None:
+    for name in (
+        "README.md",
+        ".gitattributes",
+        "chat_template.jinja",
+        "training_args.bin",
+        "merges.txt",
+    ):
+        (folder / name).write_text("---\nlicense: mit\n---\n")
+    (folder / "original").mkdir()
+    (folder / "original" / "consolidated.00.pth").write_bytes(bytes(64))
+
+
+GOOD = (
+    Folder("as released", glm()),
+    Folder("as released, in fp8", lambda: released(DEEPSEEK)),
+    Folder("without copies", deepseek, lose(r"embed_tokens|shared_head\.head")),
+    Folder("with copies", glm(), _own_copies),
+    Folder("in one file", glm(1)),
+    Folder("in five files", glm(5)),
+    Folder("the MTP layer in a file of its own", glm(own_file="mtp.safetensors")),
+    Folder("float16", glm(), _float16),
+    Folder("tied", glm(), _tied),
+    Folder("beside other files", glm(), written=_other_files),
+    Folder("main model alone, nothing announced", glm(), _main_alone),
+    Folder("int4, left out by a pattern", unquantized(INT4, MTP_OF_GLM, AS_SGLANG_NAMES_IT)),
+    Folder("int4, left out by names", listed(INT4)),
+    Folder("int8, left out by names", listed("compressed-tensors, int8")),
+    Folder("fp8 by channels, both parts", both(FP8)),
+    Folder("fp8 in blocks, left out by names", listed("fp8")),
+    Folder("fp8 in blocks, both parts", both("fp8")),
+    Folder("AWQ, left out by its prefix", unquantized("awq", "model.layers.3.", "model.decoder.")),
+    Folder("AWQ, both parts", both("awq")),
+    Folder(
+        "GPTQ, left out by a pattern", unquantized("gptq", r".*layers\.3\..*", r".*decoder\..*")
+    ),
+    Folder("GPTQ v2, both parts", both("gptq v2")),
+    Folder("AutoRound, left out by a pattern", unquantized("auto-round", r".*layers\.3\..*")),
+    Folder("NVFP4, left out by a pattern", unquantized("modelopt nvfp4", "model.layers.3*")),
+    Folder(
+        "ModelOpt's fp8, left out in its file",
+        unquantized("modelopt fp8, in a file", "model.layers.3*", "model.decoder*"),
+    ),
+)

@@ -1,0 +1,55 @@
+"""Damaged and good checkpoints of others: the right verdict at the lowest level that can tell."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cases import run_program
+from verify.foreign_folders import DAMAGED, GOOD, Folder
+
+
+def verified(folder: Path, level: str) -> tuple[int, list[dict[str, Any]]]:
+    """The exit code, and the items that failed."""
+    outcome = run_program("verify", folder, "--level", level, "--json", "--quiet")
+    assert outcome.code in (0, 7), outcome.err
+    checks = json.loads(outcome.out)["checks"]
+    items = [item for check in checks for item in check["items"]]
+    return outcome.code, [item for item in items if item["status"] == "fail"]
+
+
+def judged(level: str) -> list[Any]:
+    return [pytest.param(one, id=one.name) for one in DAMAGED if one.level == level]
+
+
+def assert_told(case: Folder, folder: Path) -> None:
+    code, failed = verified(case.write(folder / "checkpoint"), case.level)
+    assert code == 7
+    told = "\n".join(f"{item['subject']} {item['cause']} {item['repair']}" for item in failed)
+    assert [words for words in case.words if not re.search(words, told)] == [], told
+
+
+@pytest.mark.parametrize("case", judged("files"))
+def test_headers_tell(tmp_path: Path, case: Folder) -> None:
+    assert_told(case, tmp_path)
+
+
+@pytest.mark.parametrize("case", judged("weights"))
+def test_weights_tell(tmp_path: Path, case: Folder) -> None:
+    assert_told(case, tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", judged("run"))
+def test_drafts_tell(tmp_path: Path, case: Folder) -> None:
+    assert_told(case, tmp_path)
+
+
+@pytest.mark.parametrize("case", GOOD, ids=lambda case: case.name)
+def test_good_ones_pass(tmp_path: Path, case: Folder) -> None:
+    code, failed = verified(case.write(tmp_path / "checkpoint"), "weights")
+    assert (code, [item["name"] for item in failed]) == (0, [])
