@@ -135,6 +135,9 @@ def test_the_header_says_whose_it_is(golden: Golden, trained_bundle: Path) -> No
     assert header["model"]["model_type"] == config["model_type"]
     assert header["eos_token_ids"] == [config["eos_token_id"]]
     assert set(header["model"]["config_sha256"]) == {"main", "mtp"}
+    manifest = read_json(trained_bundle / "mtp_export.json")
+    assert header["model"]["identity"]["main"] == manifest["main_identity"]
+    assert set(header["model"]["identity"]) == {"main", "mtp"}
 
 
 def test_lists_are_as_long_as_the_text(golden: Golden) -> None:
@@ -287,7 +290,7 @@ def test_the_same_again(
 def test_a_checkpoint_that_nobody_exported(
     golden: Golden, asked: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    """It has the same lines; no manifest tells whose it is, but the configs do."""
+    """It has the same lines; no manifest tells whose it is, but its tensors do."""
     one_check(monkeypatch)
     outcome = verify(FIXTURE, tmp_path / "golden.jsonl", "--prompts", asked)
     found = Golden.read(tmp_path / "golden.jsonl", outcome)
@@ -295,6 +298,7 @@ def test_a_checkpoint_that_nobody_exported(
     assert found.header["model"]["manifest_sha256"] is None
     differing = {key for key in golden.header if golden.header[key] != found.header[key]}
     assert differing == {"model"}
+    assert found.header["model"]["identity"] == golden.header["model"]["identity"]
 
 
 def output_of(tokens: Sequence[int], drafts: Sequence[Drafts]) -> Output:

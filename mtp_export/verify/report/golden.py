@@ -16,6 +16,7 @@ import torch
 
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.tensors.bundle_folder import MAIN
+from mtp_checkpoints.tensors.model_identity import model_identity
 from mtp_export import __version__
 from mtp_export.verify.context import Context
 from mtp_export.verify.evidence.decode import Decoded, Proposal
@@ -128,7 +129,7 @@ def _drafts(request: Request, proposals: Mapping[tuple[int, int], Proposal]) -> 
 
 
 def _header(context: Context, outputs: Sequence[Output], k: int) -> dict[str, Any]:
-    model = context.corpus.model
+    model, parts = context.corpus.model, context.checkpoints
     return {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -138,9 +139,10 @@ def _header(context: Context, outputs: Sequence[Output], k: int) -> dict[str, An
             "python": platform.python_version(),
         },
         "model": {
-            "model_type": context.checkpoints[MAIN].config.get("model_type"),
+            "model_type": parts[MAIN].config.get("model_type"),
             "manifest_sha256": context.manifest_sha256,
-            "config_sha256": {name: own.config_sha256 for name, own in context.checkpoints.items()},
+            "config_sha256": {name: own.config_sha256 for name, own in parts.items()},
+            "identity": {name: model_identity(own.tensors.values()) for name, own in parts.items()},
         },
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": context.options.device,
