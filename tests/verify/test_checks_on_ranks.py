@@ -3,22 +3,26 @@ divided over them."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import chdir
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from cases import export
+from cases import export, read_shard
 from faults.matrix import no_progress
+from mtp_checkpoints.errors import InvalidInputError
 from mtp_export.verify.check import Item, Level, Status
 from mtp_export.verify.context import Context
 from mtp_export.verify.decoding import paths, stream
 from mtp_export.verify.options import VerifyOptions
 from mtp_runtime.parallel.group import Group
+from mtp_runtime.teacher_forcing import Text, Texts
 from runtime.checkpoints import write_checkpoint
-from runtime.ranks import ranks
+from runtime.ranks import of_each, ranks
 
 OPTIONS = VerifyOptions(Path(), level=Level.RUN, max_new_tokens=8, ks=(1, 2))
 
@@ -91,6 +95,34 @@ def test_texts_of_a_streamed_pass_are_divided(bundle: Path, group: Group, tmp_pa
         found.append([(item.name, item.figure) for item in items if item.name.startswith("draft")])
     assert found[0] and found[0] == found[1]
     assert not list((tmp_path / "state").iterdir()), "a finished pass leaves its state behind"
+
+
+@pytest.mark.parametrize("part", ["main", "mtp", None])
+def test_ranks_that_see_other_files_pass_nothing_through(
+    part: str | None, bundle: Path, group: Group, tmp_path: Path
+) -> None:
+    """As on a machine with a stale copy: its states would be another model's."""
+    for machine in ("first", "others"):
+        shutil.copytree(bundle, tmp_path / machine / "bundle")
+    shard = Path()
+    if part is not None:
+        (shard,) = (tmp_path / "others/bundle" / part).glob("*.safetensors")
+        raw, data = shard.read_bytes(), read_shard(shard)[1]
+        shard.write_bytes(raw.removesuffix(data) + data[::-1])
+    found = of_each(group, refused_pass, tmp_path, shard.name)
+    assert found == [[float(part is not None)]] * group.size
+
+
+def refused_pass(group: Group, machines: Path, shard: str) -> list[int]:
+    """1 where a pass is refused for a shard, 0 where it is not refused."""
+    texts = tuple(Texts((Text((5, 6, 7, 8 + rank), 1),)) for rank in range(group.size))
+    division = stream._Division(Path("bundle"), "cpu", None, texts, ("one", "other"))
+    with chdir(machines / ("first" if group.is_first else "others")):
+        try:
+            stream._passed(group, division)
+        except InvalidInputError as error:
+            return [int(f"/{shard}" in str(error) and "see different files" in str(error))]
+    return [0]
 
 
 def test_texts_are_divided_by_their_tokens() -> None:
