@@ -6,8 +6,12 @@ interpreter's lock until it is done.
 
 from __future__ import annotations
 
+import resource
+
 from mtp_export.serve.errors import ApiError
 
+MAX_CONNECTIONS = 2048
+HEAD_SECONDS = 30.0  # in which a connection must send the head of a request
 MAX_BODY_BYTES = 8 << 20
 SMALL_BODY_BYTES = 64 << 10  # up to which a body costs too little to be counted
 MAX_BODIES_BYTES = 64 << 20  # of all bodies that are read or parsed, without small ones
@@ -23,6 +27,12 @@ MAX_CHOICES = 128
 MAX_PROMPT_TOKENS = 1 << 20  # of all choices of a request together
 MAX_LIVE_PROMPT_TOKENS = 1 << 22  # of all requests in batch and queue
 MAX_LOGPROBS_TOLD = 1 << 20  # of all tokens of all choices of a request
+
+
+def max_connections() -> int:
+    """Return how many connections are open at once: no more than half of the files that the process
+    may open."""
+    return min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 
 def check_structure(raw: bytes) -> None:

@@ -19,7 +19,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from mtp_checkpoints.errors import Interrupted, IoError, UsageError
 from mtp_export.serve.app import Server
 from mtp_export.serve.engine_thread import END_SECONDS, THREAD_NAME
+from mtp_export.serve.errors import unavailable
 from mtp_export.serve.intake import is_this_machine
+from mtp_export.serve.limits import HEAD_SECONDS, max_connections
 
 _READ_BYTES = 16 << 10
 _WORKING_THREADS = (THREAD_NAME, "AnyIO worker thread")
@@ -83,11 +85,56 @@ class HttpServer(uvicorn.Server):
 
 
 class _Connection(H11Protocol):
-    """HTTP/1.1 connection, which reads little at once: bodies in chunks of one byte take long."""
+    """HTTP/1.1 connection, which reads little at once: bodies in chunks of one byte take long.
+
+    One too many is refused, and one that sends no whole head of a request in time is closed.
+    """
+
+    _without_request: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.max_size = _READ_BYTES  # type: ignore[attr-defined]  # of asyncio's own loop
+        if len(self.connections) > max_connections():
+            transport.write(_refusal())
+            transport.close()
+            return
+        self._expect_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_expecting()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._is_answering:
+            self._stop_expecting()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()  # which begins with the next request, if it is there
+        if not self._is_answering:
+            self._expect_request()
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _expect_request(self) -> None:
+        self._stop_expecting()
+        self._without_request = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+
+    def _stop_expecting(self) -> None:
+        if self._without_request is not None:
+            self._without_request.cancel()
+            self._without_request = None
+
+
+def _refusal() -> bytes:
+    """Return the response to a connection that is one too many."""
+    response = unavailable("Too many connections").response()
+    head = [b"HTTP/1.1 503 Service Unavailable", b"connection: close"]
+    head += [b": ".join(header) for header in response.raw_headers]
+    return b"\r\n".join([*head, b"", bytes(response.body)])
 
 
 def run_server(server: Server, address: Address, announce: Callable[[str], object]) -> None:

@@ -96,6 +96,15 @@ def test_ctrl_c_while_it_starts_ends_as_at_any_other_time() -> None:
     assert all(line.startswith("mtp-export: error: Interrupted.") for line in lines)
 
 
+def test_the_module_of_the_program_is_the_program() -> None:
+    """python -m mtp_export.cli ended without a word."""
+    for module in ("mtp_export", "mtp_export.cli"):
+        done = run_python("-m", module, "--version")
+        assert (done.returncode, done.stdout) == (0, f"mtp-export {__version__}\n"), done.stderr
+        wrong = run_python("-m", module, "inspect")
+        assert wrong.returncode == 2 and wrong.stderr.startswith("mtp-export: error: ")
+
+
 NO_LEAKS = """
 from mtp_export import cli
 from mtp_export.commands.garbage import gc_paused

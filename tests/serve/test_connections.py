@@ -1,0 +1,98 @@
+"""Connections without requests: their number is bounded, and so is their life."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from mtp_export.serve import limits, run
+from mtp_runtime import LLM
+from mtp_runtime.models.load import Loaded
+from serve.conftest import FIXTURE
+from serve.running import Running, running, wait_for
+
+MOST = 4
+SECONDS = 60.0  # that a test waits at most
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+LONG = {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True}
+
+
+@pytest.fixture
+def server(loaded: Loaded) -> Iterator[Running]:
+    with running(LLM(FIXTURE, loaded=loaded, cache_tokens=4096)) as server:
+        yield server
+
+
+def connected(server: Running) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=SECONDS)
+
+
+def rest_of(connection: socket.socket) -> bytes:
+    """Return all that the server sends until it closes the connection."""
+    with connection:
+        parts = iter(lambda: connection.recv(65536), b"")
+        return b"".join(parts)
+
+
+def is_served(server: Running) -> bool:
+    client = server.client()
+    try:
+        return client.ask("GET", "/health").status == 200
+    except OSError:
+        return False
+    finally:
+        client.close()
+
+
+def test_a_connection_too_many_is_refused(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others stay, and each that goes makes room."""
+    monkeypatch.setattr(limits, "MAX_CONNECTIONS", MOST)
+    idle = [connected(server) for _ in range(MOST)]
+    for one in idle:  # the server has taken it
+        one.sendall(HEALTH)
+        assert one.recv(65536).startswith(b"HTTP/1.1 200")
+    for _ in range(3):
+        head, _, body = rest_of(connected(server)).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503 ") and b"retry-after: 1" in head
+        assert json.loads(body)["error"]["message"] == "Too many connections"
+    idle.pop().close()
+    wait_for(lambda: is_served(server))
+    for one in idle:
+        one.close()
+
+
+def test_the_bound_follows_the_files_that_may_be_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    for files, most in ((1024, 512), (1 << 20, 2048)):
+        monkeypatch.setattr("resource.getrlimit", lambda _, files=files: (files, files))
+        assert limits.max_connections() == most
+
+
+@pytest.mark.parametrize("answered", [False, True])
+@pytest.mark.parametrize("sent", [b"", HEALTH[:20]], ids=["nothing", "half a head"])
+def test_a_connection_without_a_request_is_closed(
+    sent: bytes, answered: bool, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "HEAD_SECONDS", 2.0)
+    connection = connected(server)
+    if answered:
+        connection.sendall(HEALTH)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+    connection.sendall(sent)
+    assert rest_of(connection) == b""
+
+
+def test_an_answer_may_take_longer(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Than a connection may be without a request; the next one is served by the same connection."""
+    monkeypatch.setattr(run, "HEAD_SECONDS", 2.0)
+    client = server.client()
+    chunks = [*client.stream("/v1/completions", **LONG)]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    monkeypatch.setattr(run, "HEAD_SECONDS", SECONDS)
+    own = connected(server)
+    for _ in range(2):
+        own.sendall(HEALTH)
+        assert own.recv(65536).startswith(b"HTTP/1.1 200")
+    own.close()
