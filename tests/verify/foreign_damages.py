@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from quantized_by_others import LINEAR, Tensors
+from quantized_by_others import Tensors
 from verify.foreign_sources import INDEX, Checkpoint
 
 Damage = Callable[[Checkpoint], None]
@@ -164,15 +164,6 @@ def experts_reordered(checkpoint: Checkpoint) -> None:
         return pattern.sub(lambda m: f"{m[1]}{count - 1 - int(m[2])}{m[3]}", name)
 
     checkpoint.replace(lambda found: {turned(name): one for name, one in found.items()})
-
-
-def main_model_tuned(checkpoint: Checkpoint) -> None:
-    """The main model goes on in training without its MTP layer: here, by noise."""
-    draw = torch.Generator().manual_seed(3)
-    for name, tensor in checkpoint.tensors.items():
-        if LINEAR.match(name) and not name.startswith(checkpoint.layer):
-            noise = torch.randn(tensor.shape, generator=draw) * tensor.float().std() * 0.6
-            checkpoint.tensors[name] = (tensor.float() + noise).to(tensor.dtype)
 
 
 def scales_inverted(checkpoint: Checkpoint) -> None:

@@ -125,7 +125,9 @@ DAMAGED = (
         words=(r"model-00003-of-00003", "download|missing"),
         written=damages.without_file("model-00003-of-00003.safetensors"),
     ),
-    Folder("one expert is missing", glm(), lose(r"experts\.5\."), words=(r"experts\.5\b",)),
+    Folder(
+        "one expert is missing", glm(), lose(r"experts\.5\."), words=(r"lacks expert 5\b", "graft")
+    ),
     Folder("hnorm is missing", glm(), lose("hnorm"), words=("hnorm",)),
     Folder("eh_proj is missing", glm(), lose("eh_proj"), words=("eh_proj",)),
     Folder(
@@ -157,11 +159,23 @@ DAMAGED = (
         "one layer further",
         glm(),
         rename([(r"layers\.3\.", "layers.4.")]),
-        words=(r"layers\.[34]",),
+        words=(r"begin with model\.layers\.4, where", r"model\.layers\.3\b"),
     ),
-    Folder("without model.", glm(), rename([(r"^model\.", "")]), words=(r"\blayers\.3",)),
-    Folder("by Qwen's names", glm(), rename(QWEN_NAMES), words=(r"\bmtp\.",)),
-    Folder("by vLLM's inner names", glm(), rename(BLOCK), words=("mtp_block",)),
+    Folder(
+        "without model.",
+        glm(),
+        rename([(r"^model\.", "")]),
+        words=("look for model", "begin with nothing"),
+    ),
+    Folder(
+        "by Qwen's names", glm(), rename(QWEN_NAMES), words=(r"begin with mtp\.layers\.0, where",)
+    ),
+    Folder(
+        "by vLLM's inner names",
+        glm(),
+        rename(BLOCK),
+        words=(r"begin with model\.layers\.3\.mtp_block",),
+    ),
     Folder(
         "its norm under another name",
         glm(),
@@ -183,7 +197,7 @@ DAMAGED = (
     Folder(
         "left out as vLLM names it alone",
         unquantized(INT4, MTP_OF_GLM),
-        words=("SGLang", r"model\.decoder"),
+        words=("SGLang", r"model\.decoder", "ignore"),
     ),
     Folder(
         "left out but for experts",
@@ -244,8 +258,13 @@ DAMAGED = (
     Folder(
         "of another training", glm(), damages.another_training, "run", ("another|loading|contract",)
     ),
-    Folder("experts in another order", glm(), damages.experts_reordered, "run", ("accept",)),
-    Folder("the main model was tuned", glm(), damages.main_model_tuned, "run", ("accept",)),
+    Folder(
+        "experts in another order",
+        glm(),
+        damages.experts_reordered,
+        "run",
+        (r"experts \d and \d are swapped",),
+    ),
     Folder(
         "NaN in an expert",
         glm(),

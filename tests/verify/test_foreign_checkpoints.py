@@ -87,7 +87,7 @@ def test_experts_that_are_not_there_are_named(tmp_path: Path) -> None:
     part = rewritten(GLM, tmp_path / "part", without(f"{GLM_MTP}mlp.experts.2."))
     outcome, items = verified(part)
     assert outcome.code == 7
-    assert "lacks 2 of 8 experts" in items["MTP modules complete"]["cause"]
+    assert "lacks expert 2 (of 8)" in items["MTP modules complete"]["cause"]
     assert failures(items) == {"MTP modules complete", "mtp: tensors"}
 
 
@@ -117,7 +117,7 @@ def test_models_without_a_family_are_judged_by_their_names(tmp_path: Path) -> No
     assert failures(items) == {"MTP modules complete"}
     words = items["MTP modules complete"]["cause"]
     assert "projection" in words
-    assert "lacks 1 of 2 experts" in words
+    assert "lacks expert 1 (of 2)" in words
 
 
 def test_codes_without_scales_are_named(tmp_path: Path) -> None:

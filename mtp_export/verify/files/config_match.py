@@ -120,7 +120,7 @@ def _stored_of(
 
 def _weight_of_module(promised: StoredModel, module: str) -> StoredWeight | None:
     """The weight that a module's tensors hold in another form than promised."""
-    for suffix in ("weight", "weight_packed"):
+    for suffix in ("weight", "weight_packed", "qweight"):
         if (weight := promised.weight_of.get(f"{module}.{suffix}")) is not None:
             return weight
     return None
@@ -263,10 +263,11 @@ def _as_read(name: str, layout: PartLayout, config: Any, reading: DraftReading) 
     if keeps_patterns:  # a release names its other matrices by the layer, and none is asked
         linears = {w.tensors[0].name for w in read.weights.values() if w.weight.is_linear_weight}
         precision = [problem for problem in precision if problem.subject in linears]
-    problems = [
-        Problem(problem.subject, causes.misread_by_engine(reading.reason, problem.words))
-        for problem in presence + precision
-    ]
+    problems = presence + precision
+    if problems:  # the reason once, before all of them
+        first = problems[0]
+        words = causes.misread_by_engine(reading.reason, first.words)
+        problems[0] = Problem(first.subject, words)
     return verdict(name, problems, f"{len(specs):,} weights")
 
 

@@ -4,8 +4,8 @@ and complete, loaders find them, and what bears their names is what it says."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from mtp_checkpoints.families.signs import (
     main_layers,
     mtp_modules,
     other_draft,
+    renamed,
 )
 from mtp_checkpoints.quantization.native import describe
 from mtp_checkpoints.quantization.stored import stored_model
@@ -99,6 +100,17 @@ class Found:
         numbered = sum(module.number is not None for module in self.modules)
         return numbered or len(self.modules)
 
+    @property
+    def wanted_names(self) -> Collection[str]:
+        """Names that a known family gives the MTP part's tensors; none of another."""
+        part = self.context.part(MTP)
+        if part is None or part.checkpoint is None:
+            return ()
+        try:
+            return self.context.layout(part).stored.tensors
+        except MtpExportError:  # config_match says why
+            return ()
+
     @cached_property
     def tool(self) -> Tool | None:
         return tool_of(self.config, self.context.files.names())
@@ -157,6 +169,7 @@ def _presence(found: Found) -> Item:
             causes.partly_lost(str(wanted), count),
             figure=_figure(count, wanted),
             subject=found.modules[-1].tensors[0],
+            repair=found.repair,
         )
     tensors = sum(len(module.tensors) for module in found.modules)
     return passed(name, figure=f"{_figure(count, wanted)}, {tensors:,} tensors")
@@ -179,7 +192,11 @@ def _complete(found: Found) -> Item:
     problems += [
         Problem(name, words) for name, words in _unpaired({n: found.tensors[n] for n in names})
     ]
-    return verdict("MTP modules complete", problems, f"{len(names):,} tensors")
+    if (other := renamed(found.wanted_names, names)) is not None:
+        words = causes.renamed(other.wanted, other.found, other.count)
+        problems.insert(0, Problem(names[0], words))
+    item = verdict("MTP modules complete", problems, f"{len(names):,} tensors")
+    return replace(item, repair=found.repair) if problems else item
 
 
 # Last components of the names of codes and of the scales that belong to them.
@@ -214,7 +231,7 @@ def _indexed(context: Context, found: Found) -> Item:
         for shard in checkpoint.shards:
             if shard.path.name in checkpoint.unindexed:
                 outside |= {tensor.name: shard.path.name for tensor in shard.tensors}
-    lost = [name for name in found.mtp_names if name in outside]
+    lost = sorted(name for name in found.mtp_names if name in outside)
     words = [causes.not_in_index(file) for file in dict.fromkeys(outside[name] for name in lost)]
     return verdict("MTP modules in the index", [Problem(lost[0], each) for each in words])
 

@@ -46,6 +46,13 @@ def no_projection(name: str) -> str:
     )
 
 
+def renamed(wanted: str, found: str, count: int) -> str:
+    return (
+        f"tensors of the module are there under other names ({count}): they begin with"
+        f" {found or 'nothing'}, where engines look for {wanted or 'nothing'}"
+    )
+
+
 def codes_without_scale(name: str, dtype: str) -> str:
     return f"{name} holds {dtype} codes, and no scale is beside it"
 
