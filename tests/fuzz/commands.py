@@ -293,8 +293,8 @@ def _json_of(outcome: Outcome) -> dict[str, object]:
 COMMANDS: dict[str, Command] = {
     "inspect": Command(("fp8", "bf16", "bundle", "int4"), 25, _inspect),
     "export": Command(("fp8", "bf16"), 30, _export),
-    "dry run": Command(("fp8", "bf16", "bundle"), 15, _dry_run),
-    "quantize": Command(("fp8", "bf16", "bundle"), 5, _quantize),
+    "dry run": Command(("fp8", "bf16", "bundle", "drafts"), 15, _dry_run),
+    "quantize": Command(("fp8", "bf16", "bundle", "drafts"), 5, _quantize),
     "verify files": Command(("bundle", "int4", "paddlenlp"), 10, _verify("files")),
     "verify weights": Command(("bundle", "paddlenlp"), 5, _verify("weights")),
     "resume": Command(("unfinished",), 10, resuming.resume, writes="bundle"),
@@ -304,7 +304,7 @@ COMMANDS: dict[str, Command] = {
     "remote": Command(("hub",), 8, _remote, starts_threads=True),
     "generate": Command(("prompts", "prompts", "prompts", "bundle", "int4"), 5, _generate),
     "drafts": Command(("drafts",), 8, _drafts),
-    "launch": Command(("bundle", "int4", "paddlenlp"), 6, _launch),
+    "launch": Command(("bundle", "int4", "paddlenlp", "drafts"), 6, _launch),
     "tune": Command(("tuning",), 6, _tune, writes="work", starts_threads=True),
     "serve": Command(("bodies",), 8, _serve, starts_threads=True),
 }
