@@ -6,7 +6,7 @@ new scheme or format needs no line here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.formats import FORMATS
@@ -59,14 +59,30 @@ def gate_of(manifest_options: Mapping[str, object]) -> tuple[str, RunGate]:
     return f"{base} + {mtp}", RunGate(main.kl_nats, main.top1, points)
 
 
+def gate_of_storages(
+    main: Collection[str], mtp: Collection[str], source: Collection[str]
+) -> tuple[str, RunGate]:
+    """The names of the forms that a checkpoint's parts are stored in and its gate: that of main's
+    for divergence and agreement, the looser of both for acceptance. Forms that its source has too
+    cost nothing."""
+    gates = [_loosest(set(part) - set(source)) for part in (main, mtp)]
+    points = max(gate.acceptance_points for gate in gates)
+    names = " + ".join(", ".join(sorted(part)) for part in (main, mtp))
+    return names, RunGate(gates[0].kl_nats, gates[0].top1, points)
+
+
+def _loosest(storages: Collection[str]) -> RunGate:
+    gate = UNCHANGED
+    for storage in storages:
+        gate = gate.or_looser(FORMATS[storage].gate.run)
+    return gate
+
+
 def _grafted_gate(manifest_options: Mapping[str, object]) -> RunGate:
     """The loosest gate of the forms that a main model quantized by others is stored in."""
-    gate = UNCHANGED
     recorded = manifest_options.get("main_storages")
-    for storage in recorded if isinstance(recorded, list) else []:
-        if storage in FORMATS:
-            gate = gate.or_looser(FORMATS[storage].gate.run)
-    return gate
+    known = recorded if isinstance(recorded, list) else []
+    return _loosest([storage for storage in known if storage in FORMATS])
 
 
 def _scheme_gate(name: str) -> RunGate:

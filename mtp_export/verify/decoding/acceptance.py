@@ -190,7 +190,7 @@ def _first_token(corpus: Corpus) -> Item:
     if found is None or found.gain.low is None:
         return not_tested(name, "it takes two prompts")
     figure = f"overlap {found.own:.3f} as recorded, {found.other:.3f} otherwise"
-    cause = f"at position 0 {found.explained}"
+    cause = f"{found.explained}, of position 0"
     return judged(name, not found.better, cause, figure=figure, bound="not better otherwise")
 
 

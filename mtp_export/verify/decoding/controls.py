@@ -11,6 +11,7 @@ import torch
 
 from mtp_export.verify.check import Item, Shown, failed, judged, not_tested, passed
 from mtp_export.verify.context import Context
+from mtp_export.verify.decoding.acceptance import LEAST_ACCEPTANCE
 from mtp_export.verify.diagnosis.alternatives import acceptance, drafts_of
 from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.variants import contract_variants, layout_variants
@@ -109,6 +110,9 @@ def _lowers(corpus: Corpus, own: Drafts, control: Control) -> Item:
                 " that the module's own norm makes both sides the same"
             )
             return not_tested(control.name, reason, **shown)
+    if before < LEAST_ACCEPTANCE:
+        reason = f"only {before:.2f} of the drafts are accepted as it is: check acceptance says why"
+        return not_tested(control.name, reason, **shown)
     highest = max(loss.high, loss.value + _UNSEEN / loss.count)
     if highest > (0 if before > 0.5 else LEAST_LOSS):
         return not_tested(control.name, too_few(loss), **shown)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, fields
 import torch
 
 from mtp_checkpoints.formats.verification import RunGate
+from mtp_checkpoints.quantization.stored import StoredModel, stored_model
+from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_export.verify.check import (
     WHOLE_CHECK,
     Item,
@@ -23,7 +25,7 @@ from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.causes.weights import YARN_SCALE_CHANGED
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.statistics import Estimate, ratio
-from mtp_export.verify.gates import gate_of
+from mtp_export.verify.gates import gate_of, gate_of_storages
 from mtp_runtime.layers.rope import softmax_scale
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.models.model import Model
@@ -70,7 +72,21 @@ def run(context: Context) -> Iterator[Item]:
     if source.config.vocab != corpus.model.config.vocab:
         yield failed("one vocabulary", causes.ANOTHER_VOCABULARY)
         return
-    yield from compared(corpus, source, *gate_of(context.recorded_options))
+    yield from compared(corpus, source, *_gate(context))
+
+
+def _gate(context: Context) -> tuple[str, RunGate]:
+    """The gate of a bundle's schemes, or of the forms that others chose for a checkpoint."""
+    if context.is_bundle:
+        return gate_of(context.recorded_options)
+    assert context.source is not None, "a source was loaded"
+    parts = {layout.name: _storages(layout.stored) for layout in context.layouts}
+    source = _storages(stored_model(context.source.config))
+    return gate_of_storages(parts.get(MAIN, set()), parts.get(MTP, set()), source)
+
+
+def _storages(stored: StoredModel) -> set[str]:
+    return {kind.format.storage for kind in stored.kinds}
 
 
 @dataclass(frozen=True)
@@ -228,7 +244,7 @@ def _losing_part(pair: Pair, change: Estimate, depth: int) -> str:
         for side in (pair.source, export)
     )
     if crossed - own > -change.value / 2:
-        return causes.mtp_part_loses(100 * (crossed - own))
+        return causes.mtp_part_loses(own, crossed)
     return causes.main_part_loses(pair.where_it_starts())
 
 

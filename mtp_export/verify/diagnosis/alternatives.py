@@ -11,6 +11,7 @@ import torch
 from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.experts import expert_variants
 from mtp_export.verify.diagnosis.variants import (
+    LOADING,
     Variant,
     contract_variants,
     first_token_variant,
@@ -56,14 +57,15 @@ class Alternative:
 
     @property
     def explained(self) -> str:
-        """The finding as a sentence."""
+        """The finding as a sentence, behind its kind."""
         if self.own is not None and self.other is not None and self.other - self.own > 0.005:
             what = f"acceptance rises from {self.own:.2f} to {self.other:.2f}"
         else:
             what = f"the drafts' log-probability rises by {self.gain.value:.2f} nats"
         depth = self.variant.depth if isinstance(self.variant, Variant) else 1
         at = f" at draft {depth}" if depth > 1 else ""
-        return f"{what}{at} when {self.variant.change}: {self.variant.cause}"
+        kind = self.variant.kind if isinstance(self.variant, Variant) else LOADING
+        return f"{kind}: {what}{at} when {self.variant.change}: {self.variant.cause}"
 
 
 def alternatives(corpus: Corpus) -> list[Alternative]:

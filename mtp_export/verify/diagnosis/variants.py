@@ -24,6 +24,8 @@ from mtp_runtime.teacher_forcing import Recycle
 # yarn factors of released models (V3, and the fixture of this repository), tried if none is set.
 _KNOWN_FACTORS = (40.0, 4.0)
 
+LOADING, CONTRACT = "loading", "contract"
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -32,7 +34,8 @@ class Variant:
     change: the difference, in words that follow "when". cause: what is wrong with a bundle that
     drafts better with the change. before_norm: the module is fed the target's hidden state from
     before the last norm. depth: the draft position that shows the difference. recycle: feeds the
-    next draft in place of the module's own recursion.
+    next draft in place of the module's own recursion. kind: LOADING where tensors are mixed up,
+    CONTRACT where the module is fed something else than it was trained on.
     """
 
     name: str
@@ -42,6 +45,7 @@ class Variant:
     before_norm: bool
     depth: int = 1
     recycle: Recycle | None = None
+    kind: str = LOADING
 
 
 def unchanged(module: MtpModule, depth: int = 1) -> Variant:
@@ -166,6 +170,7 @@ def contract_variants(module: MtpModule) -> Iterator[Variant]:
         cause=causes.target_hidden_taken(_words(contract.target_hidden)),
         module=replace(module, contract=replace(contract, target_hidden=other)),
         before_norm=not before,
+        kind=CONTRACT,
     )
     recycled_before = contract.recycled_hidden is Hidden.BEFORE_NORM
     other = Hidden.AFTER_NORM if recycled_before else Hidden.BEFORE_NORM
@@ -176,6 +181,7 @@ def contract_variants(module: MtpModule) -> Iterator[Variant]:
         module=replace(module, contract=replace(contract, recycled_hidden=other)),
         before_norm=before,
         depth=2,
+        kind=CONTRACT,
     )
     yield first_token_variant(module)
 
@@ -185,6 +191,7 @@ def first_token_variant(module: MtpModule) -> Variant:
     zeroed = module.contract.zero_first_embedding
     return replace(
         unchanged(module),
+        kind=CONTRACT,
         name="zero_first_embedding",
         change=f"the first token's embedding is {'kept' if zeroed else 'zeroed'}",
         cause=causes.first_embedding("zeroed" if zeroed else "kept"),

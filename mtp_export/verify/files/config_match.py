@@ -23,7 +23,7 @@ from mtp_export.schemes.scheme import GRAFTED
 from mtp_export.verify.check import Item, Problem, Status, failed, not_tested, verdict
 from mtp_export.verify.diagnosis.causes import files as causes
 from mtp_export.verify.evidence.parts import Part, PartLayout
-from mtp_export.verify.files import left_out
+from mtp_export.verify.files.left_out import ListedDraft
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
@@ -45,7 +45,7 @@ def run(context: Context) -> Iterator[Item]:
         if not layout.stored.weights:  # config.json announces no such part: `presence` says so
             continue
         if part.name == MTP and not context.is_bundle and len(context.parts) > 1:
-            yield (found := left_out.item(layout))
+            yield (found := _left_out(layout))
             if found.status is Status.FAIL:  # which all below would repeat
                 continue
         yield from _part_items(layout)
@@ -215,6 +215,15 @@ def _draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
         yield _as_read(name, layout, quantization, engine.draft_reading)
 
 
+def _left_out(layout: PartLayout) -> Item:
+    """The draft of a checkpoint is quantized where its quantization_config says so."""
+    stored = layout.stored
+    layers = tuple(layer.layer.prefix for layer in stored.family.mtp)
+    listed = ListedDraft(stored, layout.checkpoint.tensors, stored.quantization, layers)
+    figure = f"{len(stored.weights):,} weights"
+    return verdict("mtp: left out of quantization as stored", listed.problems(), figure)
+
+
 def _readers(context: Context) -> list[Engine]:
     """Engines whose reading of the draft is known and that the bundle was written for.
 
@@ -246,8 +255,8 @@ def _as_read(name: str, layout: PartLayout, config: Any, reading: DraftReading) 
     tensors = _by_released_names(layout)
     rename: Callable[[str], str] = str
     keeps_patterns = reading.layer_name in layout.stored.family.patterns.mtp_names
+    layers = tuple(sorted({f"model.layers.{spec.mtp_layer}" for spec in specs}))
     if reading.layer_name is not None:
-        layers = sorted({f"model.layers.{spec.mtp_layer}" for spec in specs})
         rename = partial(_with_layer_name, layers, reading.layer_name)
         if not keeps_patterns:
             config = json.loads(rename(json.dumps(config)))
@@ -257,6 +266,14 @@ def _as_read(name: str, layout: PartLayout, config: Any, reading: DraftReading) 
     except MtpExportError as error:
         cause = causes.misread_by_engine(reading.reason, error)
         return failed(name, cause, subject="config.json")
+    renamed = (reading.layer_name,) if reading.layer_name else ()
+    problems = ListedDraft(read, tensors, config, renamed or layers).problems()
+    if problems:  # of which each tensor's are the consequence
+        problems = [
+            Problem(one.subject, causes.misread_by_engine(reading.reason, one.words))
+            for one in problems
+        ]
+        return verdict(name, problems, f"{len(specs):,} weights")
     presence, precision = _sorted_out(tensors, read)
     absent = {rename(name) for name in layout.stored.tensors.keys() - layout.checkpoint.tensors}
     presence = [problem for problem in presence if problem.subject not in absent]

@@ -4,75 +4,111 @@ modules are stored: which modules it lacks, or which entry is one too many."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.errors import MtpExportError
-from mtp_checkpoints.families.base import FLOATS, Role, TensorSpec
+from mtp_checkpoints.families.base import FLOATS, Role
 from mtp_checkpoints.formats import UNQUANTIZED
 from mtp_checkpoints.quantization.method import modules_of
 from mtp_checkpoints.quantization.methods import METHODS, quant_config_of
-from mtp_checkpoints.quantization.stored import StoredWeight
-from mtp_export.verify.check import Item, Problem, verdict
+from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight
+from mtp_export.verify.check import Problem
 from mtp_export.verify.diagnosis.causes import files as causes
-from mtp_export.verify.evidence.parts import PartLayout
 
 _SHOWN = 300  # characters of what must be added
 
 
-def item(layout: PartLayout) -> Item:
-    """The item of a draft whose config.json describes the model that it is stored beside."""
-    unquantized, quantized = [], []
-    tensors, weights = layout.checkpoint.tensors, list(layout.stored.weights.values())
-    for weight in weights:
-        if len(weight.weight.shape) != 2:
-            continue
-        plain = _is_plain(weight, tensors)
-        if plain and weight.format is not UNQUANTIZED:
-            unquantized.append(weight)
-        elif plain is False and weight.format is UNQUANTIZED:
-            quantized.append(weight)
-    problems = [*_lacking(layout, unquantized), *_too_many(layout, quantized)]
-    for weight in weights:
-        is_projection = weight.weight.role is Role.MTP_PROJECTION
-        if is_projection and _is_plain(weight, tensors) is False:
-            words = causes.projection_quantized(weight.weight.module)
-            problems.append(Problem(weight.tensors[0].name, words))
-    return verdict("mtp: left out of quantization as stored", problems, f"{len(weights):,} weights")
+@dataclass(frozen=True)
+class ListedDraft:
+    """A draft as a quantization_config describes it to a reader, beside how it is stored: both by
+    the names that the reader has. layers are those of the MTP layers."""
+
+    described: StoredModel
+    tensors: Mapping[str, TensorInfo]
+    quantization: Any
+    layers: tuple[str, ...]
+
+    def problems(self) -> list[Problem]:
+        """Modules that the list lacks, in one problem, those that it has too many, by entry, and
+        projections, which no engine reads quantized."""
+        unquantized, quantized, projections = [], [], []
+        for weight in self.described.weights.values():
+            if len(weight.weight.shape) != 2:
+                continue
+            plain = self._is_plain(weight)
+            if weight.weight.role is Role.MTP_PROJECTION:
+                projections += [weight] if plain is False else []
+            elif plain and weight.format is not UNQUANTIZED:
+                unquantized.append(weight)
+            elif plain is False and weight.format is UNQUANTIZED:
+                quantized.append(weight)
+        found = [*self._lacking(unquantized), *self._too_many(quantized)]
+        return found + [
+            Problem(weight.tensors[0].name, causes.projection_quantized(weight.weight.module))
+            for weight in projections
+        ]
+
+    def _is_plain(self, weight: StoredWeight) -> bool | None:
+        """True for a matrix that is stored unquantized, None for one that is there in no form."""
+        module = _module_of(weight)
+        tensor = self.tensors.get(f"{module}.weight")
+        if tensor is not None:
+            return tensor.dtype in FLOATS
+        codes = (f"{module}.{last}" for last in ("weight_packed", "qweight"))
+        return False if any(name in self.tensors for name in codes) else None
+
+    def _lacking(self, weights: list[StoredWeight]) -> Iterator[Problem]:
+        """The modules that an engine would build quantized and that are not."""
+        if not weights:
+            return
+        leave_out = METHODS[self.quantization["quant_method"]].leave_out
+        added = ""
+        if leave_out is not None:
+            with_them = leave_out(self.quantization, self._to_leave_out(weights))
+            added = ", ".join(_added(self.quantization, with_them))
+        words = causes.not_left_out(len(weights), _module_of(weights[0]), added[:_SHOWN])
+        yield Problem(weights[0].tensors[0].name, words)
+
+    def _to_leave_out(self, weights: list[StoredWeight]) -> list[str]:
+        """The MTP layers, where all that is stored of their linears is unquantized; else the
+        modules."""
+        own = {weight.weight.name for weight in weights}
+        every = (one.weight for one in self.described.weights.values())
+        if all(spec.name in own for spec in every if spec.is_linear_weight):
+            return list(self.layers)
+        return modules_of(weight.weight for weight in weights)
+
+    def _too_many(self, weights: list[StoredWeight]) -> Iterator[Problem]:
+        """Quantized modules that an engine would build unquantized, by the entry to blame."""
+        by_entry: dict[str, list[StoredWeight]] = {}
+        for weight in weights:
+            by_entry.setdefault(self._to_blame(weight), []).append(weight)
+        for entry, alike in by_entry.items():
+            words = causes.left_out_though_quantized(len(alike), _module_of(alike[0]), entry)
+            yield Problem(alike[0].tensors[0].name, words)
+
+    def _to_blame(self, weight: StoredWeight) -> str:
+        """The entry without which a module would be quantized; "" where no single one is."""
+        fields = self.quantization.items() if isinstance(self.quantization, dict) else ()
+        for key, value in fields:
+            for entry in value if isinstance(value, list | dict) else ():
+                rest: Any = [one for one in value if one != entry]
+                if isinstance(value, dict):
+                    rest = {name: value[name] for name in rest}
+                try:
+                    config = quant_config_of({**self.quantization, key: rest})
+                    form = config.format_of(_module_of(weight), weight.weight.role)
+                except MtpExportError:
+                    continue
+                if form is not None:
+                    return f"{entry} in {key}"
+        return ""
 
 
-def _is_plain(weight: StoredWeight, tensors: Mapping[str, TensorInfo]) -> bool | None:
-    """True for a matrix that is stored unquantized, None for one that is there in no form."""
-    module = weight.tensors[0].name.rpartition(".")[0]
-    tensor = tensors.get(f"{module}.weight")
-    if tensor is not None:
-        return tensor.dtype in FLOATS
-    codes = (f"{module}.{last}" for last in ("weight_packed", "qweight"))
-    return False if any(name in tensors for name in codes) else None
-
-
-def _lacking(layout: PartLayout, weights: list[StoredWeight]) -> Iterator[Problem]:
-    """The modules that an engine would build quantized and that are not, all in one problem."""
-    if not weights:
-        return
-    quantization: Any = layout.stored.quantization
-    modules = modules_of(weight.weight for weight in weights)
-    leave_out = METHODS[quantization["quant_method"]].leave_out
-    added = ""
-    if leave_out is not None:
-        added = ", ".join(_added(quantization, leave_out(quantization, _heads(weights, layout))))
-    words = causes.not_left_out(len(weights), modules[0], added[:_SHOWN])
-    yield Problem(weights[0].tensors[0].name, words)
-
-
-def _heads(weights: list[StoredWeight], layout: PartLayout) -> list[str]:
-    """The MTP layers' own names, where all that is stored of their linears is unquantized; else
-    the modules'."""
-    own = {weight.weight.name for weight in weights}
-    linears = [one.weight for one in layout.stored.weights.values() if one.weight.is_linear_weight]
-    if all(spec.name in own for spec in linears):
-        return list(dict.fromkeys(f"model.layers.{spec.mtp_layer}" for spec in linears))
-    return modules_of(weight.weight for weight in weights)
+def _module_of(weight: StoredWeight) -> str:
+    return weight.tensors[0].name.rpartition(".")[0]
 
 
 def _added(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
@@ -93,31 +129,3 @@ def _entries(value: object) -> Iterator[str]:
             yield from _entries(inner)
     elif isinstance(value, list):
         yield from map(str, value)
-
-
-def _too_many(layout: PartLayout, weights: list[StoredWeight]) -> Iterator[Problem]:
-    """Quantized modules that an engine would build unquantized, by the entry that is to blame."""
-    by_entry: dict[str, list[StoredWeight]] = {}
-    for weight in weights:
-        entry = _to_blame(layout.stored.quantization, weight.weight)
-        by_entry.setdefault(entry, []).append(weight)
-    for entry, alike in by_entry.items():
-        words = causes.left_out_though_quantized(len(alike), alike[0].weight.module, entry)
-        yield Problem(alike[0].tensors[0].name, words)
-
-
-def _to_blame(quantization: Any, spec: TensorSpec) -> str:
-    """The entry without which a module would be quantized; "" where no single one is."""
-    for key, value in quantization.items() if isinstance(quantization, dict) else ():
-        for entry in value if isinstance(value, list | dict) else ():
-            rest: Any = [one for one in value if one != entry]
-            if isinstance(value, dict):
-                rest = {name: value[name] for name in rest}
-            try:
-                config = quant_config_of({**quantization, key: rest})
-                form = config.format_of(spec.module, spec.role)
-            except MtpExportError:
-                continue
-            if form is not None:
-                return f"{entry} in {key}"
-    return ""

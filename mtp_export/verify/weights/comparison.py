@@ -12,6 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from mtp_checkpoints.containers.base import QUANTIZATION
+from mtp_checkpoints.quantization.native import DTYPE_KEYS, quantization_of
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.bundle.tuning import trainings_of
@@ -93,7 +94,17 @@ def run(context: Context) -> Iterator[Item]:
 
 def _others(context: Context) -> tuple[str, ...]:
     """The parts that are no copy or conversion of the source's."""
-    return (MAIN,) if context.recorded("base_quant") == GRAFTED else ()
+    grafted = context.recorded("base_quant") == GRAFTED
+    return (MAIN,) if grafted or _by_another_tool(context) else ()
+
+
+def _by_another_tool(context: Context) -> bool:
+    """True for a checkpoint that is quantized, and not as its source: tools move scales between
+    weights, which changes every one of them and not what the model computes."""
+    if context.is_bundle or context.main is None or context.source is None:
+        return False
+    own, source = (quantization_of(one.config) for one in (context.main, context.source))
+    return bool(own) and own != source
 
 
 def _tuned(context: Context, part: str, compared: Sequence[Compared]) -> set[str]:
@@ -193,7 +204,7 @@ def _config(context: Context, source: Mapping[str, Any]) -> Item:
     for part in (part for part in context.parts if part.name not in _others(context)):
         found = {} if part.checkpoint is None else part.checkpoint.config
         wanted = source if part.name == MAIN else context.target.mtp_config(source)
-        keys = sorted({*wanted, *found} - {QUANTIZATION}) if found else []
+        keys = sorted(_compared_fields(context, found, wanted)) if found else []
         count += len(keys)
         for key in keys:
             if found.get(key) != wanted.get(key):
@@ -207,11 +218,26 @@ def _config(context: Context, source: Mapping[str, Any]) -> Item:
     )
 
 
+# Fields that tools write of themselves.
+_OF_TOOLS = frozenset({QUANTIZATION, *DTYPE_KEYS, "transformers_version", "_name_or_path"})
+
+
+def _compared_fields(
+    context: Context, found: Mapping[str, Any], wanted: Mapping[str, Any]
+) -> set[str]:
+    """Fields to compare: all of a bundle, and of another's checkpoint those that both have, as
+    tools add defaults and drop what they do not know."""
+    if context.is_bundle:
+        return {*wanted, *found} - {QUANTIZATION}
+    return (wanted.keys() & found.keys()) - _OF_TOOLS
+
+
 def _tokenizers(context: Context) -> Item:
     """Tokenizer files equal the source's."""
     assert context.source is not None
     files, problems, count = context.source.files, [], 0
-    for part in (part for part in context.parts if not _others(context)):
+    compared = {} if _others(context) else {part.folder: part for part in context.parts}
+    for part in compared.values():
         for path in sorted(filter(Path.is_file, part.folder.glob("tokenizer*"))):
             count += 1
             wanted = files.read(path.name) if path.name in files.names() else None

@@ -199,10 +199,11 @@ def quantization_noise(error: float) -> str:
     return f"the error grows evenly over the layers to {error:.3f}: quantization noise"
 
 
-def mtp_part_loses(points: float) -> str:
+def mtp_part_loses(own: float, source: float) -> str:
+    """own, source: acceptance of the drafts of the module and of the source's, on this main."""
     return (
-        f"the MTP part: with the source's module on this main acceptance is {points:.1f} points"
-        " higher; check weights names the tensors"
+        f"precision: the MTP part loses it, {own:.2f} against the {source:.2f} of the source's"
+        " module on this main; check weights names the tensors"
     )
 
 
