@@ -221,6 +221,13 @@ DAMAGED = (
         "weights",
         (r"shared_head\.norm",),
     ),
+    Folder(
+        "norms plus one",
+        glm(),
+        each(r"norm\.weight", add(1)),
+        "run",
+        ("taken from every norm", r"1 \+ w"),
+    ),
     Folder("enorm and hnorm exchanged", glm(), damages.norms_exchanged, "run", ("enorm|hnorm",)),
     Folder(
         "half of eh_proj zero",
@@ -240,11 +247,11 @@ DAMAGED = (
         "halves of eh_proj exchanged", glm(), damages.halves_exchanged, "run", ("eh_proj|halves",)
     ),
     Folder(
-        "tiles of experts rounded to zero",
+        "a tile of an expert rounded to zero",
         deepseek,
         damages.tile_rounded_to_zero,
         "weights",
-        (r"experts\.[14]\.down_proj", "zero|scale"),
+        (r"experts\.1\.down_proj", "zero"),
     ),
     Folder("a main layer instead", glm(), damages.main_layer_as_own, "weights", (r"layers\.2",)),
     Folder(
