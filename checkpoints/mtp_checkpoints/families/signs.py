@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,8 @@ _PROJECTIONS = frozenset(
         *("fc_embedding", "fc_hidden", "pre_projection", "hidden_proj"),
     }
 )
+# Of these, those of one matrix [hidden, 2 hidden] for both.
+_JOINT_PROJECTIONS = frozenset({"eh_proj", "fc", "input_proj", "linear_proj", "mtp_linear_proj"})
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,22 @@ def experts_of(config: Mapping[str, Any]) -> int | None:
             if type(count) is int and count > 0:
                 return count
     return None
+
+
+def hidden_size(config: Mapping[str, Any]) -> int | None:
+    """Return the width of the hidden state; None where config.json has no usable one."""
+    for _, fields in _configs(config):
+        size = fields.get("hidden_size")
+        if type(size) is int and size > 0:
+            return size
+    return None
+
+
+def is_transposed(name: str, shape: Sequence[int], hidden: int | None) -> bool:
+    """Return whether a tensor is a projection of embedding and hidden state that is stored with
+    its inputs as rows, as Paddle stores linears."""
+    joins_both = not _JOINT_PROJECTIONS.isdisjoint(name.split("."))
+    return joins_both and hidden is not None and tuple(shape) == (2 * hidden, hidden)
 
 
 def mtp_modules(names: Iterable[str], layers: int | None) -> list[NamedModule]:

@@ -20,6 +20,8 @@ from mtp_checkpoints.families.signs import (
     expert_gaps,
     experts_of,
     has_layers,
+    hidden_size,
+    is_transposed,
     lacks_projection,
     main_layers,
     mtp_modules,
@@ -185,6 +187,10 @@ def _complete(found: Found) -> Item:
     names = [name for module in found.modules for name in module.tensors]
     if found.has_main and lacks_projection(names):
         problems.append(Problem(names[0], causes.no_projection(names[0])))
+    for name in names:
+        shape = found.tensors[name].shape
+        if found.has_main and is_transposed(name, shape, hidden_size(found.config)):
+            problems.append(Problem(name, causes.transposed(name, list(shape))))
     experts = experts_of(found.config)
     for module in found.modules:
         for gap in expert_gaps(module.tensors, experts):

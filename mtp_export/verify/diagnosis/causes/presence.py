@@ -53,6 +53,10 @@ def renamed(wanted: str, found: str, count: int) -> str:
     )
 
 
+def transposed(name: str, shape: list[int]) -> str:
+    return f"{name} is stored transposed, {shape}: engines but Paddle's read {shape[::-1]}"
+
+
 def codes_without_scale(name: str, dtype: str) -> str:
     return f"{name} holds {dtype} codes, and no scale is beside it"
 
