@@ -13,7 +13,7 @@ OLDEST_TESTS := tests/commands tests/checkpoints tests/bundle/test_golden.py tes
 	tests/runtime/test_llm.py tests/verify/test_verify_reports.py
 OLDEST_TOOLS := hypothesis|pytest|pytest-timeout|pytest-xdist
 
-.PHONY: demo test test-all fuzz test-engines test-oldest test-oldest-triton test-cuda mutants check fixture clean
+.PHONY: demo test test-all fuzz test-engines test-tools test-oldest test-oldest-triton test-cuda mutants check fixture clean
 
 demo: .venv/installed
 	scripts/demo
@@ -32,8 +32,13 @@ fuzz: .venv/installed-dev
 	$(BIN)/python -m pytest -n auto -rP -m "nightly or not nightly" tests/fuzz --fuzz-seed $(FUZZ_SEED) --fuzz-seconds 1800
 
 # vLLM runs the fixture, and vLLM's and SGLang's resolvers read our configs: docs/engines.md.
-test-engines: .venv-engines/installed
+test-engines: .venv-engines/installed test-tools
 	.venv-engines/bin/python -m pytest -v --timeout 1800 --durations 5 --figures build/engines.json tests/engines
+
+# Tools that quantize checkpoints run on the miniatures, and what they wrote is judged and repaired:
+# docs/tools.md.
+test-tools: .venv/installed-dev .venv-tools/installed
+	$(BIN)/python -m pytest -v --timeout 1800 --durations 5 --figures build/tools.json tests/tools
 
 # The lowest versions that pyproject.toml allows, in an environment of their own, and the tests of what
 # uses them: commands, files, the runtime and its compiled kernels. Bounds on memory are for CPU builds.
@@ -76,7 +81,7 @@ fixture: .venv/installed-dev
 	$(BIN)/python fixtures/train.py
 
 clean:
-	rm -rf .venv .venv-engines .venv-stores .venv-oldest demo build *.egg-info
+	rm -rf .venv .venv-engines .venv-tools .venv-stores .venv-oldest demo build *.egg-info
 
 # torch first and by version: a CPU build already on the machine is then kept.
 .venv/bin/python:
@@ -118,3 +123,13 @@ AZURITE := azurite@3.37.0
 	$(ENGINES_PIP) uninstall -y torchvision torchaudio torchcodec
 	$(ENGINES_PIP) download --no-deps -d .venv-engines/wheels $$(grep '^sglang==' constraints-engines.txt)
 	touch $@
+
+# An environment for llm-compressor, whose versions the other tools do not take, and one for those.
+# What is installed is what the files list: GPTQModel declares a torch that it does not need here.
+.venv-tools/installed: constraints-llm-compressor.txt constraints-tools.txt
+	$(PYTHON) -m venv .venv-tools/llm-compressor
+	$(PYTHON) -m venv .venv-tools/others
+	$(call install_listed,llm-compressor,constraints-llm-compressor.txt)
+	$(call install_listed,others,constraints-tools.txt)
+	touch $@
+install_listed = .venv-tools/$(1)/bin/pip --disable-pip-version-check --quiet install --no-deps -r $(2)

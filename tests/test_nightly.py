@@ -132,5 +132,14 @@ def test_mutated_inputs_run_at_length(recipe: dict[Any, Any]) -> None:
     assert 1800 <= int(seconds) < job["timeout-minutes"] * 60
 
 
-def test_the_folder_is_left_out_of_make_test(project: dict[str, Any]) -> None:
-    assert "engines" in project["tool"]["pytest"]["ini_options"]["norecursedirs"]
+def test_the_folders_are_left_out_of_make_test(project: dict[str, Any]) -> None:
+    assert {"engines", "tools"} <= set(project["tool"]["pytest"]["ini_options"]["norecursedirs"])
+
+
+def test_the_makefile_s_command_runs_the_tools_that_are_pinned() -> None:
+    commands = dry_run("test-engines", "constraints-tools.txt")
+    assert re.search(r"^\.venv/bin/python -m pytest .* tests/tools$", commands, re.M)
+    lists = re.findall(r"\.venv-tools/\S+ .* --no-deps -r (\S+)$", commands, re.M)
+    pinned = "".join((ROOT / name).read_text() for name in lists)
+    for name in ("llmcompressor", "auto-round", "nvidia-modelopt", "GPTQModel"):
+        assert re.search(rf"^{name}==", pinned, re.M), name

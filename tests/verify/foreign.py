@@ -40,7 +40,7 @@ def rewritten(
     changed = tensors(stored)
     folder.mkdir(parents=True)
     for path in source.iterdir():
-        if path.suffix != ".safetensors" and path.name != INDEX:
+        if path.is_file() and path.suffix != ".safetensors" and path.name != INDEX:
             shutil.copy(path, folder)
     fields = read_json(folder / "config.json")
     config(fields)

@@ -318,7 +318,8 @@ def _stored(
     for spec in specs:
         layer, expert, tail = _split_at_expert(rename(spec.name))
         if (weight := formats.get(tail.removesuffix(_BIAS))) and tail.endswith(_BIAS):
-            spec = spec._replace(dtypes=(*spec.dtypes, *weight.bias_dtypes))
+            either = dict.fromkeys(spec.dtypes + weight.bias_dtypes)
+            spec = spec._replace(dtypes=tuple(either))
         key = layer, tail, spec[1:]
         kind = kinds.get(key)
         if kind is None:
