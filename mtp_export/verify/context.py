@@ -70,6 +70,7 @@ class Context:
     given: tuple[GivenText, ...] | None
     show_progress: ShowProgress
     group: Group | None = None
+    _layouts: dict[str, PartLayout] = field(default_factory=dict)
     _loaded: dict[LoadOptions, Loaded] = field(default_factory=dict)
     _drafts: dict[str, ExtraDraft] = field(default_factory=dict)
 
@@ -186,7 +187,10 @@ class Context:
 
         Raises what stored_model and stored_draft raise for a config that cannot be followed.
         """
-        return layout_of(part, self.target, layer_count(self.checkpoints.values()))
+        if part.name not in self._layouts:
+            layers = layer_count(self.checkpoints.values())
+            self._layouts[part.name] = layout_of(part, self.target, layers)
+        return self._layouts[part.name]
 
     @cached_property
     def layouts(self) -> tuple[PartLayout, ...]:

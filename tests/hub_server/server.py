@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import tempfile
 import threading
@@ -231,7 +232,11 @@ class Handler(Uploads, BaseHTTPRequestHandler):
         headers = {"X-Repo-Commit": commit}
         if not file.is_large:
             data = file.read(0, file.size)
-            self._answer(200, data, headers | {"ETag": f'"{file.oid}"'})
+            headers |= {"ETag": f'"{file.oid}"'}
+            if self.command == "GET" and "gzip" in self.headers.get("Accept-Encoding", ""):
+                data = gzip.compress(data)
+                headers |= {"Content-Encoding": "gzip"}
+            self._answer(200, data, headers)
             return
         size = file.size + self.server.meets("other size")
         etag = "0" * 64 if self.server.meets("other checksum") else file.sha256

@@ -259,3 +259,13 @@ def test_a_place_without_either_is_refused(tmp_path: Path) -> None:
     edit.write_text("{}")
     edit_json(edit, lambda fields: fields.update(model_type="glm4_moe"))
     assert run_program("verify", tmp_path, "--level", "files").code == 7
+
+
+def test_a_repository_s_index_comes_compressed(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = HubServer()
+    server.serve("acme/good", DEEPSEEK)
+    with server.running():
+        monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
+        assert run_program("verify", "hf://acme/good", "--quiet").code == 0
+        sent = [one.sent_bytes for one in server.log if one.path.endswith(INDEX)]
+    assert 0 < sum(sent) < (DEEPSEEK / INDEX).stat().st_size / 4

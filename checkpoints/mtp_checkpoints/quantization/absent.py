@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from mtp_checkpoints.families import family_of
-from mtp_checkpoints.families.base import Role, TensorSpec
+from mtp_checkpoints.families.base import Role, TensorSpec, weight_name
 from mtp_checkpoints.quantization.method import QuantConfig, modules_of
 from mtp_checkpoints.quantization.methods import METHODS, quant_config_of
 from mtp_checkpoints.quantization.native import Config, quantization_of, with_quantization
@@ -46,8 +46,8 @@ def with_projection_listed(config: Mapping[str, Any], tensors: Collection[str]) 
     if not quantization:
         return dict(config)
     known = quant_config_of(quantization)
-    specs = [s for s in family_of(config).tensors.values() if s.role is Role.MTP_PROJECTION]
-    plain = [spec.module for spec in specs if spec.name in tensors]
+    modules = [layer.modules.projection for layer in family_of(config).mtp]
+    plain = [module for module in modules if weight_name(module) in tensors]
     return _listed(config, [m for m in plain if known.format_of(m, Role.MTP_PROJECTION)])
 
 

@@ -14,7 +14,7 @@ from mtp_checkpoints.sources.files import check_small_file
 READERS = 8  # transfers at once
 # The first read of a file brings this much, or a thousandth of it, as most headers then need no
 # second request.
-_HEAD_BYTES = 128 << 10
+_HEAD_BYTES = 80 << 10
 
 
 class ListedFile(RemoteFile, Protocol):
