@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError, UsageError
 from mtp_checkpoints.families import family_of
 from mtp_checkpoints.formats import FORMATS
@@ -45,10 +46,12 @@ _CONTRACT = "mtp_contract"
 @dataclass(frozen=True)
 class GraftOptions(PlannerOptions):
     """The main model is bundle.input_dir; mtp_source is the checkpoint with the MTP layer, and
-    mtp_quant the name of the scheme that the layer is stored in."""
+    mtp_quant the name of the scheme that the layer is stored in. replace: it takes the place of one
+    that the main model has."""
 
     mtp_source: Place
     mtp_quant: str = BF16
+    replace: bool = False
 
     @property
     def inputs(self) -> tuple[Place, ...]:
@@ -63,15 +66,18 @@ def plan_graft(options: GraftOptions, *, dry_run: bool = False) -> BundlePlan:
     donor, donated = open_source(options.mtp_source)
     config = _with_mtp_layers(host.config, donor.config)
     check_same_model(host, config, donor)
-    _check_lost(host, config)
+    own = _own_layers(host, config)
+    if own and not options.replace:
+        raise _has_layers(host, own)
     dialect = engine_of(options.bundle.target).dialect or VLLM  # without integers they are alike
     draft = Draft(donated, SCHEMES[options.mtp_quant], dialect)
-    described = describe_graft(quantization_of(host.config), host.tensors, draft)
+    tensors = {name: one for name, one in host.tensors.items() if name not in own}
+    described = describe_graft(quantization_of(host.config), tensors, draft)
     config = with_quantization(config, described.main)
     main = stored_model(config).main
-    _check_tensors(host, main)
+    _check_tensors(host, main, tensors)
     stored = main.with_mtp_of(donated, donated.quantization)
-    checkpoint = GraftedCheckpoint.of(host, donor, config, _moved(donor, donated))
+    checkpoint = GraftedCheckpoint.of(host, donor, config, _moved(donor, donated), own)
     split = SplitOptions(
         target=target_of(options.bundle.target),
         shared_weights=options.bundle.content.shared_weights,
@@ -119,21 +125,27 @@ def _with_mtp_layers(config: Mapping[str, Any], donor: Mapping[str, Any]) -> dic
     return {**config, **{key: donor[key] for key in keys}}
 
 
-def _check_lost(host: Checkpoint, config: Mapping[str, Any]) -> None:
-    family = family_of(config)
-    own = [name for name in host.tensors if family.mtp_layer_of(name) is not None]
-    if own:
-        raise InvalidInputError(
-            "The main model has an MTP layer already",
-            where=host.path,
-            expected=f"no tensor of model.layers.{family.mtp_layers.start}",
-            found=f"{own[0]} ({len(own) - 1} more)",
-            todo="Serve it as it is, or split it with mtp-export --input-dir",
-        )
+def _own_layers(host: Checkpoint, config: Mapping[str, Any]) -> dict[str, int]:
+    """Return the main model's own MTP tensors, each with its layer."""
+    layer_of = family_of(config).mtp_layer_of
+    layers = ((name, layer_of(name)) for name in host.tensors)
+    return {name: layer for name, layer in layers if layer is not None}
 
 
-def _check_tensors(host: Checkpoint, main: StoredModel) -> None:
-    problems = main.differences(host.tensors)
+def _has_layers(host: Checkpoint, own: Mapping[str, int]) -> InvalidInputError:
+    first = next(iter(own))
+    return InvalidInputError(
+        "The main model has an MTP layer already",
+        where=host.path,
+        expected=f"no tensor of model.layers.{min(own.values())}",
+        found=f"{first} ({len(own) - 1} more)",
+        todo="Serve it as it is, split it with mtp-export --input-dir, or give --replace to graft"
+        " the other layer in its place",
+    )
+
+
+def _check_tensors(host: Checkpoint, main: StoredModel, tensors: Mapping[str, TensorInfo]) -> None:
+    problems = main.differences(tensors)
     if problems:
         problems[0].raise_as_error(host.path, len(problems) - 1)
 

@@ -57,9 +57,9 @@ def main_part(checkpoint: Checkpoint, stored: StoredModel, options: SplitOptions
     config.json keeps num_nextn_predict_layers, which engines read there.
     """
     shards: list[OutputShard] = []
-    of_mtp = stored.mtp.weight_of
+    layer_of = stored.family.mtp_layer_of
     for shard in checkpoint.main_shards:
-        tensors = [tensor for tensor in shard.tensors if tensor.name not in of_mtp]
+        tensors = [tensor for tensor in shard.tensors if layer_of(tensor.name) is None]
         if steps := _main_steps(checkpoint, stored, options.main, tensors):
             shards.append(_linked_if_whole(steps, shard))
     config = dict(options.main_config)

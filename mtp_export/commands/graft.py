@@ -49,6 +49,12 @@ class GraftCommand:
             access=Access.WRITTEN,
         )
     )
+    replace: bool = field(
+        default=False,
+        metadata=option(
+            "Put the layer in the place of one that the main model has.", Panel.INPUT_OUTPUT
+        ),
+    )
     making: Making = Making()
     mtp_quant: str = field(
         default=BF16,
@@ -64,7 +70,7 @@ class GraftCommand:
 def graft(options: GraftCommand) -> None:
     """Graft the original's MTP layer onto a main model that others quantized without it."""
     bundle = options.making.bundle(options.main, options.output_dir)
-    chosen = GraftOptions(bundle, options.mtp, options.mtp_quant)
+    chosen = GraftOptions(bundle, options.mtp, options.mtp_quant, options.replace)
     reports = options.making.try_reports()
     with gc_paused():
         plan = plan_graft(chosen, dry_run=options.making.dry_run)

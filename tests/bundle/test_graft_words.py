@@ -202,7 +202,10 @@ def test_a_main_model_with_its_layer(options: GraftOptions, original: Path, tmp_
     )
     assert str(found[3]).endswith(f" ({len(own) - 1} more)")
     assert str(found[3]).removesuffix(f" ({len(own) - 1} more)") in own
-    assert found[4] == "Serve it as it is, or split it with mtp-export --input-dir"
+    assert found[4] == (
+        "Serve it as it is, split it with mtp-export --input-dir, or give --replace to graft the"
+        " other layer in its place"
+    )
 
 
 def test_a_main_model_that_lacks_tensors(

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from cases import Outcome, edit_json, export, run_program, tree
 from hub_server import HubServer
 from mtp_checkpoints.layouts import TARGETS
-from verify.foreign import DEEPSEEK, GLM, GLM_MTP, INDEX, headers, rewritten, without
+from verify.foreign import DEEPSEEK, GLM, GLM_MTP, INDEX, headers, quantized, rewritten, without
 
 Item = dict[str, Any]
 PRESENCE = "MTP modules announced and there"
@@ -269,3 +269,22 @@ def test_a_repository_s_index_comes_compressed(monkeypatch: pytest.MonkeyPatch) 
         assert run_program("verify", "hf://acme/good", "--quiet").code == 0
         sent = [one.sent_bytes for one in server.log if one.path.endswith(INDEX)]
     assert 0 < sum(sent) < (DEEPSEEK / INDEX).stat().st_size / 4
+
+
+def test_a_partly_lost_module_is_replaced_by_the_command_that_is_named(tmp_path: Path) -> None:
+    part = quantized(GLM, tmp_path / "part", "compressed-tensors, int4")
+    _, items = verified(part, "--source", GLM)
+    assert failures(items) == {"mtp: left out of quantization as stored"}
+    lost = rewritten(part, tmp_path / "lost", without(f"{GLM_MTP}mlp.experts.2."))
+    _, items = verified(lost, "--source", GLM)
+    program, *arguments = items["MTP modules complete"]["repair"].split()
+    assert (program, arguments[-1]) == ("mtp-export", "--replace")
+    bundle = tmp_path / "bundle"
+    repaired = run_program(*(bundle if word == "BUNDLE" else word for word in arguments))
+    assert repaired.code == 0, repaired.err
+    stored = load_file(next((bundle / "main").glob("*.safetensors")))
+    assert not [name for name in stored if name.startswith(GLM_MTP)]
+    assert run_program("verify", bundle, "--level", "weights", "--quiet").code == 0
+    without_it = run_program(*arguments[:-3], "--output-dir", tmp_path / "refused")
+    assert without_it.code == 3
+    assert "--replace" in without_it.err

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,12 +19,13 @@ class GraftedCheckpoint(Checkpoint):
     """A main checkpoint, which path, config and files are of, with MTP tensors of a donor.
 
     moved are the donor's tensors by the name that they have here; whatever else its shards hold is
-    no tensor of this checkpoint.
+    no tensor of this checkpoint. replaced are tensors of the main checkpoint's own MTP layer.
     """
 
     host: Checkpoint | None = None
     donor: Checkpoint | None = None
     moved: Mapping[str, TensorInfo] | None = None
+    replaced: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -33,8 +34,10 @@ class GraftedCheckpoint(Checkpoint):
         donor: Checkpoint,
         config: dict[str, Any],
         moved: Mapping[str, str],
+        replaced: Collection[str] = (),
     ) -> Self:
-        """Join two checkpoints; moved are names of the donor's tensors by their names here."""
+        """Join two checkpoints; moved are names of the donor's tensors by their names here,
+        replaced those of the host's that they take the place of."""
         taken = {name: donor.tensors[source]._replace(name=name) for name, source in moved.items()}
         places = {tensor.path for tensor in taken.values()}
         digest = hashlib.sha256((host.config_sha256 + donor.config_sha256).encode()).hexdigest()
@@ -48,6 +51,7 @@ class GraftedCheckpoint(Checkpoint):
             host=host,
             donor=donor,
             moved=taken,
+            replaced=frozenset(replaced),
         )
 
     @property
@@ -94,4 +98,5 @@ class GraftedCheckpoint(Checkpoint):
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:
         host, _, moved = self._sides
-        return {**host.tensors, **moved}
+        kept = {name: one for name, one in host.tensors.items() if name not in self.replaced}
+        return {**kept, **moved}

@@ -125,7 +125,8 @@ class Found:
         source = self.context.options.source
         original = _original(self.context) if source is None else quote(str(source))
         here = quote(str(self.context.options.bundle))
-        return f"mtp-export graft --main {here} --mtp {original} --output-dir BUNDLE"
+        replacing = " --replace" if self.mtp_names else ""
+        return f"mtp-export graft --main {here} --mtp {original} --output-dir BUNDLE{replacing}"
 
 
 def _original(context: Context) -> str:
