@@ -79,6 +79,16 @@ def header(change: Callable[[dict[str, Any]], object]) -> Damage:
     return damage
 
 
+def lost(other: Damage) -> Damage:
+    """Return damage to a checkpoint that announces more MTP modules than it has."""
+
+    def damage(folder: Path) -> None:
+        field(_CONFIG, "num_nextn_predict_layers", 3)(folder)
+        other(folder)
+
+    return damage
+
+
 def text_of_header(change: Callable[[bytes], bytes]) -> Damage:
     """Return the damage that changes the text of the only shard's header."""
 
@@ -138,6 +148,9 @@ def rows(change: Callable[[dict[str, Any]], object]) -> Damage:
 
 _CONFIG, _TOKENIZER = "source/config.json", "source/tokenizer.json"
 _DEEP = b"[" * 100_000
+_BLANK = b"\n" * 300_000
+_EXPERT = "model.layers.2.mlp.experts.1.up_proj.weight"
+_LONG_NUMBER = _EXPERT.replace("1", "1" * 5000)
 
 CASES: dict[str, Known] = {
     "rope_theta is an object": Known("export", "fp8", field(_CONFIG, "rope_theta", {}), 3),
@@ -159,6 +172,27 @@ CASES: dict[str, Known] = {
     "a link to a secret": Known("export", "fp8", link("source/LICENSE", SECRET), 3),
     "a link to a device": Known("export", "fp8", link(_TOKENIZER, Path("/dev/zero")), 3),
     "a named pipe": Known("export", "fp8", pipe(_TOKENIZER), 3),
+    "a card of blank lines": Known(
+        "verify foreign", "bf16", lost(content("source/README.md", b"base_model:" + _BLANK)), 7
+    ),
+    "a card of 3 GB": Known(
+        "verify foreign", "foreign awq", lost(hole("source/README.md", 3_000_000_000)), 7
+    ),
+    "a model_type is a list": Known(
+        "verify foreign", "bf16", lost(field(_CONFIG, "model_type", ["deepseek_v3"])), 7
+    ),
+    "a model_type is an object": Known(
+        "verify foreign", "foreign fp8", field(_CONFIG, "model_type", {"a": 1}), 0
+    ),
+    "a draft of 2**62 experts": Known(
+        "verify foreign", "bf16", field(_CONFIG, "n_routed_experts", 2**62), 7
+    ),
+    "an expert's number has 5000 digits": Known(
+        "verify foreign",
+        "bf16",
+        header(lambda entries: entries.update({_LONG_NUMBER: entries.pop(_EXPERT)})),
+        7,
+    ),
     "prompts are no UTF-8": Known("generate", "prompts", content("prompts.jsonl", b"\xff\xfe"), 3),
     "prompts are deep": Known("generate", "prompts", content("prompts.jsonl", _DEEP), 3),
     "a tokenizer of nothing": Known("generate", "prompts", field(_TOKENIZER, "model", None), 3),

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 from cases import Outcome
 from fuzz import network, oracle, resuming, serving
-from fuzz.lab import Lab, tune_arguments
+from fuzz.lab import FOREIGN, Lab, tune_arguments
 from fuzz.mutators.special_files import SECRET
 from fuzz.sandbox import Finding, Sandbox
 from fuzz.tensors import check_equal, read_tensors
@@ -24,6 +24,8 @@ _PAIRS = (
     ("weight_only_int4", "weight_only_int8"),
     ("a8w8_fp8_wint4", "a8w8_fp8"),
 )
+_FOREIGN = tuple(f"foreign {method}" for method in FOREIGN)
+_OF_A_VERIFICATION = (0, 3, 4, 6, 7)  # exit codes
 _ITS_OWN_FAULT = "mtp-export itself failed here"  # as verify reports an internal error
 # Items in which verify judges what travels along as it is, whatever it is worth.
 _OF_THE_SOURCE = ("tokenizer", "yarn's attention scale")
@@ -169,6 +171,20 @@ def _verify(level: str) -> Callable[[Sandbox, Random, Lab], None]:
     return run
 
 
+def _foreign(sandbox: Sandbox, random: Random, lab: Lab) -> None:
+    """Verify a checkpoint of somebody else's, which makes no claims but its headers and config."""
+    level = random.choice(("files", "weights"))
+    source = ("--source", lab.input("bf16") / "source") if random.random() < 0.2 else ()
+    options = ("--level", level, *source, "--json", "--quiet", "--workers", "1")
+    outcome = sandbox.run("verify", sandbox.source, *options)
+    if outcome.code not in _OF_A_VERIFICATION:
+        raise Finding("exit", f"verify {outcome.code}", outcome.err)
+    if outcome.code in (0, 7) and bool(_failures(outcome.out)) != (outcome.code == 7):
+        raise Finding("report", "does not say what the exit code says", outcome.out[:4000])
+    if outcome.code == 0:
+        read_tensors(sandbox.source)  # which safetensors' own reader must take
+
+
 def _generate(sandbox: Sandbox, random: Random, lab: Lab) -> None:
     prompts = sandbox.input / "prompts.jsonl"
     method = random.choice(("mtp", "none", "inference_with_reference"))
@@ -291,12 +307,13 @@ def _json_of(outcome: Outcome) -> dict[str, object]:
 
 
 COMMANDS: dict[str, Command] = {
-    "inspect": Command(("fp8", "bf16", "bundle", "int4"), 25, _inspect),
+    "inspect": Command(("fp8", "bf16", "bundle", "int4", *_FOREIGN), 25, _inspect),
     "export": Command(("fp8", "bf16"), 30, _export),
     "dry run": Command(("fp8", "bf16", "bundle", "drafts"), 15, _dry_run),
     "quantize": Command(("fp8", "bf16", "bundle", "drafts"), 5, _quantize),
     "verify files": Command(("bundle", "int4", "paddlenlp"), 10, _verify("files")),
     "verify weights": Command(("bundle", "paddlenlp"), 5, _verify("weights")),
+    "verify foreign": Command((*_FOREIGN, "fp8", "bf16"), 25, _foreign),
     "resume": Command(("unfinished",), 10, resuming.resume, writes="bundle"),
     "finish": Command(("shares",), 8, resuming.finish, writes="bundle"),
     "graft": Command(("awq", "gptq", "compressed", "modelopt"), 10, _graft),

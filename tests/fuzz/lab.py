@@ -14,11 +14,20 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.make_checkpoint import TINY_CONFIG
-from cases import export, make_checkpoint, quantize, run_in_a_fork, run_program
+from cases import (
+    edit_json,
+    export,
+    make_checkpoint,
+    quantize,
+    read_json,
+    run_in_a_fork,
+    run_program,
+)
 from fuzz.tensors import Tensors, read_tensors
 from mtp_runtime.loading.draft_folder import MEDUSA_PICKLE
 from quantized_by_others import write
 from runtime.drafts import ffn_layout, write_eagle3, write_heads
+from verify.foreign import mtp_left_out, quantized
 
 # As small as the layouts allow: groups of 32 weights, and the 256 bytes that a tokenizer needs.
 CONFIG: dict[str, Any] = TINY_CONFIG | {
@@ -45,6 +54,7 @@ EXTRA_FILES = {
     "chat_template.jinja": "{{ messages }}\n",
     "special_tokens_map.json": "{}\n",
 }
+CARD = "---\nlicense: mit\nbase_model:\n- acme/model\n---\n# A model\n"
 PROMPTS = ({"prompt": "ab"}, {"prompt_token_ids": [5, 6, 7]}, {"prompt": "é, and on"})
 # The unfinished run and the one that finishes it.
 RESUMED = ("--max-shard-size", "8kB", "--link", "copy", "--workers", "1", "--quiet")
@@ -210,6 +220,28 @@ def _quantized(method: str) -> Callable[[Path], None]:
     return make
 
 
+def _foreign(method: str) -> Callable[[Path], None]:
+    """A checkpoint as others publish it: its main model quantized, its MTP layer left out of that,
+    and a card that names the model it was made from."""
+
+    def make(folder: Path) -> None:
+        _bf16(folder / "unquantized")
+        source = quantized(folder / "unquantized/source", folder / "source", method)
+        config = read_json(source / "config.json")
+        if "quantization_config" in config:
+            edit_json(source / "config.json", mtp_left_out)
+        else:
+            layer = f"model.layers.{config['num_hidden_layers']}*"
+            edit_json(
+                source / "hf_quant_config.json",
+                lambda file: file["quantization"]["exclude_modules"].append(layer),
+            )
+        (source / "README.md").write_text(CARD)
+        shutil.rmtree(folder / "unquantized")
+
+    return make
+
+
 def _done(code: int) -> None:
     assert code == 0, f"a good input cannot be made: exit {code}"
 
@@ -219,6 +251,10 @@ def copy_of(folder: Path, target: Path) -> None:
     shutil.copytree(folder, target, copy_function=shutil.copy2)
 
 
+FOREIGN = (
+    *("awq", "auto-round", "compressed-tensors, int8", "fp8"),
+    *("modelopt nvfp4", "modelopt fp8, in a file"),
+)
 SUBJECTS: dict[str, Callable[[Path], None]] = {
     "fp8": _fp8,
     "bf16": _bf16,
@@ -237,4 +273,4 @@ SUBJECTS: dict[str, Callable[[Path], None]] = {
     "gptq": _quantized("gptq, permuted"),
     "compressed": _quantized("compressed-tensors, int4"),
     "modelopt": _quantized("modelopt fp8, in a file"),
-}
+} | {f"foreign {method}": _foreign(method) for method in FOREIGN}

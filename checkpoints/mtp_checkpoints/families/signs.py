@@ -10,6 +10,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 # Fields of config.json that count MTP modules; nested configs are those of a model's text part.
@@ -27,11 +28,12 @@ _EXPERT_COUNTS = (
     "moe_num_experts",
 )
 
-_BY_NAME = re.compile(r"(?:^|\.)((?:mtp|nextn)(?:_[a-z_]+)?)\.(?:layers\.)?(?:(\d+)\.)?")
+# Numbers of more digits are none of a layer or an expert.
+_BY_NAME = re.compile(r"(?:^|\.)((?:mtp|nextn)(?:_[a-z_]+)?)\.(?:layers\.)?(?:(\d{1,6})\.)?")
 _LAYER = re.compile(
-    r"^((?:language_model\.|model\.|transformer\.|backbone\.)*layers)\.(\d+)\.", re.ASCII
+    r"^((?:language_model\.|model\.|transformer\.|backbone\.)*layers)\.(\d{1,6})\.", re.ASCII
 )
-_EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(.*)$", re.ASCII)
+_EXPERT = re.compile(r"^(.*\.experts)\.(\d{1,6})\.(.*)$", re.ASCII)
 # Modules that join the embedding and the hidden state, by the last component of their names.
 _PROJECTIONS = frozenset(
     {
@@ -98,7 +100,7 @@ def announced(config: Mapping[str, Any]) -> Announced | None:
         for name in COUNT_FIELDS:
             count = fields.get(name)
             if type(count) is int and count > 0:
-                one = fields.get("model_type") in _ONE_MODULE
+                one = str(fields.get("model_type")) in _ONE_MODULE
                 return Announced(1 if one else count, f"{prefix}{name}")
         if isinstance(fields.get(_OWN_BLOCK), Mapping):
             return Announced(None, f"{prefix}{_OWN_BLOCK}")
@@ -216,10 +218,11 @@ def expert_gaps(tensors: Iterable[str], count: int | None) -> list[str]:
     gaps = []
     for module, by_number in experts.items():
         wanted = count or max(by_number) + 1
-        missing = sorted({*range(wanted)} - by_number.keys())
+        missing = wanted - sum(number < wanted for number in by_number)
         if missing:
-            experts_word = "expert" if len(missing) == 1 else "experts"
-            gaps.append(f"{module} lacks {experts_word} {_numbers(missing)} (of {wanted})")
+            experts_word = "expert" if missing == 1 else "experts"
+            shown = _first_missing(by_number, wanted, missing)
+            gaps.append(f"{module} lacks {experts_word} {shown} (of {wanted})")
         every = set().union(*by_number.values())
         for number, own in sorted(by_number.items()):
             if own != every:
@@ -227,9 +230,12 @@ def expert_gaps(tensors: Iterable[str], count: int | None) -> list[str]:
     return gaps
 
 
-def _numbers(numbers: list[int]) -> str:
-    shown = ", ".join(map(str, numbers[:5]))
-    return shown if len(numbers) <= 5 else f"{shown} and {len(numbers) - 5} more"
+def _first_missing(there: Collection[int], wanted: int, missing: int) -> str:
+    """The first five numbers below `wanted` that are not there, and how many more are `missing`:
+    a damaged config.json may want any number."""
+    numbers = (number for number in range(wanted) if number not in there)
+    shown = ", ".join(map(str, islice(numbers, min(missing, 5))))
+    return shown if missing <= 5 else f"{shown} and {missing - 5} more"
 
 
 def other_draft(config: Mapping[str, Any], names: Collection[str]) -> OtherDraft | None:

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from mtp_export.verify.context import Context
 
 _CARD = "README.md"
-_BASE_MODEL = re.compile(rb"^base_model:\s*(?:\r?\n\s*-\s*)?[\"']?([\w.-]+/[\w.-]+)", re.M)
+# Blanks in few places: backtracking among them would take quadratic time.
+_BASE_MODEL = re.compile(rb"^base_model:[ \t]*(?:\r?\n[ \t]*-[ \t]*)?[\"']?([\w.-]+/[\w.-]+)", re.M)
 
 
 def run(context: Context) -> Iterator[Item]:
@@ -120,7 +121,7 @@ class Found:
     @property
     def repair(self) -> str:
         """The command that gives a main model its MTP layer back; "" where nothing does."""
-        if self.config.get("model_type") not in FAMILIES:
+        if str(self.config.get("model_type")) not in FAMILIES:
             return ""
         source = self.context.options.source
         original = _original(self.context) if source is None else quote(str(source))

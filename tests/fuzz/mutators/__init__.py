@@ -10,6 +10,7 @@ from random import Random
 from fuzz.mutators import (
     answers,
     body,
+    card,
     claim,
     config,
     header_bits,
@@ -23,6 +24,7 @@ from fuzz.mutators import (
     special_files,
     state,
     tokenizer,
+    values,
 )
 
 
@@ -45,6 +47,8 @@ MUTATORS: dict[str, Mutator] = {
     "header_structure": Mutator("*.safetensors", header_structure.mutate),
     "index": Mutator("*.safetensors.index.json", index.mutate),
     "config": Mutator("config.json", config.mutate, weight=2),
+    "quant_config": Mutator("hf_quant_config.json", values.edit_json_file, weight=3),
+    "card": Mutator("README.md", card.mutate, weight=2),
     "manifest": Mutator("mtp_export.json", manifest.mutate, weight=4),
     "journal": Mutator(".mtp_export.journal", journal.mutate, weight=15),
     "owner": Mutator(".mtp_export.owner", claim.mutate, weight=3),
