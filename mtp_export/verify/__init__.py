@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
-from pathlib import Path
 
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_export.verify.check import (
@@ -93,7 +92,7 @@ def _left_out(check: Check, context: Context) -> Iterator[Item]:
     if check.level > context.options.level:
         requested = context.options.level.name.lower()
         yield not_tested(WHOLE_CHECK, f"--level {requested} leaves it out")
-    elif check.level > Level.FILES and not isinstance(context.options.bundle, Path):
+    elif check.level > Level.FILES and not context.is_local:
         why = "nothing but headers is downloaded: verify a copy on this machine"
         yield not_tested(WHOLE_CHECK, why)
     elif check.level is Level.RUN:

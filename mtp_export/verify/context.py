@@ -10,26 +10,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtp_checkpoints.containers import is_checkpoint
-from mtp_checkpoints.containers.base import CONFIG_NAME
-from mtp_checkpoints.errors import InvalidInputError, MtpExportError
-from mtp_checkpoints.layouts import TARGETS
+from mtp_checkpoints.errors import MtpExportError
+from mtp_checkpoints.layouts import TARGETS, likely_target
 from mtp_checkpoints.layouts.base import Target
-from mtp_checkpoints.sources.addresses import byte_source
 from mtp_checkpoints.sources.byte_source import ByteSource, local_path
-from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP, open_checkpoint
-from mtp_checkpoints.tensors.manifest import MANIFEST_NAME, manifest_sha256, read_manifest
+from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP, RELEASED, open_checkpoint
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export import __version__
 from mtp_export.paths import refuse_overlaps
 from mtp_export.progress import ShowProgress
 from mtp_export.verify.evidence.parts import (
+    OpenedPlace,
     Part,
     PartLayout,
     layer_count,
     layout_of,
-    likely_target,
-    parts_of_checkpoint,
     why_too_large,
 )
 from mtp_export.verify.evidence.prompts import (
@@ -85,30 +80,13 @@ class Context:
         and read_texts raise for places and prompts that cannot be read.
         """
         place = options.bundle
-        reads = {"the bundle or checkpoint": place, "--source": options.source}
+        reads = {
+            "the bundle or checkpoint": place,
+            "--mtp": options.mtp,
+            "--source": options.source,
+        }
         refuse_overlaps(reads, {"--workdir": options.workdir})
-        files = byte_source(place)
-        manifest, digest, error = None, None, None
-        parts: tuple[Part, ...] = ()
-        is_bundle = isinstance(place, Path) and not is_checkpoint(files)
-        if is_bundle:
-            folder = local_path(place)
-            try:
-                manifest, digest = read_manifest(folder), manifest_sha256(folder)
-            except Exception as problem:  # check `files` reports it
-                error = problem
-            names = [name for name in (MAIN, MTP) if (folder / name).is_dir()]
-            parts = tuple(Part.open(name, folder / name) for name in names)
-        elif is_checkpoint(files):
-            parts = parts_of_checkpoint(files)
-        if not parts:
-            raise InvalidInputError(
-                "There is neither a bundle nor a checkpoint here",
-                where=place,
-                expected=f"a folder with {MAIN}/, {MTP}/ and {MANIFEST_NAME}, or a checkpoint with"
-                f" {CONFIG_NAME} and its weights",
-                todo="Point at the output folder of an export, or at a Hugging Face checkpoint",
-            )
+        opened = OpenedPlace.open(place, options.mtp)
         source = None if options.source is None else open_checkpoint(options.source)
         given = None
         if options.prompts is not None:
@@ -117,12 +95,7 @@ class Context:
             given = read_texts(options.prompts)
         return cls(
             options=options,
-            files=files,
-            is_bundle=is_bundle,
-            parts=parts,
-            manifest=manifest,
-            manifest_sha256=digest,
-            manifest_error=error,
+            **vars(opened),
             source=source,
             given=given,
             show_progress=show_progress,
@@ -133,6 +106,12 @@ class Context:
     def folder(self) -> Path:
         """Folder of what is verified (UnsupportedError for a remote one)."""
         return local_path(self.options.bundle)
+
+    @property
+    def is_local(self) -> bool:
+        """True where all that is verified lies on this machine."""
+        places = (self.options.bundle, self.options.mtp)
+        return all(place is None or isinstance(place, Path) for place in places)
 
     @property
     def ranks(self) -> Group:
@@ -180,7 +159,10 @@ class Context:
         name = self.recorded("target")
         if isinstance(name, str) and name in TARGETS:
             return TARGETS[name]
-        return likely_target(self.mtp, layer_count(self.checkpoints.values()))
+        if self.mtp is None:
+            return TARGETS[RELEASED]
+        layers = layer_count(self.checkpoints.values())
+        return likely_target(self.mtp.config, self.mtp.tensors.keys(), layers)
 
     def layout(self, part: Part) -> PartLayout:
         """The tensors that an opened part must hold.
@@ -308,7 +290,8 @@ class Context:
         from mtp_runtime.models.compiled import refuse_torch_layers
         from mtp_runtime.models.load import load_model
 
-        usual = replace(options, deterministic=False)
+        mtp = None if self.options.mtp is None else local_path(self.options.mtp)
+        usual = replace(options, deterministic=False, mtp_folder=mtp)
         if usual not in self._loaded:
             self._loaded[usual] = load_model(self.folder, usual)
         loaded = self._loaded[usual]

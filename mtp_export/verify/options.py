@@ -38,7 +38,8 @@ def parse_ks(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """The bundle or checkpoint to verify, and how deep.
+    """The bundle or checkpoint to verify, and how deep. mtp: the place of the MTP layer that goes
+    with a checkpoint's main model.
 
     max_new_tokens: per prompt. ks: numbers of draft tokens per step. checksums False: no tensor's
     bytes are read for level files. stream: run the model layer by layer, for one that does not fit
@@ -53,6 +54,16 @@ class VerifyOptions:
             "BUNDLE",
             parse_source,
             Access.READ,
+        ),
+    )
+    mtp: Place | None = field(
+        default=None,
+        metadata=option(
+            "Checkpoint or folder with the MTP layer of a checkpoint that is elsewhere.",
+            Panel.CHECKS,
+            metavar="SRC",
+            parser=parse_source,
+            access=Access.READ,
         ),
     )
     source: Path | None = field(

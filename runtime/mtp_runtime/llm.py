@@ -118,12 +118,14 @@ class LLM:
         )
         folder = _draft_folder(Path(bundle), config, draft_model)
         graphs = GraphOptions.of(static_graph, device, group)
+        with_mtp, requires_mtp = _modules_wanted(config.speculation)
         options = LoadOptions(
             device=device,
             dtype=dtype,
             deterministic=deterministic,
             dequantize_at_load=dequantize_at_load,
-            **_modules_wanted(config.speculation),
+            with_mtp=with_mtp,
+            requires_mtp=requires_mtp,
             contract=contract,
             max_model_len=max_model_len,
             parallel_mode=parallel_mode,
@@ -356,13 +358,10 @@ def _check_choices(
         )
 
 
-def _modules_wanted(config: SpeculationConfig) -> dict[str, bool]:
-    """Return the options of loading MTP modules, which auto needs where drafts are asked for."""
+def _modules_wanted(config: SpeculationConfig) -> tuple[bool, bool]:
+    """Return with_mtp and requires_mtp: auto needs modules where drafts are asked for."""
     is_auto = config.method == AUTO_DRAFTS
-    return {
-        "with_mtp": is_auto or DRAFTERS[config.method].needs_mtp,
-        "requires_mtp": is_auto and config.shapes_drafts,
-    }
+    return is_auto or DRAFTERS[config.method].needs_mtp, is_auto and config.shapes_drafts
 
 
 def _load_within(

@@ -288,3 +288,31 @@ def test_a_partly_lost_module_is_replaced_by_the_command_that_is_named(tmp_path:
     without_it = run_program(*arguments[:-3], "--output-dir", tmp_path / "refused")
     assert without_it.code == 3
     assert "--replace" in without_it.err
+
+
+def test_main_and_mtp_in_two_folders_are_judged_together(tmp_path: Path) -> None:
+    """The layer of the original, of a bundle's draft, or of a folder that has nothing else."""
+    lost = rewritten(GLM, tmp_path / "lost", without(GLM_MTP))
+    alone = rewritten(
+        GLM,
+        tmp_path / "alone",
+        lambda stored: {name: one for name, one in stored.items() if name.startswith(GLM_MTP)},
+    )
+    assert export(GLM, tmp_path / "bundle", "--quiet").code == 0
+    for mtp in (GLM, alone, tmp_path / "bundle/mtp"):
+        outcome, items = verified(lost, "--mtp", mtp)
+        assert (outcome.code, failures(items)) == (0, set()), outcome.err
+        assert items["mtp: tensors"]["status"] == "pass"
+    other = rewritten(
+        alone,
+        tmp_path / "other",
+        lambda stored: {n: t for n, t in stored.items() if ".2." not in n},
+    )
+    outcome, items = verified(lost, "--mtp", other)
+    assert "mtp: tensors" in failures(items)
+    level = ("--level", "weights", "--json", "--quiet")
+    outcome = run_program("verify", lost, "--mtp", alone, *level)
+    assert outcome.code == 0, outcome.err
+    checks = {check["name"]: check for check in json.loads(outcome.out)["checks"]}
+    loaded = {item["name"]: item for item in checks["ledger"]["items"]}
+    assert loaded["runtime loads it: every tensor explained"]["figure"].startswith("141 loaded")

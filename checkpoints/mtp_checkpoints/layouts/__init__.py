@@ -3,10 +3,11 @@ layout is one line in that layout's file."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Set
+from collections.abc import Collection, Mapping, Set
 from pathlib import Path
+from typing import Any
 
-from mtp_checkpoints.errors import InvalidInputError, UsageError
+from mtp_checkpoints.errors import InvalidInputError, MtpExportError, UsageError
 from mtp_checkpoints.layouts.base import Engine, Target
 from mtp_checkpoints.layouts.eagle import EAGLE
 from mtp_checkpoints.layouts.hf import HF
@@ -23,6 +24,19 @@ TARGETS: dict[str, Target] = {
     "paddlenlp": PADDLENLP,
     "eagle": EAGLE,
 }
+
+
+def likely_target(config: Mapping[str, Any], names: Set[str], main_layers: int) -> Target:
+    """Return the target whose names most tensors of a draft have."""
+
+    def known_names(target: Target) -> int:
+        try:
+            stored = target.stored_draft(config, main_layers)
+        except MtpExportError:
+            return 0
+        return len(stored.tensors.keys() & names)
+
+    return max(TARGETS.values(), key=known_names)
 
 
 def target_names() -> tuple[str, ...]:

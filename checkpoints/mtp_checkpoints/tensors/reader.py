@@ -5,7 +5,7 @@ The places of all tensors are known before one is read; nothing is mapped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -60,6 +60,14 @@ class Checkpoint(Opened):
     def with_shards(self, shards: Iterable[ShardHeader]) -> Self:
         """Return the checkpoint with the tensors of further shards."""
         return replace(self, shards=(*self.shards, *shards))
+
+    def of_tensors(self, names: Collection[str]) -> Self:
+        """Return the checkpoint as if it held some of its tensors alone."""
+        kept = (
+            replace(shard, tensors=tuple(one for one in shard.tensors if one.name in names))
+            for shard in self.shards
+        )
+        return replace(self, shards=tuple(shard for shard in kept if shard.tensors))
 
     @property
     def main_shards(self) -> tuple[ShardHeader, ...]:

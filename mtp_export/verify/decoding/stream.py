@@ -35,6 +35,9 @@ def run(context: Context) -> Iterator[Item]:
     if not context.options.stream:
         yield not_tested(WHOLE_CHECK, "--stream was not asked for")
         return
+    if context.options.mtp is not None:
+        yield not_tested(WHOLE_CHECK, "a streamed pass reads main and MTP part from one folder")
+        return
     texts, generated = texts_of(context)
     if not any(len(text.tokens) > 2 for text in texts.texts):
         yield not_tested(WHOLE_CHECK, "the texts are too short to draft in")

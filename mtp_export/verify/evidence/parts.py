@@ -3,19 +3,24 @@ as opened, and the tensors that each must hold by its config.json."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
-from mtp_checkpoints.errors import MtpExportError
+from mtp_checkpoints.containers import is_checkpoint
+from mtp_checkpoints.containers.base import CONFIG_NAME
+from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.families.signs import main_layers, mtp_modules
-from mtp_checkpoints.layouts import TARGETS
+from mtp_checkpoints.layouts import likely_target
 from mtp_checkpoints.layouts.base import Target
 from mtp_checkpoints.quantization.absent import as_engines_take
 from mtp_checkpoints.quantization.stored import StoredModel, stored_model
+from mtp_checkpoints.sources.addresses import byte_source
 from mtp_checkpoints.sources.byte_source import ByteSource, Place, local_path
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP, RELEASED
+from mtp_checkpoints.tensors.manifest import MANIFEST_NAME, manifest_sha256, read_manifest
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_checkpoints.weights.weight_values import weights_on_disk
 from mtp_export.progress import format_bytes
@@ -47,33 +52,71 @@ class Part:
             return cls(name, folder, checkpoint=None, error=error)
 
 
-def parts_of_checkpoint(source: ByteSource) -> tuple[Part, ...]:
+def parts_of_checkpoint(source: ByteSource, mtp: ByteSource | None = None) -> tuple[Part, ...]:
     """Return the parts of a checkpoint: main and MTP by the names of its tensors, or the one that
-    it holds. A draft in another target's layout is an MTP part."""
+    it holds. A draft in another target's layout is an MTP part. mtp: another checkpoint, whose MTP
+    part takes the place of the one that is there."""
+    if mtp is not None:
+        mains = [part for part in parts_of_checkpoint(source) if part.name == MAIN]
+        drafts = [one for one in parts_of_checkpoint(mtp) if one.name == MTP or one.error]
+        return (*mains, *(replace(draft, name=MTP) for draft in drafts))
     try:
         checkpoint = Checkpoint.read_from(source)
     except Exception as error:
         return (Part(MAIN, source.path, checkpoint=None, error=error),)
     layers = main_layers(checkpoint.config)
-    if layers == 1 and likely_target(checkpoint, layers).name != RELEASED:
+    names = checkpoint.tensors.keys()
+    if layers == 1 and likely_target(checkpoint.config, names, layers).name != RELEASED:
         return (Part(MTP, source.path, checkpoint),)
     modules = mtp_modules(checkpoint.tensors, layers)
     own = {name for module in modules for name in module.tensors}
-    parts = {MAIN: checkpoint.tensors.keys() - own, MTP: own}
+    parts = {MAIN: names - own, MTP: own}
     return tuple(
-        Part(name, source.path, _of_tensors(checkpoint, names))
+        Part(name, source.path, checkpoint.of_tensors(names))
         for name, names in parts.items()
         if names
     )
 
 
-def _of_tensors(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
-    """Return a checkpoint as if it held some of its tensors alone."""
-    kept = (
-        replace(shard, tensors=tuple(tensor for tensor in shard.tensors if tensor.name in names))
-        for shard in checkpoint.shards
-    )
-    return replace(checkpoint, shards=tuple(shard for shard in kept if shard.tensors))
+@dataclass(frozen=True)
+class OpenedPlace:
+    """A bundle or a checkpoint as far as it could be opened; the manifest is a bundle's alone, and
+    manifest_error is what reading it raised."""
+
+    files: ByteSource
+    is_bundle: bool
+    parts: tuple[Part, ...]
+    manifest: Mapping[str, Any] | None = None
+    manifest_sha256: str | None = None
+    manifest_error: Exception | None = None
+
+    @classmethod
+    def open(cls, place: Place, mtp: Place | None) -> OpenedPlace:
+        """Open a bundle, or a checkpoint, with the MTP part of another where that is given.
+
+        Raises InvalidInputError for a place without either, and what byte_source raises.
+        """
+        files = byte_source(place)
+        if is_checkpoint(files):
+            of_mtp = None if mtp is None else byte_source(mtp)
+            return cls(files, False, parts_of_checkpoint(files, of_mtp))
+        folders = [local_path(place) / name for name in (MAIN, MTP)]
+        if mtp is not None or not any(folder.is_dir() for folder in folders):
+            raise InvalidInputError(
+                "There is neither a bundle nor a checkpoint here"
+                if mtp is None
+                else "There is no checkpoint here to go with an MTP layer of another place",
+                where=place,
+                expected=f"a folder with {MAIN}/, {MTP}/ and {MANIFEST_NAME}, or a checkpoint with"
+                f" {CONFIG_NAME} and its weights",
+                todo="Point at the output folder of an export, or at a Hugging Face checkpoint",
+            )
+        parts = tuple(Part.open(one.name, one) for one in folders if one.is_dir())
+        bundle = local_path(place)
+        try:
+            return cls(files, True, parts, read_manifest(bundle), manifest_sha256(bundle))
+        except Exception as error:  # check `files` reports it
+            return cls(files, True, parts, manifest_error=error)
 
 
 @dataclass(frozen=True)
@@ -96,21 +139,6 @@ def layout_of(part: Part, target: Target, main_layers: int) -> PartLayout:
         return PartLayout(part.name, part.checkpoint, stored_model(config).main)
     stored = target.stored_draft(config, main_layers)
     return PartLayout(part.name, part.checkpoint, stored)
-
-
-def likely_target(mtp: Checkpoint | None, main_layers: int) -> Target:
-    """The target whose names most tensors of a draft have."""
-
-    def known_names(target: Target) -> int:
-        if mtp is None:
-            return 0
-        try:
-            stored = target.stored_draft(mtp.config, main_layers)
-        except MtpExportError:
-            return 0
-        return len(stored.tensors.keys() & mtp.tensors.keys())
-
-    return max(TARGETS.values(), key=known_names)
 
 
 def layer_count(checkpoints: Iterable[Checkpoint]) -> int:

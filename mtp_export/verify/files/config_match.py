@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from mtp_export.verify.check import Item, Problem, Status, failed, not_tested, v
 from mtp_export.verify.diagnosis.causes import files as causes
 from mtp_export.verify.evidence.parts import Part, PartLayout
 from mtp_export.verify.files.left_out import ListedDraft
+from mtp_export.verify.files.repair import graft_command
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
@@ -45,7 +47,7 @@ def run(context: Context) -> Iterator[Item]:
         if not layout.stored.weights:  # config.json announces no such part: `presence` says so
             continue
         if part.name == MTP and not context.is_bundle and len(context.parts) > 1:
-            yield (found := _left_out(layout))
+            yield (found := _left_out(layout, graft_command(context)))
             if found.status is Status.FAIL:  # which all below would repeat
                 continue
         yield from _part_items(layout)
@@ -215,13 +217,15 @@ def _draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
         yield _as_read(name, layout, quantization, engine.draft_reading)
 
 
-def _left_out(layout: PartLayout) -> Item:
+def _left_out(layout: PartLayout, repair: str) -> Item:
     """The draft of a checkpoint is quantized where its quantization_config says so."""
     stored = layout.stored
     layers = tuple(layer.layer.prefix for layer in stored.family.mtp)
     listed = ListedDraft(stored, layout.checkpoint.tensors, stored.quantization, layers)
     figure = f"{len(stored.weights):,} weights"
-    return verdict("mtp: left out of quantization as stored", listed.problems(), figure)
+    problems = listed.problems()
+    item = verdict("mtp: left out of quantization as stored", problems, figure)
+    return replace(item, repair=repair) if problems else item
 
 
 def _readers(context: Context) -> list[Engine]:

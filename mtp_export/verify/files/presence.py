@@ -3,16 +3,13 @@ and complete, loaders find them, and what bears their names is what it says."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.errors import MtpExportError
-from mtp_checkpoints.families import FAMILIES
 from mtp_checkpoints.families.signs import (
     Announced,
     NamedModule,
@@ -35,13 +32,10 @@ from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_export.inspection import shared_tensors
 from mtp_export.verify.check import Item, Problem, failed, measured, not_tested, passed, verdict
 from mtp_export.verify.diagnosis.causes import presence as causes
+from mtp_export.verify.files.repair import graft_command
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
-
-_CARD = "README.md"
-# Blanks in few places: backtracking among them would take quadratic time.
-_BASE_MODEL = re.compile(rb"^base_model:[ \t]*(?:\r?\n[ \t]*-[ \t]*)?[\"']?([\w.-]+/[\w.-]+)", re.M)
 
 
 def run(context: Context) -> Iterator[Item]:
@@ -120,26 +114,7 @@ class Found:
 
     @property
     def repair(self) -> str:
-        """The command that gives a main model its MTP layer back; "" where nothing does."""
-        if str(self.config.get("model_type")) not in FAMILIES:
-            return ""
-        source = self.context.options.source
-        original = _original(self.context) if source is None else quote(str(source))
-        here = quote(str(self.context.options.bundle))
-        replacing = " --replace" if self.mtp_names else ""
-        return f"mtp-export graft --main {here} --mtp {original} --output-dir BUNDLE{replacing}"
-
-
-def _original(context: Context) -> str:
-    """The address of the checkpoint that a model card names as the one it was made from."""
-    if _CARD in context.files.names():
-        try:
-            named = _BASE_MODEL.search(context.files.read(_CARD))
-        except MtpExportError:  # a card that cannot be read says nothing
-            named = None
-        if named is not None:
-            return f"hf://{named[1].decode()}"
-    return "ORIGINAL"
+        return graft_command(self.context)
 
 
 def _writer(found: Found) -> Item:

@@ -9,13 +9,13 @@ from mtp_checkpoints.containers import is_checkpoint
 from mtp_checkpoints.containers.base import CONFIG_NAME
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.families import family_of
-from mtp_checkpoints.layouts import target_of_bundle
+from mtp_checkpoints.layouts import likely_target, target_of_bundle
 from mtp_checkpoints.layouts.base import Target
 from mtp_checkpoints.quantization.absent import as_engines_take
 from mtp_checkpoints.quantization.mismatches import compare
 from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight, stored_model
 from mtp_checkpoints.sources.local_folder import LocalFolder
-from mtp_checkpoints.tensors.bundle_folder import open_parts
+from mtp_checkpoints.tensors.bundle_folder import RELEASED, open_parts
 from mtp_checkpoints.tensors.reader import Checkpoint
 
 
@@ -36,16 +36,18 @@ class ModelFolder:
             problems[0].raise_as_error(self.checkpoint.folder, len(problems) - 1)
 
 
-def open_folders(path: Path) -> list[ModelFolder]:
+def open_folders(path: Path, mtp: Path | None = None) -> list[ModelFolder]:
     """Open a bundle (main and mtp side by side) or a single checkpoint folder, and check it; the
     folder of the main part comes first.
 
     The MTP folder may be in any target's layout. Raises InvalidInputError for a tensor that is
     missing, of the wrong shape or dtype, or not promised by config.json, UnsupportedError for a
     quantization that is not known. A checkpoint without any tensor of the MTP layer counts as the
-    main part alone.
+    main part alone. mtp: a checkpoint whose MTP layer is taken, and none of the first folder's.
     """
-    if path.is_dir() and is_checkpoint(LocalFolder(path)):
+    if mtp is not None:
+        folders = _apart(Checkpoint.open(path), Checkpoint.open(mtp))
+    elif path.is_dir() and is_checkpoint(LocalFolder(path)):
         folders = [_whole(Checkpoint.open(path))]
     else:
         opened = open_parts(path)
@@ -55,6 +57,17 @@ def open_folders(path: Path) -> list[ModelFolder]:
     for folder in folders:
         folder.check()
     return folders
+
+
+def _apart(main: Checkpoint, mtp: Checkpoint) -> list[ModelFolder]:
+    """Return the main part of one checkpoint and the MTP part of another."""
+    spec = family_of(main.config)
+    own = main.of_tensors([name for name in main.tensors if spec.mtp_layer_of(name) is None])
+    target = likely_target(mtp.config, mtp.tensors.keys(), len(spec.layers))
+    if target.name == RELEASED:
+        mtp = mtp.of_tensors([name for name in mtp.tensors if spec.mtp_layer_of(name) is not None])
+    stored = stored_model(as_engines_take(main.config, main.tensors)).main
+    return [ModelFolder(own, stored), _draft(mtp, main, target)]
 
 
 def _whole(checkpoint: Checkpoint) -> ModelFolder:

@@ -50,6 +50,7 @@ class LoadOptions:
     max_model_len: tokens of the longest context; None: as many as the model's usual layers take.
     parallel_mode: way in which several ranks join their parts, of MODES; None: gather in float32,
     else reduce.
+    mtp_folder: checkpoint with the MTP modules, where they are not beside the main part.
     static_graph: torch runs all layers, and nothing of a step is read back to the host.
     """
 
@@ -64,6 +65,7 @@ class LoadOptions:
     max_model_len: int | None = None
     parallel_mode: str | None = None
     static_graph: bool = False
+    mtp_folder: Path | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -280,7 +282,7 @@ def open_model(
     packs: its linears stay in their files until compiled kernels pack them.
     """
     device = _device(group.device(options.device))
-    folders = open_folders(path)
+    folders = open_folders(path, options.mtp_folder)
     source = WeightSource(
         owners={name: part for part in folders for name in part.stored.weights},
         dtype=options.computed_dtype,
