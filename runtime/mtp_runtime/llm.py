@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import Any, Unpack, cast
+from typing import Any, TypedDict, Unpack, cast
 
 import torch
 
@@ -118,14 +118,12 @@ class LLM:
         )
         folder = _draft_folder(Path(bundle), config, draft_model)
         graphs = GraphOptions.of(static_graph, device, group)
-        with_mtp, requires_mtp = _modules_wanted(config.speculation)
         options = LoadOptions(
             device=device,
             dtype=dtype,
             deterministic=deterministic,
             dequantize_at_load=dequantize_at_load,
-            with_mtp=with_mtp,
-            requires_mtp=requires_mtp,
+            **_modules_wanted(config.speculation),
             contract=contract,
             max_model_len=max_model_len,
             parallel_mode=parallel_mode,
@@ -358,10 +356,16 @@ def _check_choices(
         )
 
 
-def _modules_wanted(config: SpeculationConfig) -> tuple[bool, bool]:
-    """Return with_mtp and requires_mtp: auto needs modules where drafts are asked for."""
+class _ModulesWanted(TypedDict):
+    with_mtp: bool
+    requires_mtp: bool
+
+
+def _modules_wanted(config: SpeculationConfig) -> _ModulesWanted:
+    """Return the options of loading MTP modules, which auto needs where drafts are asked for."""
     is_auto = config.method == AUTO_DRAFTS
-    return is_auto or DRAFTERS[config.method].needs_mtp, is_auto and config.shapes_drafts
+    needed = is_auto or DRAFTERS[config.method].needs_mtp
+    return {"with_mtp": needed, "requires_mtp": is_auto and config.shapes_drafts}
 
 
 def _load_within(

@@ -197,6 +197,17 @@ def test_verify_and_inspect_take_the_bundle(name: str, grafts: Callable[[str], P
         assert (found["parts"], found["problems"]) == ([part], [])
 
 
+@pytest.mark.parametrize("name", ["awq", "gptq"])
+def test_checksums_of_a_copied_main_model_are_those_of_its_files(
+    name: str, mains: Callable[[str], Path], original: Path, tmp_path: Path
+) -> None:
+    """Codes that others pack along columns are hashed as they lie in the file."""
+    options = ("--link", "copy", "--checksums", "all", "--quiet")
+    assert graft(mains(name), original, tmp_path / "output", *options).code == 0
+    outcome = run_program("verify", tmp_path / "output", "--level", "weights", "--quiet")
+    assert outcome.code == 0, outcome.err
+
+
 @pytest.mark.parametrize("name", MAINS)
 def test_the_runtime_decodes_with_the_draft(name: str, grafts: Callable[[str], Path]) -> None:
     """Weights are dequantized at load, or kept as they are stored: the same tokens."""

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from cases import read_json, run_program
-from verify.foreign import rewritten, without
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = ROOT / "benchmarks/results/tools.json"
@@ -147,8 +146,8 @@ def _header(path: Path) -> dict[str, Any]:
 
 
 def facts_of(written: Written, original: Path, bundle: Path) -> Facts:
-    """Judge what a tool wrote, graft the original's layer, and judge again. A layer that is there
-    is taken out before, since a graft refuses it."""
+    """Judge what a tool wrote, graft the original's layer, and judge again. A graft replaces a
+    layer that is there."""
     facts: Facts = {"code": written.code}
     if written.code or written.folder is None:
         return facts | {"message": written.log.strip().splitlines()[-1]}
@@ -156,11 +155,9 @@ def facts_of(written: Written, original: Path, bundle: Path) -> Facts:
     facts["layer"] = layer_facts(written.folder) | {"of": layer_facts(original)["tensors"]}
     facts["verify"], repair = _verified(written.folder, "--level", "files", "--source", original)
     facts["repair"] = repair.split(" --")[0]
-    main = written.folder
     if facts["layer"]["tensors"]:
-        facts["run"] = ran(main)
-        main = rewritten(main, bundle.with_name("main"), without(layer_prefix(main)))
-    facts["graft"] = _grafted(main, original, repair, bundle)
+        facts["run"] = ran(written.folder)
+    facts["graft"] = _grafted(written.folder, original, repair, bundle)
     return facts
 
 

@@ -86,7 +86,8 @@ def test_a_weight_of_many_pieces(tmp_path: Path) -> None:
 
 
 def test_every_byte_is_read_once(bundles: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checksums, statistics and the comparison share one walk, with the source and without."""
+    """Checksums, statistics and the comparison share one walk, with the source and without. Beside
+    it are samples: of main for its identity, of an MTP part for blocks of zeros."""
     read: Counter[str] = Counter()
     many, few = os.preadv, os.pread
 
@@ -114,7 +115,9 @@ def test_every_byte_is_read_once(bundles: Path, monkeypatch: pytest.MonkeyPatch)
                 tensors = Checkpoint.open(folder / part).tensors.values()
                 wanted = sum(tensor.size_bytes for tensor in tensors)
                 shards = (folder / part).glob("*.safetensors")
-                assert sum(read[str(shard)] for shard in shards) == wanted
+                found = sum(read[str(shard)] for shard in shards)
+                samples = 0 if folder in sources else wanted  # all of matrices this small
+                assert wanted <= found <= wanted + samples
 
 
 def checksum_of(checkpoint: Checkpoint, name: str) -> str:

@@ -29,8 +29,7 @@ class Int4Words(ReadOnlyFormat):
     group_size: int
 
     gate: ClassVar[FormatGate] = FOUR_BIT_GATE
-    # AutoRound computes such linears in float16, whatever the dtype of the model.
-    bias_dtypes: ClassVar[tuple[DType, ...]] = (DType.F16,)
+    reads_whole: ClassVar[bool] = True
     word_rows: ClassVar[int] = CODES_PER_WORD  # of qzeros, if not of qweight
     columns_per_word: ClassVar[int]  # of qweight
 

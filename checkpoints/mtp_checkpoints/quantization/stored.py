@@ -37,7 +37,7 @@ from mtp_checkpoints.quantization.native import (
 if TYPE_CHECKING:
     import torch
 
-_WEIGHT, _BIAS = ".weight", ".bias"
+_WEIGHT = ".weight"
 _IN_CHANNELS = {Unquantized.storage, Fp8Channel.storage}
 _TABLES = (Role.EMBEDDING, Role.HEAD)
 _layout_of = attrgetter("dtype", "shape")
@@ -317,9 +317,6 @@ def _stored(
     kinds: dict[tuple[object, ...], WeightKind] = {}
     for spec in specs:
         layer, expert, tail = _split_at_expert(rename(spec.name))
-        if (weight := formats.get(tail.removesuffix(_BIAS))) and tail.endswith(_BIAS):
-            either = dict.fromkeys(spec.dtypes + weight.bias_dtypes)
-            spec = spec._replace(dtypes=tuple(either))
         key = layer, tail, spec[1:]
         kind = kinds.get(key)
         if kind is None:

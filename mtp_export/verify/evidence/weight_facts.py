@@ -169,7 +169,7 @@ def _piece_elements(weight: WeightOnDisk, source: WeightOnDisk | None) -> int:
 def _checksums(ours: WeightStream, codes_digest: str) -> dict[str, str]:
     """Return the checksums of a weight's tensors as they are stored."""
     weight = ours.weight
-    if weight.stored.transposed:
+    if weight.stored.transposed or weight.stored.format.reads_whole:
         codes_digest = _xxh3_128(ours.whole_codes)
     names = [tensor.name for tensor in weight.tensors]
     return dict(zip(names, [codes_digest, *map(_xxh3_128, ours.others)], strict=True))
