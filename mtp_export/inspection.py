@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.dtypes import DType
-from mtp_checkpoints.errors import MtpExportError, UsageError
+from mtp_checkpoints.errors import MtpExportError, UnsupportedError, UsageError
 from mtp_checkpoints.families.base import Role
+from mtp_checkpoints.families.signs import main_layers, mtp_modules
 from mtp_checkpoints.layouts import TARGETS
 from mtp_checkpoints.quantization.mismatches import Mismatch
-from mtp_checkpoints.quantization.native import describe
+from mtp_checkpoints.quantization.native import describe, quantization_of
 from mtp_checkpoints.quantization.stored import StoredModel, stored_model
 from mtp_checkpoints.sources.addresses import byte_source
 from mtp_checkpoints.sources.byte_source import Place
@@ -39,7 +40,9 @@ class Amount:
 class Inspection:
     """Facts of a checkpoint; parts are those of main and mtp that the folder holds.
 
-    layout is the name of the target that the folder is laid out for.
+    layout is the name of the target that the folder is laid out for. unknown: why a model or its
+    quantization cannot be followed, so that tensors are told apart by their names alone; "" where
+    it can.
     """
 
     place: Place
@@ -55,6 +58,7 @@ class Inspection:
     missing_files: tuple[str, ...]
     unindexed_files: tuple[str, ...]
     problems: tuple[Mismatch, ...]
+    unknown: str = ""
 
     def as_json(self) -> dict[str, Any]:
         """Return the same facts for machines, sizes in bytes."""
@@ -75,15 +79,16 @@ class Inspection:
             "missing_files": list(self.missing_files),
             "unindexed_files": list(self.unindexed_files),
             "problems": [vars(problem) for problem in self.problems],
+            "unknown": self.unknown,
         }
 
 
 def inspect(place: Place) -> Inspection:
     """Inspect a checkpoint, or one part of a bundle, in any precision and for any target.
 
-    Raises UsageError for a whole bundle, InvalidInputError for files that contradict each other,
-    UnsupportedError for another model type. Tensors that differ from what config.json promises are
-    listed as problems.
+    Raises UsageError for a whole bundle, InvalidInputError for files that contradict each other.
+    Tensors that differ from what config.json promises are listed as problems; of a model or a
+    quantization that is not known, they are counted by their names.
     """
     source = byte_source(place)
     names = source.names()
@@ -95,7 +100,10 @@ def inspect(place: Place) -> Inspection:
             todo=f"Point at {' or at '.join(parts) or 'a checkpoint: the bundle has no part'}",
         )
     checkpoint = Checkpoint.read_from(source)
-    layout = _layout_of(checkpoint)
+    try:
+        layout = _layout_of(checkpoint)
+    except UnsupportedError as error:
+        return _by_names(checkpoint, str(error))
     stored, amounts = layout.stored, _amounts(checkpoint, layout)
     present = tuple(part for part in (MAIN, MTP) if any(own.part == part for own in amounts))
     promised = stored.of_parts(main=MAIN in present, mtp=MTP in present)
@@ -110,11 +118,46 @@ def inspect(place: Place) -> Inspection:
         shards=len(checkpoint.shards),
         amounts=amounts,
         shared_tensors=shared_tensors(checkpoint.tensors, stored) if MTP in present else {},
-        missing_files=tuple(
-            name for name in ("generation_config.json", "tokenizer.json") if name not in names
-        ),
+        missing_files=_missing_files(names),
         unindexed_files=checkpoint.unindexed,
         problems=tuple(promised.differences(checkpoint.tensors)),
+    )
+
+
+def _missing_files(names: Collection[str]) -> tuple[str, ...]:
+    return tuple(one for one in ("generation_config.json", "tokenizer.json") if one not in names)
+
+
+def _by_names(checkpoint: Checkpoint, reason: str) -> Inspection:
+    """Return the facts of a checkpoint that cannot be followed: its MTP modules are told by their
+    names, and codes count as one parameter each."""
+    config, layers = checkpoint.config, main_layers(checkpoint.config)
+    modules = mtp_modules(checkpoint.tensors, layers)
+    own = {name for module in modules for name in module.tensors}
+    sums: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
+    for name, tensor in checkpoint.tensors.items():
+        total = sums[MTP if name in own else MAIN, tensor.dtype]
+        for place, each in enumerate((1, prod(tensor.shape), tensor.size_bytes)):
+            total[place] += each
+    amounts = tuple(
+        Amount(part, "any", dtype, *total) for (part, dtype), total in sorted(sums.items())
+    )
+    usable = isinstance(quantization_of(config), dict)
+    return Inspection(
+        place=checkpoint.path,
+        model_type=str(config.get("model_type")),
+        layout=RELEASED,
+        quantization=describe(config) if usable else "none",
+        num_hidden_layers=layers or 0,
+        mtp_layers=tuple(module.number for module in modules if module.number is not None),
+        parts=tuple(part for part in (MAIN, MTP) if any(part == one.part for one in amounts)),
+        shards=len(checkpoint.shards),
+        amounts=amounts,
+        shared_tensors={},
+        missing_files=_missing_files(checkpoint.files.names()),
+        unindexed_files=checkpoint.unindexed,
+        problems=(),
+        unknown=reason,
     )
 
 

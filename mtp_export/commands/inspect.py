@@ -66,6 +66,8 @@ def _inspection_lines(inspection: Inspection) -> list[str]:
     layers = inspection.num_hidden_layers
     mtp = ", ".join(map(str, inspection.mtp_layers)) or "none"
     model = f"Model {inspection.model_type}: layers 0 to {layers - 1}; MTP layers: {mtp}."
+    if inspection.unknown:
+        model += f" They are told by their names alone. {inspection.unknown}"
     if inspection.layout != RELEASED:
         model = f"Model {inspection.model_type}: a draft as --target {inspection.layout} writes it."
     lines = [

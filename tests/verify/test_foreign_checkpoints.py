@@ -316,3 +316,26 @@ def test_main_and_mtp_in_two_folders_are_judged_together(tmp_path: Path) -> None
     checks = {check["name"]: check for check in json.loads(outcome.out)["checks"]}
     loaded = {item["name"]: item for item in checks["ledger"]["items"]}
     assert loaded["runtime loads it: every tensor explained"]["figure"].startswith("141 loaded")
+
+
+def test_inspect_counts_what_it_does_not_know(tmp_path: Path) -> None:
+    folder = headers(tmp_path / "qwen", QWEN, dict.fromkeys((*MAIN, *QWEN_MTP)))
+    outcome = run_program("inspect", folder, "--json")
+    assert outcome.code == 0, outcome.err
+    facts = json.loads(outcome.out)
+    assert (facts["model_type"], facts["parts"], facts["mtp_layers"]) == (
+        "qwen3_5_moe",
+        ["main", "mtp"],
+        [0],
+    )
+    counts = {one["part"]: (one["role"], one["tensors"]) for one in facts["amounts"]}
+    assert counts == {"main": ("any", 2), "mtp": ("any", 5)}
+    assert "not supported" in facts["unknown"]
+    known = rewritten(
+        GLM,
+        tmp_path / "quark",
+        config=lambda fields: fields.update(quantization_config={"quant_method": "quark"}),
+    )
+    facts = json.loads(run_program("inspect", known, "--json").out)
+    assert (facts["tensors"], facts["quantization"]) == (141, "quark")
+    assert "does not read" in facts["unknown"]
