@@ -56,16 +56,6 @@ class VerifyOptions:
             Access.READ,
         ),
     )
-    mtp: Place | None = field(
-        default=None,
-        metadata=option(
-            "Checkpoint or folder with the MTP layer of a checkpoint that is elsewhere.",
-            Panel.CHECKS,
-            metavar="SRC",
-            parser=parse_source,
-            access=Access.READ,
-        ),
-    )
     source: Path | None = field(
         default=None,
         metadata=path_option(
@@ -135,5 +125,15 @@ class VerifyOptions:
         default=_DEFAULT_WORKERS,
         metadata=option(
             "Tensors worked on at once.", Panel.PERFORMANCE, metavar="N", low=1, high=MAX_WORKERS
+        ),
+    )
+    mtp: Place | None = field(
+        default=None,
+        metadata=option(
+            "Checkpoint or folder with the MTP layer of a checkpoint that is elsewhere.",
+            Panel.CHECKS,
+            metavar="SRC",
+            parser=parse_source,
+            access=Access.READ,
         ),
     )
