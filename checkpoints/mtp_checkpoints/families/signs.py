@@ -114,29 +114,26 @@ def announced(config: Mapping[str, Any]) -> Announced | None:
 
 def main_layers(config: Mapping[str, Any]) -> int | None:
     """Return the number of main layers; None where config.json has no usable one."""
-    for _, fields in _configs(config):
-        count = fields.get("num_hidden_layers")
-        if type(count) is int and count > 0:
-            return count
-    return None
+    return _positive(config, "num_hidden_layers")
 
 
 def experts_of(config: Mapping[str, Any]) -> int | None:
     """Return the number of routed experts of a layer; None where config.json has none."""
-    for name in _EXPERT_COUNTS:
-        for _, fields in _configs(config):
-            count = fields.get(name)
-            if type(count) is int and count > 0:
-                return count
-    return None
+    return _positive(config, *_EXPERT_COUNTS)
 
 
 def hidden_size(config: Mapping[str, Any]) -> int | None:
     """Return the width of the hidden state; None where config.json has no usable one."""
-    for _, fields in _configs(config):
-        size = fields.get("hidden_size")
-        if type(size) is int and size > 0:
-            return size
+    return _positive(config, "hidden_size")
+
+
+def _positive(config: Mapping[str, Any], *names: str) -> int | None:
+    """Return the first of some fields that is a number above 0, of config.json or its text part."""
+    for name in names:
+        for _, fields in _configs(config):
+            value = fields.get(name)
+            if type(value) is int and value > 0:
+                return value
     return None
 
 

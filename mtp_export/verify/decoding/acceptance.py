@@ -132,18 +132,28 @@ def of_k(decoded: Decoded, k: int, method: str = "") -> Iterator[Item]:
         yield measured(f"{own}k={k}, mean accepted length", length.shown(2), lengths)
 
 
+def first_draft(corpus: Corpus) -> Estimate | None:
+    """Acceptance of the first draft at every position of the texts; None where none was drafted."""
+    drafts = corpus.drafts(1)
+    hit, room = drafts.hit[0].double(), drafts.room[0]
+    return ratio(corpus.by_text(hit, room), corpus.by_text(torch.ones_like(hit), room))
+
+
+def is_in_band(found: Estimate) -> bool:
+    """True for an acceptance that its interval does not tell from a working module's."""
+    return (found.high or found.value) >= LEAST_ACCEPTANCE
+
+
 def _sanity_band(corpus: Corpus, better: Alternative | None) -> Item:
     """Acceptance of the first draft at every position of the texts."""
     name, bound = "sanity band of draft 1", f"at least {LEAST_ACCEPTANCE}"
-    drafts = corpus.drafts(1)
-    hit, room = drafts.hit[0].double(), drafts.room[0]
-    found = ratio(corpus.by_text(hit, room), corpus.by_text(torch.ones_like(hit), room))
+    found = first_draft(corpus)
     if found is None:
         return not_tested(name, "nothing was drafted: the texts are too short")
     explains = better is not None and (better.other or 0.0) >= LEAST_ACCEPTANCE
     return judged(
         name,
-        holds=(found.high or found.value) >= LEAST_ACCEPTANCE,
+        holds=is_in_band(found),
         cause=better.explained if better is not None and explains else causes.NO_KNOWN_BUG,
         figure=found.shown(),
         bound=bound,

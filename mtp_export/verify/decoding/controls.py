@@ -11,7 +11,7 @@ import torch
 
 from mtp_export.verify.check import Item, Shown, failed, judged, not_tested, passed
 from mtp_export.verify.context import Context
-from mtp_export.verify.decoding.acceptance import LEAST_ACCEPTANCE
+from mtp_export.verify.decoding.acceptance import first_draft, is_in_band
 from mtp_export.verify.diagnosis.alternatives import acceptance, drafts_of
 from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.variants import contract_variants, layout_variants
@@ -53,9 +53,13 @@ def run(context: Context) -> Iterator[Item]:
 
 def items_of(corpus: Corpus) -> Iterator[Item]:
     """The loss of acceptance under each control."""
-    own = corpus.drafts(2)
+    own, first = corpus.drafts(2), first_draft(corpus)
+    too_low = ""
+    if first is not None and not is_in_band(first):
+        share = f"{first.value:.2f}"
+        too_low = f"only {share} of the drafts are accepted as it is: check acceptance says why"
     for control in _controls(corpus):
-        yield _lowers(corpus, own, control)
+        yield _lowers(corpus, own, control, too_low)
 
 
 def _controls(corpus: Corpus) -> Iterator[Control]:
@@ -91,8 +95,9 @@ def _controls(corpus: Corpus) -> Iterator[Control]:
             )
 
 
-def _lowers(corpus: Corpus, own: Drafts, control: Control) -> Item:
-    """Loss of acceptance, paired over the same places; both modules are judged by the texts."""
+def _lowers(corpus: Corpus, own: Drafts, control: Control, too_low: str) -> Item:
+    """Loss of acceptance, paired over the same places; both modules are judged by the texts.
+    too_low: why there is too little acceptance to be lost, "" where there is enough."""
     depth = control.depth
     before, after = acceptance(own, depth), acceptance(control.drafts, depth)
     loss = _loss(corpus, own=own, other=control.drafts, depth=depth)
@@ -110,9 +115,8 @@ def _lowers(corpus: Corpus, own: Drafts, control: Control) -> Item:
                 " that the module's own norm makes both sides the same"
             )
             return not_tested(control.name, reason, **shown)
-    if before < LEAST_ACCEPTANCE:
-        reason = f"only {before:.2f} of the drafts are accepted as it is: check acceptance says why"
-        return not_tested(control.name, reason, **shown)
+    if too_low:
+        return not_tested(control.name, too_low, **shown)
     highest = max(loss.high, loss.value + _UNSEEN / loss.count)
     if highest > (0 if before > 0.5 else LEAST_LOSS):
         return not_tested(control.name, too_few(loss), **shown)

@@ -25,7 +25,7 @@ from mtp_checkpoints.families.signs import (
     other_draft,
     renamed,
 )
-from mtp_checkpoints.quantization.native import describe
+from mtp_checkpoints.quantization.native import describe, quantization_of
 from mtp_checkpoints.quantization.stored import stored_model
 from mtp_checkpoints.quantization.tools import Tool, habit_of, tool_of
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
@@ -118,7 +118,7 @@ class Found:
 
 
 def _writer(found: Found) -> Item:
-    quantization = found.config.get("quantization_config")
+    quantization = quantization_of(found.config)
     usable = not quantization or isinstance(quantization, dict)
     method = describe(found.config) if usable else "unusable"
     figure = f"{found.tool}, " if found.tool is not None else ""
