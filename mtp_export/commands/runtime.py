@@ -11,6 +11,7 @@ from mtp_checkpoints.errors import UsageError
 from mtp_export.commands.garbage import gc_paused
 from mtp_export.commands.output import plain_console
 from mtp_export.options import Access, Panel, argument, option, parse_path, path_option
+from mtp_runtime.config import LLMOptions
 from mtp_runtime.drafters import DRAFTERS, extra_drafts, listed
 
 if TYPE_CHECKING:
@@ -185,16 +186,16 @@ class Runtime:
             from mtp_runtime.parallel.group import LONE
 
             status.update(f"Loading {bundle}")
-            options = {
-                "device": self.device,
-                "dtype": self.dtype,
-                "deterministic": self.deterministic,
-                "max_model_len": self.max_model_len,
-                "static_graph": static_graph,
-                "parallel_mode": self.parallel_mode,
+            options = LLMOptions(
+                device=self.device,
+                dtype=self.dtype,
+                deterministic=self.deterministic,
+                max_model_len=self.max_model_len,
+                static_graph=static_graph,
+                parallel_mode=self.parallel_mode,
                 **vars(self.drafting),
                 **sizes,
-            }
+            )
             ranks = LONE if group is None else group
             llm = ranks.everywhere(llm_of, bundle, options)
             status.update("Decoding the first tokens")

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from mtp_runtime.config import LLMOptions
     from mtp_runtime.llm import LLM, RequestOutput
     from mtp_runtime.request import RequestMetrics, TokenEvent
     from mtp_runtime.sampling import SamplingParams
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 else:
     _MODULES = {
         "LLM": "llm",
+        "LLMOptions": "config",
         "RequestMetrics": "request",
         "RequestOutput": "llm",
         "SamplingParams": "sampling",
@@ -30,6 +32,7 @@ else:
 
 __all__ = [
     "LLM",
+    "LLMOptions",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",

@@ -6,9 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
-from typing import Any, TypedDict
+from pathlib import Path
+from typing import Any
 
 from mtp_checkpoints.errors import UnsupportedError, UsageError
+from mtp_checkpoints.families.contract import MtpContract
 from mtp_checkpoints.families.parts import Rope
 from mtp_checkpoints.families.spec import Attention, FeedForward, ModelSpec
 
@@ -181,70 +183,6 @@ class SpeculationConfig:
         return self.max_draft_tokens
 
 
-class SpeculationOptions(TypedDict, total=False):
-    """Options of LLM that choose drafts and their acceptance: the fields of SpeculationConfig,
-    under PaddleNLP's names where that has them.
-
-    speculate_method "auto" is mtp where the bundle has a module, else none.
-    speculate_max_draft_token_num is 1 where it is not given, MAX_DRAFT_TOKENS if adaptive.
-    """
-
-    speculate_method: str
-    speculate_max_draft_token_num: int | None
-    speculate_max_ngram_size: int
-    speculate_verify_window: int
-    speculate_max_candidate_len: int
-    acceptance: str
-    relaxed_top_n: int
-    relaxed_margin: float
-    k_schedule: Sequence[tuple[int, int]] | None
-    adaptive: bool
-    draft_temperature: Sequence[float] | None
-    draft_stop_entropy: float
-
-
-_FIELDS = {
-    "speculate_method": "method",
-    "speculate_max_draft_token_num": "max_draft_tokens",
-    "speculate_max_ngram_size": "max_ngram_size",
-    "speculate_verify_window": "verify_window",
-    "speculate_max_candidate_len": "max_candidate_len",
-}
-
-
-def speculation_config(options: SpeculationOptions) -> SpeculationConfig:
-    """Return the configuration that options ask for (UsageError where one is of another form or out
-    of range, or two of them say how many drafts there are)."""
-    fields: dict[str, Any] = {_FIELDS.get(name, name): value for name, value in options.items()}
-    fields["k_schedule"] = _schedule(options.get("k_schedule"))
-    fields["draft_temperature"] = _entries(
-        "draft_temperature", options.get("draft_temperature"), "one temperature per draft"
-    )
-    if fields.get("max_draft_tokens") is None:
-        fields["max_draft_tokens"] = MAX_DRAFT_TOKENS if options.get("adaptive") else 1
-    elif fields["k_schedule"]:
-        raise UsageError("Give one of the options speculate_max_draft_token_num and k_schedule")
-    return SpeculationConfig(**fields)
-
-
-def _schedule(given: Any) -> tuple[tuple[int, int], ...]:
-    option, expected = "k_schedule", "pairs of a batch size and a number of drafts"
-    pairs = [_entries(option, pair, expected) for pair in _entries(option, given, expected)]
-    if any(len(pair) != 2 for pair in pairs):
-        raise UsageError(f"Option {option} cannot be read", expected=expected, found=given)
-    return tuple((first, drafts) for first, drafts in pairs)
-
-
-def _entries(option: str, given: Any, expected: str) -> tuple[Any, ...]:
-    """Return the entries of an option that is a sequence, none if it was not given (UsageError for
-    anything else)."""
-    if given is None:
-        return ()
-    if isinstance(given, str) or not isinstance(given, Sequence):
-        raise UsageError(f"Option {option} cannot be read", expected=expected, found=given)
-    return tuple(given)
-
-
 @dataclass(frozen=True)
 class EngineConfig:
     """Sizes of the engine; cache_tokens bounds the paged cache of all requests together.
@@ -272,6 +210,112 @@ class EngineConfig:
         check_count("max_step_tokens", self.max_step_tokens, 1, 1 << 24)
         check_count("cache_tokens", self.cache_tokens, self.page_size, 1 << 40)
         check_flag("prefix_cache", self.prefix_cache)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LLMOptions:
+    """Options of LLM; those of drafts have PaddleNLP's names where that has them.
+
+    draft_model: folder of a second model, or of a draft that is none, for methods that need one;
+    without it such a draft is looked for in the bundle's folder of the method's name.
+    deterministic (layers that compiled kernels run): tokens do not depend on batch or drafter.
+    max_model_len: tokens of prompt and output together; above index_topk, torch computes
+    DeepSeek-V3.2's and GLM-5's sparse attention. max_memory_bytes: bound on resident memory, or on
+    a GPU's with what CUDA graphs keep, which cache_tokens follows from in place of being given.
+    static_graph: True captures the target's steps of decoding as CUDA graphs; the path of a package
+    that `mtp-export compile` made of this model runs them on a CPU.
+    parallel_mode: how ranks join their parts: gather, with the bits of one process, or reduce.
+
+    The others are those of EngineConfig and SpeculationConfig. speculate_method "auto" is mtp where
+    the bundle has a module, else none; speculate_max_draft_token_num None is 1, MAX_DRAFT_TOKENS if
+    adaptive. The numbers of drafts that adaptive chooses depend on times, so that sampled tokens do
+    too.
+    """
+
+    device: str = "cpu"
+    dtype: str = "float32"
+    deterministic: bool = False
+    draft_model: Path | str | None = None
+    contract: MtpContract | None = None
+    max_batch_size: int = EngineConfig.max_batch_size
+    cache_tokens: int = EngineConfig.cache_tokens
+    page_size: int = EngineConfig.page_size
+    prefill_chunk: int = EngineConfig.prefill_chunk
+    max_step_tokens: int = EngineConfig.max_step_tokens
+    prefix_cache: bool = EngineConfig.prefix_cache
+    max_memory_bytes: int | None = None
+    dequantize_at_load: bool | None = None
+    max_model_len: int | None = None
+    static_graph: Path | str | bool = False
+    parallel_mode: str | None = None
+    speculate_method: str = SpeculationConfig.method
+    speculate_max_draft_token_num: int | None = None
+    speculate_max_ngram_size: int = SpeculationConfig.max_ngram_size
+    speculate_verify_window: int = SpeculationConfig.verify_window
+    speculate_max_candidate_len: int = SpeculationConfig.max_candidate_len
+    acceptance: str = SpeculationConfig.acceptance
+    relaxed_top_n: int = SpeculationConfig.relaxed_top_n
+    relaxed_margin: float = SpeculationConfig.relaxed_margin
+    k_schedule: Sequence[tuple[int, int]] | None = None
+    adaptive: bool = SpeculationConfig.adaptive
+    draft_temperature: Sequence[float] | None = None
+    draft_stop_entropy: float = SpeculationConfig.draft_stop_entropy
+
+    def engine(self) -> EngineConfig:
+        """Return the configuration of the engine (UsageError as speculation, and for sizes out of
+        range)."""
+        return EngineConfig(
+            max_batch_size=self.max_batch_size,
+            page_size=self.page_size,
+            cache_tokens=self.cache_tokens,
+            prefill_chunk=self.prefill_chunk,
+            max_step_tokens=self.max_step_tokens,
+            prefix_cache=self.prefix_cache,
+            speculation=self.speculation(),
+        )
+
+    def speculation(self) -> SpeculationConfig:
+        """Return the configuration of drafts (UsageError where an option is of another form or out
+        of range, or two of them say how many drafts there are)."""
+        schedule, most = _schedule(self.k_schedule), self.speculate_max_draft_token_num
+        if most is None:
+            most = MAX_DRAFT_TOKENS if self.adaptive else 1
+        elif schedule:
+            raise UsageError("Give one of the options speculate_max_draft_token_num and k_schedule")
+        return SpeculationConfig(
+            method=self.speculate_method,
+            max_draft_tokens=most,
+            max_ngram_size=self.speculate_max_ngram_size,
+            acceptance=self.acceptance,
+            verify_window=self.speculate_verify_window,
+            max_candidate_len=self.speculate_max_candidate_len,
+            relaxed_top_n=self.relaxed_top_n,
+            relaxed_margin=self.relaxed_margin,
+            k_schedule=schedule,
+            adaptive=self.adaptive,
+            draft_temperature=_entries(
+                "draft_temperature", self.draft_temperature, "one temperature per draft"
+            ),
+            draft_stop_entropy=self.draft_stop_entropy,
+        )
+
+
+def _schedule(given: Any) -> tuple[tuple[int, int], ...]:
+    option, expected = "k_schedule", "pairs of a batch size and a number of drafts"
+    pairs = [_entries(option, pair, expected) for pair in _entries(option, given, expected)]
+    if any(len(pair) != 2 for pair in pairs):
+        raise UsageError(f"Option {option} cannot be read", expected=expected, found=given)
+    return tuple((first, drafts) for first, drafts in pairs)
+
+
+def _entries(option: str, given: Any, expected: str) -> tuple[Any, ...]:
+    """Return the entries of an option that is a sequence, none if it was not given (UsageError for
+    anything else)."""
+    if given is None:
+        return ()
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise UsageError(f"Option {option} cannot be read", expected=expected, found=given)
+    return tuple(given)
 
 
 def check_range(name: str, value: float, low: float, high: float) -> None:

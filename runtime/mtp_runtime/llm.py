@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import Any, TypedDict, Unpack, cast
+from typing import Any, cast
 
 import torch
 
 from mtp_checkpoints.errors import InvalidInputError, UsageError
-from mtp_checkpoints.families.contract import MtpContract
 from mtp_runtime.acceptance import ACCEPTANCE_RULES
 from mtp_runtime.chat import Chat, Message
 from mtp_runtime.config import (
     AUTO_DRAFTS,
     NO_DRAFTS,
     EngineConfig,
+    LLMOptions,
     SpeculationConfig,
-    SpeculationOptions,
     check_count,
-    speculation_config,
 )
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import TargetDraft
@@ -66,20 +64,10 @@ class LLM:
     """A loaded model with an engine; generate may be called any number of times, by any number of
     threads at once: their requests share one batch.
 
-    bundle: an export's output folder, or a checkpoint folder. draft_model: folder of a second
-    model, or of a draft that is none, for methods that need one; without it such a draft is looked
-    for in the bundle's folder of the method's name. speculation: see SpeculationOptions;
-    the numbers of drafts that adaptive chooses depend on times, so that sampled tokens do too.
-    deterministic (layers that compiled kernels run): tokens do not depend on batch or drafter.
-    max_model_len: tokens of prompt and output together; above index_topk, torch computes
-    DeepSeek-V3.2's and GLM-5's sparse attention. max_memory_bytes: bound on resident memory, or on
-    a GPU's with what CUDA graphs keep, which cache_tokens follows from in place of being given.
-    loaded: the bundle's model where it is loaded already, with the options it was loaded with.
-    static_graph: True captures the target's steps of decoding as CUDA graphs; the path of a package
-    that `mtp-export compile` made of this model runs them on a CPU.
-    group: the ranks that divide the model, each of which makes an LLM with the same options; rank 0
-    then generates, and the others follow. parallel_mode is how they join their parts: gather, with
-    the bits of one process, or reduce.
+    bundle: an export's output folder, or a checkpoint folder. loaded: the bundle's model where it
+    is loaded already, with the options it was loaded with. group: the ranks that divide the model,
+    each of which makes an LLM with the same options; rank 0 then generates, and the others follow.
+    options: the fields of LLMOptions, TypeError for any other.
     Raises what load_model raises, and UsageError for options that make no sense.
     """
 
@@ -87,51 +75,19 @@ class LLM:
         self,
         bundle: Path | str,
         *,
-        device: str = "cpu",
-        dtype: str = "float32",
-        deterministic: bool = False,
-        draft_model: Path | str | None = None,
-        contract: MtpContract | None = None,
-        max_batch_size: int = 128,
-        cache_tokens: int = 32768,
-        page_size: int = 64,
-        prefill_chunk: int = 256,
-        max_step_tokens: int = 2048,
-        prefix_cache: bool = False,
-        max_memory_bytes: int | None = None,
-        dequantize_at_load: bool | None = None,
-        max_model_len: int | None = None,
         loaded: Loaded | None = None,
-        static_graph: Path | str | bool = False,
         group: Group = LONE,
-        parallel_mode: str | None = None,
-        **speculation: Unpack[SpeculationOptions],
+        **options: Any,
     ) -> None:
-        config = EngineConfig(
-            max_batch_size=max_batch_size,
-            page_size=page_size,
-            cache_tokens=cache_tokens,
-            prefill_chunk=prefill_chunk,
-            max_step_tokens=max_step_tokens,
-            prefix_cache=prefix_cache,
-            speculation=speculation_config(speculation),
-        )
-        folder = _draft_folder(Path(bundle), config, draft_model)
-        graphs = GraphOptions.of(static_graph, device, group)
-        options = LoadOptions(
-            device=device,
-            dtype=dtype,
-            deterministic=deterministic,
-            dequantize_at_load=dequantize_at_load,
-            **_modules_wanted(config.speculation),
-            contract=contract,
-            max_model_len=max_model_len,
-            parallel_mode=parallel_mode,
-            static_graph=graphs.wanted,
-        )
-        self._loaded = loaded or _load_within(max_memory_bytes, Path(bundle), options, group)
-        draft = None if folder is None else self._draft(folder, config, options)
-        self.engine = self._engine(config, max_memory_bytes, draft, graphs)
+        given = LLMOptions(**options)
+        config = given.engine()
+        folder = _draft_folder(Path(bundle), config, given.draft_model)
+        graphs = GraphOptions.of(given.static_graph, given.device, group)
+        loading = _load_options(given, config.speculation, graphs)
+        limit = given.max_memory_bytes
+        self._loaded = loaded or _load_within(limit, Path(bundle), loading, group)
+        draft = None if folder is None else self._draft(folder, config, loading)
+        self.engine = self._engine(config, limit, draft, graphs)
         self.next_request_id, self._numbering = 0, Lock()
 
     @cached_property
@@ -287,9 +243,9 @@ class LLM:
         return Request(number, ids, params, eos_token_ids=eos, decode=decode, seed=seed)
 
 
-def llm_of(group: Group, bundle: Path, options: Mapping[str, Any]) -> LLM:
+def llm_of(group: Group, bundle: Path, options: LLMOptions) -> LLM:
     """Make the LLM of a rank, for Group.everywhere; on others than rank 0 it follows from there."""
-    llm = LLM(bundle, group=group, **options)
+    llm = LLM(bundle, group=group, **vars(options))
     if not group.is_first:
         llm.follow()
     return llm
@@ -356,16 +312,24 @@ def _check_choices(
         )
 
 
-class _ModulesWanted(TypedDict):
-    with_mtp: bool
-    requires_mtp: bool
-
-
-def _modules_wanted(config: SpeculationConfig) -> _ModulesWanted:
-    """Return the options of loading MTP modules, which auto needs where drafts are asked for."""
-    is_auto = config.method == AUTO_DRAFTS
-    needed = is_auto or DRAFTERS[config.method].needs_mtp
-    return {"with_mtp": needed, "requires_mtp": is_auto and config.shapes_drafts}
+def _load_options(
+    options: LLMOptions, speculation: SpeculationConfig, graphs: GraphOptions
+) -> LoadOptions:
+    """Return how to load the model: with its MTP modules where the drafter needs them, and where
+    auto may; that is then refused a model without any if drafts are asked for."""
+    is_auto = speculation.method == AUTO_DRAFTS
+    return LoadOptions(
+        device=options.device,
+        dtype=options.dtype,
+        deterministic=options.deterministic,
+        dequantize_at_load=options.dequantize_at_load,
+        with_mtp=is_auto or DRAFTERS[speculation.method].needs_mtp,
+        requires_mtp=is_auto and speculation.shapes_drafts,
+        contract=options.contract,
+        max_model_len=options.max_model_len,
+        parallel_mode=options.parallel_mode,
+        static_graph=graphs.wanted,
+    )
 
 
 def _load_within(

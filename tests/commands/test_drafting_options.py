@@ -15,8 +15,9 @@ from mtp_checkpoints.errors import UsageError
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_checkpoints.tensors.tensor_reader import TensorReader
 from mtp_runtime import LLM
-from mtp_runtime.config import SpeculationConfig, SpeculationOptions, speculation_config
+from mtp_runtime.config import LLMOptions, SpeculationConfig
 from mtp_runtime.models.load import LoadOptions, load_model
+from mtp_runtime.parallel.group import Group
 
 pytest.importorskip("starlette", reason="the extra serve is not installed")
 
@@ -108,13 +109,11 @@ def test_the_commands_hand_on_the_same(
 ) -> None:
     asked = []
 
-    def handed_on(bundle: Path, **options: Any) -> LLM:
-        names = SpeculationOptions.__annotations__.keys() & options.keys()
-        given = {name: options[name] for name in names}
-        asked.append(speculation_config(cast(SpeculationOptions, given)))
+    def handed_on(group: Group, bundle: Path, options: LLMOptions) -> LLM:
+        asked.append(options.speculation())
         raise UsageError("Enough was seen")
 
-    monkeypatch.setattr(mtp_runtime.llm, "LLM", handed_on)
+    monkeypatch.setattr(mtp_runtime.llm, "llm_of", handed_on)
     for command, *more in COMMANDS:
         outcome = run_program(command, tmp_path, *more, *MTP, *words)
         assert "Enough was seen" in outcome.err

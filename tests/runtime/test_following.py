@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mtp_runtime import LLM
+from mtp_runtime.config import LLMOptions
 from mtp_runtime.llm import llm_of
 from mtp_runtime.parallel.group import Group
 from mtp_runtime.sampling import SamplingParams
@@ -37,7 +38,7 @@ def test_requests_come_and_go(group: Group, tmp_path: Path) -> None:
     """Prompts that the prefix cache knows, seeds that nobody gave, and a request that is aborted
     while others go on."""
     folder = write_checkpoint(tmp_path)
-    llm, alone = group.everywhere(llm_of, folder, EAGLE), LLM(folder, **EAGLE)
+    llm, alone = group.everywhere(llm_of, folder, LLMOptions(**EAGLE)), LLM(folder, **EAGLE)
     prompts = prompts_of([40, 41], 96)
     for params in (GREEDY, GREEDY):
         outputs = [o.token_ids for o in llm.generate(prompts, params)]
@@ -63,8 +64,9 @@ def test_requests_come_and_go(group: Group, tmp_path: Path) -> None:
 
 def test_drafts_by_measured_times_and_an_end_by_text(group: Group, trained: Path) -> None:
     """Rank 0's times choose the number of drafts, and its text ends a request, on every rank."""
-    options = {"speculate_method": "mtp", "adaptive": True, "speculate_max_draft_token_num": 3}
-    llm, alone = group.everywhere(llm_of, trained, options), LLM(trained, speculate_method="none")
+    options = LLMOptions(speculate_method="mtp", adaptive=True, speculate_max_draft_token_num=3)
+    llm = group.everywhere(llm_of, trained, options)
+    alone = LLM(trained, speculate_method="none")
     prompts = ["Once upon a time", "def add(a, b):", "The cat"]
     (whole, *_) = alone.generate(prompts[:1], SamplingParams(max_tokens=24))
     params = SamplingParams(max_tokens=24, stop=whole.text[len(whole.text) // 2 :][:3])
