@@ -25,6 +25,7 @@ WHOLE = (
     "checkpoints/mtp_checkpoints/weights/**/*.py",
     "mtp_export/cluster/**/*.py",
     "mtp_export/verify/files/pairing.py",
+    "mtp_export/verify/pairing_proof.py",
     "mtp_export/verify/report/golden.py",
     "mtp_export/schemes/**/*.py",
     "runtime/mtp_runtime/acceptance/*.py",

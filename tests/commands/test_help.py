@@ -12,7 +12,7 @@ BUNDLE_PANELS = ("Input and output", "Content of the bundle", "Performance", "Re
 PANELS: dict[str, tuple[str, ...]] = {
     "": (*BUNDLE_PANELS, "Commands"),
     "quantize": ("Precision", *BUNDLE_PANELS),
-    "graft": ("Precision", *BUNDLE_PANELS),
+    "graft": ("Precision", "Checks", *BUNDLE_PANELS),
     "tune": ("Input and output", "Data", "Training", "Performance", "Report"),
     "finish": ("Report",),
     "verify": ("Checks", "Decoding", "Performance", "Report"),

@@ -52,7 +52,7 @@ def test_a_model_that_does_not_fit_into_memory_is_not_run(
 ) -> None:
     monkeypatch.setattr(parts, "available_bytes", lambda: 1000)
     context = Context.open(VerifyOptions(bundle), no_progress)
-    assert context.why_not_run is not None and "use --stream" in context.why_not_run
+    assert context.why_not_run is not None and "use verify --stream" in context.why_not_run
 
 
 @dataclass(frozen=True)

@@ -183,5 +183,5 @@ def why_too_large(layouts: Iterable[PartLayout]) -> str | None:
         return None
     return (
         f"the weights take {format_bytes(needed)} in fp32 and {format_bytes(available)} of memory"
-        " are free: use --stream"
+        " are free: use verify --stream"
     )

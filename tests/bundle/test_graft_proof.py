@@ -1,0 +1,110 @@
+"""Grafts that are proven by acceptance: the right layer, another training's, and none asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cases import Outcome, read_json, run_program
+from mtp_export.verify.evidence import parts
+from mtp_export.verify.evidence.prompts import BUILT_IN
+from quantized_by_others import write
+from verify.foreign_damages import another_training
+from verify.foreign_sources import GLM, released
+
+ALONE = "Pairing by shapes and copies alone, not proven by acceptance: "
+
+
+@pytest.fixture(scope="module")
+def main(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The trained miniature in int4, without its MTP layer."""
+    folder = tmp_path_factory.mktemp("main") / "main"
+    write(GLM, folder, "gptq")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in BUILT_IN[:4]))
+    return path
+
+
+def graft(main: Path, mtp: Path, output: Path, *options: object) -> Outcome:
+    return run_program("graft", "--main", main, "--mtp", mtp, "--output-dir", output, *options)
+
+
+def pairing_of(outcome: Outcome) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(outcome.out)["pairing"]
+    return found
+
+
+def test_the_original_layer_is_proven(main: Path, prompts: Path, tmp_path: Path) -> None:
+    """With the figures of verify's own check, on the terminal and in the report."""
+    output, report = tmp_path / "output", tmp_path / "report.json"
+    options = ("--prove", "--prompts", prompts, "--report", report)
+    outcome = graft(main, GLM, output, *options)
+    assert outcome.code == 0, outcome.err
+    pairing = read_json(report)["pairing"]
+    assert pairing["status"] == "pass"
+    said = " ".join(outcome.out.split())
+    assert pairing["words"] in said and "Pairing proven by acceptance: k=1, draft 1 0." in said
+    items = {item["name"]: item for item in pairing["items"]}
+    first = items["k=1, draft 1"]["data"]["conditional"]
+    assert first["value"] > 0.5 and first["count"] > 20
+    again = run_program("verify", output, "--prompts", prompts, "--json", "--quiet")
+    checks = {check["name"]: check["items"] for check in json.loads(again.out)["checks"]}
+    assert checks["acceptance"] == pairing["items"]
+
+
+def test_the_layer_of_another_training(main: Path, prompts: Path, tmp_path: Path) -> None:
+    """Of the same shapes and copies: the bundle is written, and the command ends with exit 7."""
+    other = released(GLM)
+    another_training(other)
+    other.save(tmp_path / "other")
+    options = ("--prove", "--prompts", prompts, "--json")
+    outcome = graft(main, tmp_path / "other", tmp_path / "output", *options)
+    assert outcome.code == 7
+    assert pairing_of(outcome)["status"] == "fail"
+    assert pairing_of(outcome)["words"].startswith("Pairing disproved by acceptance: k=1, draft 1 ")
+    assert "sanity band of draft 1" in outcome.err and "this main model's" in outcome.err
+    assert (tmp_path / "output/mtp_export.json").is_file()
+
+
+def test_nothing_is_run_unless_asked_for(main: Path, tmp_path: Path) -> None:
+    outcome = graft(main, GLM, tmp_path / "output", "--json")
+    assert pairing_of(outcome) == {
+        "status": "not tested",
+        "words": f"{ALONE}--prove measures it.",
+        "items": [],
+    }
+
+
+def test_a_model_that_does_not_fit_is_not_proven(
+    main: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "available_bytes", lambda: 1)
+    outcome = graft(main, GLM, tmp_path / "output", "--prove", "--json")
+    assert outcome.code == 0
+    assert pairing_of(outcome)["status"] == "not tested"
+    assert pairing_of(outcome)["words"].startswith(f"{ALONE}the weights take ")
+    assert pairing_of(outcome)["words"].endswith("use verify --stream.")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--prompts", "p.jsonl"), "--prompts with --prove"),
+        (("--prove", "--dry-run"), "--prove with --dry-run"),
+        (("--prove", "--share", "1/2"), "--prove with --share"),
+    ],
+)
+def test_options_that_prove_nothing(
+    options: tuple[str, ...], words: str, main: Path, tmp_path: Path
+) -> None:
+    outcome = graft(main, GLM, tmp_path / "output", *options)
+    assert outcome.code == 2 and words in outcome.err
+    assert not (tmp_path / "output").exists()
