@@ -81,6 +81,19 @@ def test_quantize(name: str, position: int) -> None:
         assert float(ratio) == round(facts["ratios"][f"{name[-4:]} / cp (at most 1.5)"], 2)
 
 
+def test_quantize_on_another_machine() -> None:
+    facts = results("quantize_amd.json")
+    shown = []
+    for name, runs in facts["runs"].items():
+        seconds = ", ".join(f"{run['seconds']:.1f}" for run in runs)
+        shown.append(f"{facts['median_seconds'][name]:.1f} s ({seconds})")
+    shown.append(f"share of {facts['shares']['fp8 -> int8']:.2f}")
+    shown.append(f"{facts['limits']['int8']['kernels_seconds']:.2f} s")
+    shown.append(facts["machine"]["commit"][:12])
+    section = " ".join(SECTIONS["Quantization"].split())
+    assert [figure for figure in shown if figure not in section] == []
+
+
 def test_start_up() -> None:
     facts = results("startup.json")
     shown = [(first.replace("`", ""), cell) for first, cell in rows_of(SECTIONS["Start-up"])]
