@@ -3,23 +3,22 @@ format that the bundle stores it in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from mtp_checkpoints.containers import SAFETENSORS
 from mtp_checkpoints.containers.base import ShardHeader, TensorInfo
 from mtp_checkpoints.containers.safetensors import SINGLE_NAME
 from mtp_checkpoints.containers.safetensors_header import read_header
 from mtp_checkpoints.dtypes import DType, OutputTensor, dtype_name, torch_dtype
-from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.formats import UNQUANTIZED
 from mtp_checkpoints.quantization.stored import StoredWeight
-from mtp_checkpoints.sources.direct_io import equal_bytes
 from mtp_checkpoints.sources.disk_queue import DiskQueue
 from mtp_checkpoints.sources.files import make_folder
 from mtp_checkpoints.sources.local_folder import LocalFolder
@@ -39,6 +38,7 @@ from mtp_export.plan import COPY, Link, OutputShard, PartPlan, Step, copy_step, 
 from mtp_export.schemes.transforms import Convert
 from mtp_export.tune.options import TuneOptions
 from mtp_export.tune.source_bundle import SourceBundle
+from mtp_runtime.loading.draft_folder import write_tensors
 
 _TUNED = "tuned"
 
@@ -69,10 +69,14 @@ class TunedCheckpoint(Checkpoint):
 
 @dataclass(frozen=True)
 class Trained:
-    """A tensor that was trained: its form in the shard of such tensors, and its value."""
+    """A weight that was trained: its form in the shard of such weights, and its value."""
 
     form: OutputTensor
     value: Callable[[], torch.Tensor]
+
+    def made(self) -> torch.Tensor:
+        """Return the value in the dtype of its form."""
+        return self.value().to(torch_dtype(self.form.dtype))
 
 
 @dataclass(frozen=True)
@@ -101,31 +105,32 @@ class Output:
         self, method: str, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
     ) -> BundlePlan:
         """Plan the bundle with a draft in a folder of its own beside main and MTP part."""
-        forms = {name: _form(name, tensor) for name, tensor in tensors.items()}
-        trained = self._shard(
-            [Trained(form, partial(_same, tensors[name])) for name, form in forms.items()]
-        )
+        path, named = self.folder / SINGLE_NAME, {_inside(name): t for name, t in tensors.items()}
+        if not _holds(path, named, named.__getitem__):
+            make_folder(self.folder)
+            write_tensors(path, named)
         steps = [
-            Step(COPY, (_inside(name),), (OutputTensor(name, form.dtype, form.shape),))
-            for name, form in forms.items()
+            Step(COPY, (_inside(name),), (OutputTensor(name, dtype_name(t.dtype), tuple(t.shape)),))
+            for name, t in tensors.items()
         ]
         shards = number_shards([OutputShard(tuple(steps))])
         draft = PartPlan(name=method, shards=shards, config=dict(config), extra_files=())
-        return self._plan(trained, draft)
+        return self._plan(_header(self.folder), draft)
 
     def _shard(self, tensors: Sequence[Trained]) -> ShardHeader:
-        """Write trained tensors as one shard, unless an earlier run did."""
-        written = _written(self.folder, tensors)
-        if written is not None:
-            return written
+        """Write trained weights as one shard, unless an earlier run did: one after the other, since
+        a low rank's whole values are made here."""
+        path, made = self.folder / SINGLE_NAME, {one.form.name: one.made for one in tensors}
+        if _holds(path, made, lambda name: made[name]()):
+            return _header(self.folder)
         make_folder(self.folder)
         with DiskQueue(2) as queue:
-            path = self.folder / SINGLE_NAME
             layout = SAFETENSORS.layout([tensor.form for tensor in tensors])
             writer = ShardWriter(path, layout, queue)
             try:
-                for tensor in tensors:
-                    writer.write(tensor.form.name, _bytes_of(tensor))
+                for name, make in made.items():
+                    data: Any = _bytes_of(make()).numpy()
+                    writer.write(name, memoryview(data))
                 writer.commit()
             finally:
                 writer.discard()
@@ -172,39 +177,26 @@ def _header(folder: Path) -> ShardHeader:
     return read_header(LocalFolder(folder).file(SINGLE_NAME))
 
 
-def _written(folder: Path, tensors: Sequence[Trained]) -> ShardHeader | None:
-    """Return the shard that an earlier run wrote, if it holds these tensors byte by byte."""
-    path = folder / SINGLE_NAME
-    if not path.is_file():
-        return None
+def _holds(path: Path, names: Collection[str], value: Callable[[str], torch.Tensor]) -> bool:
+    """Return True for a file of an earlier run that holds these tensors byte by byte."""
     try:
-        header = _header(folder)
-    except InvalidInputError:
-        return None
-    found = {tensor.name: tensor for tensor in header.tensors}
-    forms = {tensor.form.name: (tensor.form.dtype, tensor.form.shape) for tensor in tensors}
-    if forms != {tensor.name: (tensor.dtype, tensor.shape) for tensor in header.tensors}:
-        return None
-    with path.open("rb") as file:
-        for tensor in tensors:
-            one = found[tensor.form.name]
-            file.seek(one.offset_bytes)
-            if not equal_bytes(memoryview(file.read(one.size_bytes)), _bytes_of(tensor)):
-                return None
-    return header
+        with safe_open(path, "pt") as file:
+            return set(file.keys()) == set(names) and all(
+                _is_same(file.get_tensor(name), value(name)) for name in names
+            )
+    except (OSError, SafetensorError):
+        return False
+
+
+def _is_same(held: torch.Tensor, made: torch.Tensor) -> bool:
+    return (held.dtype, held.shape) == (made.dtype, made.shape) and torch.equal(
+        _bytes_of(held), _bytes_of(made)
+    )
 
 
 def _inside(name: str) -> str:
     """Return the name that a trained tensor has among those of the bundle that is tuned."""
     return f"{_TUNED}.{name}"
-
-
-def _form(name: str, tensor: torch.Tensor) -> OutputTensor:
-    return OutputTensor(_inside(name), dtype_name(tensor.dtype), tuple(tensor.shape))
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _trained(source: SourceBundle, name: str, value: Callable[[str], torch.Tensor]) -> Trained:
@@ -216,10 +208,9 @@ def _trained(source: SourceBundle, name: str, value: Callable[[str], torch.Tenso
     return Trained(OutputTensor(_inside(name), dtype, stored.weight.shape), partial(value, name))
 
 
-def _bytes_of(tensor: Trained) -> memoryview:
-    whole = tensor.value().detach().to(torch_dtype(tensor.form.dtype)).cpu().contiguous()
-    data: Any = whole.reshape(-1).view(torch.uint8).numpy()
-    return memoryview(data)
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor, in a tensor."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _retrained(

@@ -13,9 +13,8 @@ from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.families.eagle3 import Eagle3Family, eagle3_config
 from mtp_checkpoints.families.parallel_heads import Body, HeadsLayout
 from mtp_export.verify.evidence.corpus import Corpus
-from mtp_runtime.loading.draft_folder import write_draft
-from mtp_runtime.models.eagle3 import token_offsets
 from mtp_runtime.teacher_forcing import model_states
+from runtime.drafts import save_draft, token_offsets
 
 TAPS = (2, 30, 58)
 HEADS = 2
@@ -47,7 +46,7 @@ def write_fitted_eagle3(folder: Path, corpus: Corpus) -> None:
     tensors["fc.weight"] = fitted(states.taps[rows], states.before[rows + 1])
     tensors["norm.weight"] = corpus.model.head.norm.weight.clone()
     tensors["lm_head.weight"] = corpus.model.head.linear.matrix(torch.float32).t()[tokens]
-    write_draft(folder, config, tensors)
+    save_draft(folder, config, tensors)
 
 
 def write_fitted_heads(folder: Path, corpus: Corpus) -> None:
@@ -62,7 +61,7 @@ def write_fitted_heads(folder: Path, corpus: Corpus) -> None:
         tensors[f"lm_heads.{index}.weight"] = head @ fitted(
             after[inside], after[inside + 1 + index]
         )
-    write_draft(folder, layout.config("float32"), tensors)
+    save_draft(folder, layout.config("float32"), tensors)
 
 
 def change_config(folder: Path, **changes: Any) -> None:

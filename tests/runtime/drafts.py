@@ -46,10 +46,15 @@ def eagle3_tensors(config: dict[str, Any], seed: int = 0) -> Tensors:
             tensors[spec.name] = random_tensor(spec.shape, random)
     if family.draft_vocab < family.vocab:
         tokens = torch.randperm(family.vocab, generator=random)[: family.draft_vocab].sort().values
-        tensors["d2t"] = tokens - torch.arange(family.draft_vocab)
-        tensors["t2d"] = torch.zeros(family.vocab, dtype=torch.bool)
-        tensors["t2d"][tokens] = True
+        tensors |= token_offsets(tokens, family.vocab)
     return tensors
+
+
+def token_offsets(tokens: torch.Tensor, vocab: int) -> Tensors:
+    """d2t and t2d of ascending tokens [Vd] out of a vocabulary."""
+    mask = torch.zeros(vocab, dtype=torch.bool)
+    mask[tokens] = True
+    return {"d2t": tokens - torch.arange(len(tokens)), "t2d": mask}
 
 
 def write_eagle3(

@@ -26,14 +26,13 @@ from mtp_runtime.loading.draft_folder import (
     part_of,
     read_draft,
     values_of,
-    write_draft,
+    write_tensors,
 )
 from mtp_runtime.models.eagle3 import (
     Eagle3Module,
     ReducedHead,
     checked_tensors,
     target_tokens,
-    token_offsets,
 )
 from mtp_runtime.models.load import Loaded, LoadOptions, load_model
 from mtp_runtime.models.parallel_heads import FfnHeads, LayerHeads, StoredHeads
@@ -46,6 +45,7 @@ from runtime.drafts import (
     Tensors,
     ffn_layout,
     save_draft,
+    token_offsets,
     write_eagle3,
     write_heads,
     write_layer_heads,
@@ -298,17 +298,16 @@ def test_parts_of_tensors(tmp_path: Path) -> None:
     assert (scalar.shape, float(scalar)) == ((), 2.5)
 
 
-def test_a_draft_is_written_whole(tmp_path: Path) -> None:
-    """Also of tensors on their way through a training, and of no order in memory."""
+def test_tensors_are_written_whole(tmp_path: Path) -> None:
+    """Also those on their way through a training, and of no order in memory."""
     parameter = torch.nn.Parameter(torch.arange(6.0).view(2, 3))
     tensors = {"b": parameter, "a": torch.arange(6, dtype=torch.bfloat16).view(2, 3).T}
-    write_draft(tmp_path / "new/draft", {"k": "ü"}, tensors)
-    found = load_file(tmp_path / "new/draft/model.safetensors")
+    write_tensors(tmp_path / "model.safetensors", tensors)
+    found = load_file(tmp_path / "model.safetensors")
     assert {name: (one.dtype, one.tolist()) for name, one in found.items()} == {
         name: (one.dtype, one.tolist()) for name, one in tensors.items()
     }
-    assert json.loads((tmp_path / "new/draft/config.json").read_text()) == {"k": "ü"}
-    assert len(list((tmp_path / "new/draft").iterdir())) == 2
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 class Harmful:

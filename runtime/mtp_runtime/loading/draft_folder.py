@@ -12,11 +12,10 @@ import torch
 from safetensors.torch import save
 
 from mtp_checkpoints.containers.base import CONFIG_NAME, TensorInfo
-from mtp_checkpoints.containers.safetensors import SINGLE_NAME
 from mtp_checkpoints.containers.safetensors_header import read_header
 from mtp_checkpoints.dtypes import OutputTensor, dtype_name
 from mtp_checkpoints.errors import InvalidInputError
-from mtp_checkpoints.sources.files import make_folder, write_all, write_json, write_whole
+from mtp_checkpoints.sources.files import write_all, write_whole
 from mtp_checkpoints.sources.local_folder import LocalFolder
 from mtp_checkpoints.sources.strict_json import read_json_object
 from mtp_checkpoints.tensors.reader import Checkpoint
@@ -85,16 +84,11 @@ def part_of(tensor: DraftTensor, rows: range, columns: range) -> torch.Tensor:
         return reader.window(rows, columns)
 
 
-def write_draft(
-    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, DraftTensor]
-) -> None:
-    """Write a draft as engines read it: config.json and one safetensors file, each whole or not at
-    all (IoError)."""
-    make_folder(folder)
-    whole = {name: values_of(one).detach().cpu().contiguous() for name, one in tensors.items()}
-    content = save(whole, metadata={"format": "pt"})
-    write_whole(folder / SINGLE_NAME, lambda fd: write_all(fd, memoryview(content), 0))
-    write_json(folder / CONFIG_NAME, config)
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a safetensors file of tensors in memory, whole or not at all (IoError)."""
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    content = save(plain, metadata={"format": "pt"})
+    write_whole(path, lambda fd: write_all(fd, memoryview(content), 0))
 
 
 def layout_on_disk(tensor: DraftTensor) -> OutputTensor:

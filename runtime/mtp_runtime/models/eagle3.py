@@ -154,13 +154,6 @@ def target_tokens(offsets: torch.Tensor) -> torch.Tensor:
     return offsets + torch.arange(len(offsets), device=offsets.device)
 
 
-def token_offsets(tokens: torch.Tensor, vocab: int) -> dict[str, torch.Tensor]:
-    """Return d2t and t2d of ascending tokens [Vd] out of a vocabulary."""
-    mask = torch.zeros(vocab, dtype=torch.bool)
-    mask[tokens] = True
-    return {TARGET_OFFSETS: tokens - torch.arange(len(tokens)), TARGET_MASK: mask}
-
-
 def checked_tensors(draft: DraftFolder, family: Eagle3Family) -> dict[str, DraftTensor]:
     """Return a folder's tensors by the family's names.
 
