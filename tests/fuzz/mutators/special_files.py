@@ -15,9 +15,10 @@ _STRANGERS = ("tokenizer.model", "x.py", "LICENSE", "chat_template.jinja", "voca
 def mutate(path: Path, random: Random) -> None:
     """Replace the file, or add a link to a file outside the folder.
 
-    A user names the file of prompts, and it may well be a pipe: it is left alone.
+    A user names the file of prompts, and it may well be a pipe: it is left alone. So are a
+    server's answers, which are the fuzzer's own.
     """
-    if path.suffix == ".jsonl":
+    if path.suffix == ".jsonl" or path.name == "answers.json":
         return
     kind = random.randrange(11)
     if kind < 2:
