@@ -153,10 +153,11 @@ def check_unchanged(checkpoint: Checkpoint) -> None:
 
 
 def main_identity(plan: BundlePlan) -> str | None:
-    """Return the identity of the main part, whose shards are finished; None without one."""
+    """Return the identity of the main model that the MTP part belongs to: of the main part, whose
+    shards are finished, else of the source's. None where the source's is to be converted."""
     part = next((part for part in plan.parts if part.name == MAIN), None)
     if part is None:
-        return None
+        return model_identity(plan.main_tensors) if plan.main_tensors else None
     folder = LocalFolder(plan.options.output_dir / MAIN)
     return model_identity(tensor for shard in part.shards for tensor in _stored(shard, folder))
 

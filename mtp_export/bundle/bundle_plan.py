@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.quantization.stored import StoredModel
 from mtp_checkpoints.sources.disk_queue import DiskQueue, disk_depth
@@ -48,7 +49,8 @@ class BundlePlan:
     """A checked checkpoint and the parts to make of it; nothing is written yet.
 
     recorded are the options as the manifest keeps them, device the torch device that computes,
-    left_out sentences on what of the source does not come along.
+    left_out sentences on what of the source does not come along. main_tensors: of an MTP part alone,
+    the source's main model, where its main part would be that one unchanged.
     """
 
     options: BundleOptions
@@ -58,6 +60,7 @@ class BundlePlan:
     recorded: Mapping[str, Any]
     device: str = "cpu"
     left_out: tuple[str, ...] = ()
+    main_tensors: tuple[TensorInfo, ...] = ()
 
     @property
     def files(self) -> frozenset[str]:

@@ -16,7 +16,7 @@ from mtp_export.bundle.links import guess_links, resolve_links
 from mtp_export.bundle.options import BundleOptions, Checksums, Part
 from mtp_export.bundle.preflight import check_disk, check_memory
 from mtp_export.bundle.run_folder import check_output
-from mtp_export.bundle.split import SplitOptions, main_part, mtp_part
+from mtp_export.bundle.split import SplitOptions, main_part, main_tensors, mtp_part
 from mtp_export.bundle.tuning import Tuning
 from mtp_export.paths import refuse_overlaps
 from mtp_export.plan import Link, PartPlan
@@ -110,6 +110,7 @@ def lay_out(
         mtp = mtp_part(checkpoint, stored, options=split, links=links)
         parts.append(mtp.linked_by(links, checked=True))
     parts += [part.linked_by(links, checked=True) for part in tuning.parts]
+    alone = options.content.part is Part.MTP and split.main.keeps_all
     return BundlePlan(
         options=options,
         checkpoint=tuning.beside(checkpoint),
@@ -118,4 +119,5 @@ def lay_out(
         recorded={**recipe.recorded, **tuning.recorded()},
         device=recipe.device,
         left_out=tuning.left_out,
+        main_tensors=tuple(main_tensors(checkpoint, stored)) if alone else (),
     )

@@ -51,6 +51,13 @@ class SplitOptions:
     mtp_config: Mapping[str, Any]
 
 
+def main_tensors(checkpoint: Checkpoint, stored: StoredModel) -> Iterator[TensorInfo]:
+    """Yield the source's tensors that no MTP layer has: those of the main part."""
+    layer_of = stored.family.mtp_layer_of
+    for shard in checkpoint.main_shards:
+        yield from (tensor for tensor in shard.tensors if layer_of(tensor.name) is None)
+
+
 def main_part(checkpoint: Checkpoint, stored: StoredModel, options: SplitOptions) -> PartPlan:
     """Return the plan of the main part: unchanged shards are linked, all others written anew.
 

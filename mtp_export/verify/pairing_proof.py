@@ -38,8 +38,8 @@ class PairingProof:
 
     @property
     def words(self) -> str:
-        """The verdict in one sentence, with acceptance by position."""
-        drafts = "; ".join(f"{item.name} {item.figure}" for item in self._drafts)
+        """The verdict in one sentence, with acceptance by position of the run with most drafts."""
+        drafts = ", ".join(_shown(item) for item in self._deepest)
         if self.status is Status.PASS:
             return f"Pairing proven by acceptance: {drafts}."
         if self.status is Status.FAIL:
@@ -66,6 +66,11 @@ class PairingProof:
         )
 
     @property
+    def _deepest(self) -> list[Item]:
+        most = max((item.data["k"] for item in self._drafts), default=0)
+        return [item for item in self._drafts if item.data["k"] == most]
+
+    @property
     def _drafts(self) -> list[Item]:
         """The items that say what share of drafts was accepted, one per number and position."""
         return [item for item in self.items if "conditional" in item.data]
@@ -74,6 +79,11 @@ class PairingProof:
     def _causes(self) -> str:
         failed = [item for item in self.items if item.status is Status.FAIL]
         return "; ".join(f"{i.name}: {i.measured}: {i.cause.rstrip('.')}" for i in failed)
+
+
+def _shown(item: Item) -> str:
+    """Return the share of a position's drafts that are accepted, given those before it are."""
+    return f"draft {item.data['position']} {item.figure.partition(';')[0]}"
 
 
 def not_asked_for(bundle: Path) -> PairingProof:

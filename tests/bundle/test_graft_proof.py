@@ -51,7 +51,7 @@ def test_the_original_layer_is_proven(main: Path, prompts: Path, tmp_path: Path)
     pairing = read_json(report)["pairing"]
     assert pairing["status"] == "pass"
     said = " ".join(outcome.out.split())
-    assert pairing["words"] in said and "Pairing proven by acceptance: k=1, draft 1 0." in said
+    assert pairing["words"] in said and "Pairing proven by acceptance: draft 1 0." in said
     items = {item["name"]: item for item in pairing["items"]}
     first = items["k=1, draft 1"]["data"]["conditional"]
     assert first["value"] > 0.5 and first["count"] > 20
@@ -69,7 +69,7 @@ def test_the_layer_of_another_training(main: Path, prompts: Path, tmp_path: Path
     outcome = graft(main, tmp_path / "other", tmp_path / "output", *options)
     assert outcome.code == 7
     assert pairing_of(outcome)["status"] == "fail"
-    assert pairing_of(outcome)["words"].startswith("Pairing disproved by acceptance: k=1, draft 1 ")
+    assert pairing_of(outcome)["words"].startswith("Pairing disproved by acceptance: draft 1 0.")
     assert "sanity band of draft 1" in outcome.err and "this main model's" in outcome.err
     assert (tmp_path / "output/mtp_export.json").is_file()
 

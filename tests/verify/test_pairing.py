@@ -15,6 +15,7 @@ from faults import planting
 from mtp_checkpoints.tensors.model_identity import recorded_main_identity
 
 MAIN, PAIR = "main: the model that was exported", "draft and main of one bundle"
+FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"
 INDEX = "model.safetensors.index.json"
 
 
@@ -54,8 +55,7 @@ def test_a_whole_bundle_passes(trained_bundle: Path) -> None:
 def test_links_and_shard_sizes_do_not_matter(trained_bundle: Path, tmp_path: Path) -> None:
     """A linked export of the bundle's own parts, and its quantization without a change of main."""
     identity = read_json(trained_bundle / "mtp_export.json")["main_identity"]
-    source = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"
-    copied = shutil.copytree(source, tmp_path / "source")
+    copied = shutil.copytree(FIXTURE, tmp_path / "source")
     made = export(copied, tmp_path / "linked", "--link", "hardlink", "--target", "lightllm")
     assert made.code == 0, made.err
     rows = ("--base-quant", "keep", "--mtp-quant", "bf16", "--allow-untested-pair")
@@ -118,12 +118,47 @@ def test_a_draft_that_records_none(bundle: Path) -> None:
     assert items[PAIR]["cause"] == "the draft records no main model"
 
 
-def test_parts_that_are_alone(tmp_path: Path, trained_bundle: Path) -> None:
-    """A main part has its identity; a draft that was exported alone has none, and no main part."""
-    for part in ("main", "mtp"):
-        made = export(trained_bundle, tmp_path / part, "--part", part, "--quiet")
-        assert made.code == 0, made.err
+@pytest.fixture(scope="module")
+def alone(trained_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The MTP part of the trained miniature, exported alone."""
+    folder = tmp_path_factory.mktemp("alone") / "bundle"
+    made = export(FIXTURE, folder, "--part", "mtp", "--quiet")
+    assert made.code == 0, made.err
+    return folder
+
+
+def test_parts_that_are_alone(tmp_path: Path, trained_bundle: Path, alone: Path) -> None:
+    """Both have the identity of the main model; beside a draft alone, verify says that it is
+    missing."""
+    made = export(trained_bundle, tmp_path / "main", "--part", "main", "--quiet")
+    assert made.code == 0, made.err
     assert items_of(tmp_path / "main")[MAIN]["status"] == "pass"
     assert PAIR not in items_of(tmp_path / "main")
-    assert not {MAIN, PAIR} & items_of(tmp_path / "mtp").keys()
-    assert recorded_main_identity(tmp_path / "mtp/mtp") is None
+    identity = read_json(trained_bundle / "mtp_export.json")["main_identity"]
+    assert read_json(alone / "mtp_export.json")["main_identity"] == identity
+    assert recorded_main_identity(alone / "mtp") == identity
+    for place in (alone, alone / "mtp"):  # as a bundle, and the folder of its draft
+        items = items_of(place)
+        assert items[PAIR]["status"] == "not tested" and MAIN not in items
+        assert f"{identity[:16]}…, is not here" in items[PAIR]["cause"]
+
+
+def test_a_draft_alone_beside_a_main_model(
+    alone: Path, trained_bundle: Path, tmp_path: Path
+) -> None:
+    """Its own, one that was trained further, and nothing but headers."""
+    draft = ("--mtp", str(alone / "mtp"))
+    assert items_of(FIXTURE, *draft)[PAIR]["status"] == "pass"
+    items = items_of(other_main(tmp_path / "other", trained_bundle) / "main", *draft)
+    assert items[PAIR]["status"] == "not tested" and PAIR not in failed(items)
+    assert "the draft was made with the main model" in items[PAIR]["cause"]
+    assert "--no-checksums" in items_of(FIXTURE, *draft, "--no-checksums")[PAIR]["cause"]
+
+
+def test_a_main_model_that_would_be_converted_is_not_recorded(tmp_path: Path) -> None:
+    """A quantized one is another model, and is not there to be known again."""
+    rows = ("--base-quant", "a8w8_fp8", "--mtp-quant", "a8w8_fp8", "--part", "mtp", "--quiet")
+    made = quantize(FIXTURE, tmp_path / "bundle", *rows)
+    assert made.code == 0, made.err
+    assert recorded_main_identity(tmp_path / "bundle/mtp") is None
+    assert PAIR not in items_of(tmp_path / "bundle")

@@ -10,13 +10,16 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 
 from mtp_checkpoints.containers import SAFETENSORS
 from mtp_checkpoints.containers.base import TensorInfo
+from mtp_checkpoints.sources.byte_source import RemoteFile
 from mtp_checkpoints.sources.local_folder import LocalFolder
+from mtp_checkpoints.sources.remote_source import READERS
 from mtp_checkpoints.sources.strict_json import parsed_json_object
 
 # Where the index of an MTP part has the identity of the main model that it was made with, in its
@@ -73,14 +76,20 @@ def _sampled(tensors: Sequence[TensorInfo]) -> Iterator[TensorInfo]:
 
 
 def _samples(tensors: Iterable[TensorInfo]) -> dict[str, bytes]:
-    """Return the bytes in the middle of tensors, by name, read file by file."""
-    samples = {}
+    """Return the bytes in the middle of tensors, by name: a remote source's are read file by file
+    on several threads, since each takes a request."""
     in_files = sorted(tensors, key=lambda tensor: (str(tensor.path), tensor.offset_bytes))
-    for _, own in groupby(in_files, key=lambda tensor: str(tensor.path)):
-        first, *more = own
-        with closing(first.file.open()) as file:
-            for tensor in (first, *more):
-                size = min(tensor.size_bytes, _SAMPLE_BYTES)
-                start = tensor.offset_bytes + (tensor.size_bytes - size) // 2
-                samples[tensor.name] = file.read(start, start + size)
-    return samples
+    files = [list(own) for _, own in groupby(in_files, key=lambda tensor: str(tensor.path))]
+    remote = any(isinstance(own[0].file, RemoteFile) for own in files)
+    with ThreadPoolExecutor(READERS if remote else 1) as pool:
+        return dict(chain.from_iterable(pool.map(_samples_of_file, files)))
+
+
+def _samples_of_file(tensors: Sequence[TensorInfo]) -> list[tuple[str, bytes]]:
+    with closing(tensors[0].file.open()) as file:
+        found = []
+        for tensor in tensors:
+            size = min(tensor.size_bytes, _SAMPLE_BYTES)
+            start = tensor.offset_bytes + (tensor.size_bytes - size) // 2
+            found.append((tensor.name, file.read(start, start + size)))
+        return found

@@ -4,45 +4,78 @@ record by its identity."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtp_checkpoints.tensors.manifest import MAIN_IDENTITY
 from mtp_checkpoints.tensors.model_identity import model_identity, recorded_main_identity
-from mtp_export.verify.check import Item, Problem, not_tested, verdict
+from mtp_export.verify.check import Item, Problem, not_tested, passed, verdict
 from mtp_export.verify.diagnosis.causes import files as causes
 
 if TYPE_CHECKING:
+    from mtp_checkpoints.tensors.reader import Checkpoint
     from mtp_export.verify.context import Context
+    from mtp_export.verify.evidence.parts import Part
 
 _SHOWN = 16  # characters of an identity
+_MAIN, _PAIR = "main: the model that was exported", "draft and main of one bundle"
+_LEFT_OUT = "--no-checksums leaves it out"
 
 
 def run(context: Context) -> Iterator[Item]:
-    """The main part of a bundle compared with what manifest and draft record of it."""
-    if not context.is_bundle or context.main is None:
-        return
-    listed = (context.manifest or {}).get(MAIN_IDENTITY)
+    """The main model compared with what manifest and draft record of it, or named where it is
+    not there."""
     draft = context.part("mtp")
-    recorded = None if draft is None else recorded_main_identity(draft.folder)
-    main, pair = "main: the model that was exported", "draft and main of one bundle"
+    recorded = _recorded(draft)
+    if context.main is None:
+        if recorded is not None:
+            yield not_tested(_PAIR, causes.main_elsewhere(recorded[:_SHOWN]))
+    elif context.is_bundle:
+        yield from _of_bundle(context, context.main, recorded)
+    elif recorded is not None:
+        yield _of_two_places(context, context.main, recorded)
+
+
+def _recorded(draft: Part | None) -> str | None:
+    """Return the identity that a draft on this machine records of its main model."""
+    if draft is None or not isinstance(draft.place, Path):
+        return None
+    return recorded_main_identity(draft.place)
+
+
+def _of_bundle(context: Context, main: Checkpoint, recorded: str | None) -> Iterator[Item]:
+    listed = (context.manifest or {}).get(MAIN_IDENTITY)
     if listed is None and recorded is None:
         why = "no identity of the main model is recorded: made by an earlier version, or apart"
-        yield not_tested(main, why)
+        yield not_tested(_MAIN, why)
         return
     if not context.options.checksums:
-        yield not_tested(main, "--no-checksums leaves it out")
+        yield not_tested(_MAIN, _LEFT_OUT)
         return
-    found = model_identity(context.main.tensors.values())
+    found = model_identity(main.tensors.values())
     if listed is None:
-        yield not_tested(main, "no manifest records its identity")
+        yield not_tested(_MAIN, "no manifest records its identity")
     else:
         changed = [Problem("main", causes.MAIN_REPLACED)] if found != listed else []
-        yield verdict(main, changed, found[:_SHOWN])
-    if draft is None:
+        yield verdict(_MAIN, changed, found[:_SHOWN])
+    if context.part("mtp") is None:
         return
     if recorded is None:
-        yield not_tested(pair, "the draft records no main model")
+        yield not_tested(_PAIR, "the draft records no main model")
         return
     wanted = listed or found  # a main model that changed is the item above
     words = causes.draft_of_another_main(recorded[:_SHOWN], wanted[:_SHOWN])
-    yield verdict(pair, [Problem("mtp", words)] if recorded != wanted else [], recorded[:_SHOWN])
+    yield verdict(_PAIR, [Problem("mtp", words)] if recorded != wanted else [], recorded[:_SHOWN])
+
+
+def _of_two_places(context: Context, main: Checkpoint, recorded: str) -> Item:
+    """A checkpoint's main model and the draft that --mtp names: another one may be a conversion of
+    the same model, for which the draft is as good."""
+    if not context.options.checksums:
+        return not_tested(_PAIR, _LEFT_OUT)
+    if not context.is_local:
+        return not_tested(_PAIR, "nothing but headers is downloaded")
+    found = model_identity(main.tensors.values())
+    if found == recorded:
+        return passed(_PAIR, figure=recorded[:_SHOWN])
+    return not_tested(_PAIR, causes.draft_of_another_main(recorded[:_SHOWN], found[:_SHOWN]))

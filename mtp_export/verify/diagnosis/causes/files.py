@@ -169,6 +169,13 @@ MAIN_REPLACED = (
 )
 
 
+def main_elsewhere(recorded: str) -> str:
+    return (
+        f"the main model that the draft was made with, {recorded}…, is not here: beside another one"
+        " its acceptance is unknown. `mtp-export verify MAIN --mtp` judges the two together"
+    )
+
+
 def draft_of_another_main(recorded: str, found: str) -> str:
     return (
         f"the draft was made with the main model {recorded}…, and lies beside {found}…: its"
