@@ -49,8 +49,8 @@ class BundlePlan:
     """A checked checkpoint and the parts to make of it; nothing is written yet.
 
     recorded are the options as the manifest keeps them, device the torch device that computes,
-    left_out sentences on what of the source does not come along. main_tensors: of an MTP part alone,
-    the source's main model, where its main part would be that one unchanged.
+    left_out sentences on what of the source does not come along. main_tensors: of an MTP part
+    alone, the source's main model, where its main part would be that one unchanged.
     """
 
     options: BundleOptions

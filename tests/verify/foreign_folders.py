@@ -150,6 +150,12 @@ DAMAGED = (
         written=damages.unindexed(r"layers\.3\."),
     ),
     Folder(
+        "in a file of another name outside the index",
+        glm(own_file="draft_head.safetensors"),
+        words=(r"draft_head\.safetensors", "index"),
+        written=damages.unindexed(r"layers\.3\."),
+    ),
+    Folder(
         "a shard is cut",
         glm(),
         words=("model-00002-of-00002",),

@@ -19,13 +19,15 @@ from mtp_checkpoints.containers.base import (
 from mtp_checkpoints.containers.safetensors_header import NAME, file_layout, read_header
 from mtp_checkpoints.dtypes import OutputTensor
 from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.families.signs import main_layers, mtp_modules
 from mtp_checkpoints.sources.byte_source import ByteSource
 from mtp_checkpoints.sources.strict_json import parsed_json_object
 
 SUFFIX = ".safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-# Some releases add their MTP layer in a shard of this name that the index does not list.
+# Some releases add their MTP layer in a shard of this name that the index does not list; of one of
+# another name its tensors tell.
 MTP_NAME = "mtp.safetensors"
 _name_of = attrgetter("name")
 
@@ -46,11 +48,11 @@ class Safetensors:
         config = parsed_json_object(source.path / CONFIG_NAME, raw_config)
         weight_map = _weight_map(source)
         names = [SINGLE_NAME] if weight_map is None else sorted(set(weight_map.values()))
-        unindexed = [MTP_NAME] if MTP_NAME in set(source.names()) - set(names) else []
-        _check_no_stray_shard(source, {*names, *unindexed})
+        unindexed = sorted(n for n in source.names() - set(names) if n.endswith(SUFFIX))
         files = [source.file(name) for name in (*names, *unindexed)]
         with ThreadPoolExecutor(source.readers) as pool:
             shards = tuple(pool.map(read_header, files))
+        _check_no_stray_shard(shards[len(names) :], config, weight_map or {}, len(names))
         if weight_map is None or not _is_listed(shards, weight_map):
             files_of = files_of_tensors(source, shards)
             if weight_map is not None:
@@ -156,13 +158,22 @@ def _check_index(
             )
 
 
-def _check_no_stray_shard(source: ByteSource, indexed: set[str]) -> None:
-    for name in sorted(source.names()):
-        if name.endswith(SUFFIX) and name not in indexed:
+def _check_no_stray_shard(
+    beside: Iterable[ShardHeader],
+    config: Mapping[str, Any],
+    weight_map: Mapping[str, str],
+    indexed: int,
+) -> None:
+    """Refuse shards that no index names, unless they hold MTP modules and nothing else."""
+    for shard in beside:
+        names = [tensor.name for tensor in shard.tensors]
+        of_mtp = sum(len(module.tensors) for module in mtp_modules(names, main_layers(config)))
+        stale = any(name in weight_map for name in names)
+        if shard.path.name != MTP_NAME and (stale or not names or of_mtp < len(names)):
             raise InvalidInputError(
                 "A shard lies in the folder but the index does not name it",
-                where=source.path / name,
-                expected=f"every *{SUFFIX} file in the index",
-                found=f"an index of {len(indexed)} other files",
+                where=shard.path,
+                expected=f"every *{SUFFIX} file in the index, or MTP modules alone in this one",
+                found=f"an index of {indexed} other files",
                 todo="Remove the file if it is stale; if it holds weights, write the index again",
             )

@@ -187,7 +187,7 @@ def test_a_shard_that_the_index_does_not_name(folder: Path) -> None:
         folder / "three.safetensors",
         "an index of 2 other files",
     )
-    assert error.expected == "every *.safetensors file in the index"
+    assert str(error.expected).startswith("every *.safetensors file in the index, or MTP modules")
     assert str(error.todo).startswith("Remove the file")
 
 
@@ -222,7 +222,7 @@ def test_one_file_of_json(folder: Path) -> None:
 
 
 def test_the_mtp_layer_s_own_shard_need_not_be_in_the_index(folder: Path) -> None:
-    """Some releases add it so; no other name is let through."""
+    """Some releases add it so."""
     assert Checkpoint.open(folder).unindexed == ()
     save_file({"m": torch.ones(2)}, folder / "mtp.safetensors")
     found = Checkpoint.open(folder)
@@ -235,6 +235,52 @@ def test_the_mtp_layer_s_own_shard_need_not_be_in_the_index(folder: Path) -> Non
     assert Checkpoint.open(folder).unindexed == ()
     edit_json(folder / INDEX, lambda index: index["weight_map"].update(m="two.safetensors"))
     assert refusal(folder).what == "The index names tensor m, which its shard does not hold"
+
+
+LAYER = {"model.layers.2.eh_proj.weight": torch.ones(2)}
+
+
+@pytest.mark.parametrize("tensors", [{"mtp.fc.weight": torch.ones(2)}, LAYER])
+@pytest.mark.parametrize("index", [True, False])
+def test_a_file_of_mtp_modules_need_not_be_in_the_index(
+    tensors: dict[str, torch.Tensor], index: bool, folder: Path
+) -> None:
+    """Under any name: what its header lists is those modules', and nothing else."""
+    if not index:
+        for name in (INDEX, "two.safetensors"):
+            (folder / name).unlink()
+        (folder / "one.safetensors").rename(folder / "model.safetensors")
+    (folder / "config.json").write_text('{"num_hidden_layers": 2}')
+    save_file(tensors, folder / "a_draft.safetensors")
+    found = Checkpoint.open(folder)
+    assert found.unindexed == ("a_draft.safetensors",)
+    assert tensors.keys() < found.tensors.keys()
+    assert found.shards[-1].path.name == "a_draft.safetensors"
+
+
+@pytest.mark.parametrize(
+    "tensors", [{}, {"m": torch.ones(2)}, LAYER | {"model.layers.1.a": torch.ones(2)}]
+)
+def test_a_file_of_others_must_be_in_the_index(
+    tensors: dict[str, torch.Tensor], folder: Path
+) -> None:
+    (folder / "config.json").write_text('{"num_hidden_layers": 2}')
+    save_file(tensors, folder / "other.safetensors")
+    error = refusal(folder)
+    assert error.where == folder / "other.safetensors"
+    assert error.what == "A shard lies in the folder but the index does not name it"
+    assert error.found == "an index of 2 other files"
+
+
+def test_a_stale_file_of_mtp_modules(folder: Path) -> None:
+    """An earlier upload's: the index has its tensors in another file."""
+    (folder / "config.json").write_text('{"num_hidden_layers": 2}')
+    save_file(TENSORS["two.safetensors"] | LAYER, folder / "two.safetensors")
+    names = dict.fromkeys(LAYER, "two.safetensors")
+    edit_json(folder / INDEX, lambda index: index["weight_map"].update(names))
+    assert Checkpoint.open(folder).unindexed == ()
+    save_file(LAYER, folder / "old.safetensors")
+    assert refusal(folder).where == folder / "old.safetensors"
 
 
 def test_a_folder_is_read_from_a_local_disk(folder: Path) -> None:

@@ -67,6 +67,6 @@ def scale_without_codes(name: str) -> str:
 
 def not_in_index(file: str) -> str:
     return (
-        f"{file} is not in the index: vLLM leaves out such files, and transformers never opens"
-        " them. An export writes it into one"
+        f"{file} is not in the index: engines that follow the index, as vLLM does, will not load"
+        " it, and transformers never opens it. An export writes its tensors into an index"
     )
