@@ -79,6 +79,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "mtp_export.plan",
         "mtp_export.progress",
     ),
+    ("mtp_export.kept_states",),
     ("mtp_export.schemes",),
     ("mtp_export.bundle",),
     ("mtp_export.verify.check",),

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import xxhash
 
-from mtp_checkpoints.errors import InvalidInputError, IoError
-from mtp_checkpoints.sources.files import make_folder, write_whole
+from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.sources.files import make_folder
+from mtp_export.kept_states import keep_state
 from mtp_runtime.loading.draft_folder import UNREADABLE
 
 _CHECKSUM = "checksum"
@@ -21,21 +22,9 @@ _CHECKSUM = "checksum"
 
 def save(path: Path, state: Mapping[str, Any]) -> None:
     """Write a state whole or not at all (IoError)."""
-
-    def write(fd: int) -> None:
-        with open(fd, "wb", closefd=False) as file:
-            torch.save({**state, _CHECKSUM: _checksum(state)}, file)
-
     make_folder(path.parent)
-    try:
-        write_whole(path, write)
-    except RuntimeError as error:  # of torch's writer, when the disk is full
-        raise IoError(
-            "A file of the work folder cannot be written",
-            where=path,
-            found=error,
-            todo="Give a --workdir with more room, then run the same command again",
-        ) from error
+    checked = {**state, _CHECKSUM: _checksum(state)}
+    keep_state(path, checked, "A file of the work folder cannot be written")
 
 
 def load(path: Path, *, mapped: bool = False) -> dict[str, Any]:

@@ -253,6 +253,7 @@ def vanishing(self: StreamedModel, first: int) -> Iterator[DecoderLayer]:
     ("owner", "name", "trouble"),
     [
         (os, "fsync", full),
+        (os, "pwrite", full),
         (Path, "mkdir", lambda *given, **more: full()),
         (fcntl, "flock", full),
         (StreamedModel, "layers", vanishing),

@@ -14,6 +14,7 @@ from mtp_checkpoints.errors import IoError
 from mtp_checkpoints.sources.files import make_folder, remove_temporaries
 
 STATE_NAME = "state.pt"
+CANNOT_KEEP = "The streamed pass cannot keep its state"
 _LOCK_NAME = "lock"
 
 
@@ -32,23 +33,18 @@ def pass_folder(workdir: Path | None, identity: str) -> Iterator[Path]:
             if (lock := _lock(folder)) is not None:
                 break
     except (IoError, OSError) as error:
-        raise cannot_keep(folder, error) from error
+        raise IoError(
+            CANNOT_KEEP,
+            where=folder,
+            found=getattr(error, "found", error),
+            todo="Give a --workdir with room for the activations",
+        ) from error
     assert lock is not None, "there is always another number"
     try:
         yield folder
         _remove(folder)
     finally:
         os.close(lock)
-
-
-def cannot_keep(place: Path, error: Exception) -> IoError:
-    """Return the error of a state that cannot be written."""
-    return IoError(
-        "The streamed pass cannot keep its state",
-        where=place,
-        found=getattr(error, "found", error),
-        todo="Give a --workdir with room for the activations",
-    )
 
 
 def _lock(folder: Path) -> int | None:

@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 
-from mtp_checkpoints.errors import IoError
-from mtp_checkpoints.sources.files import write_whole
+from mtp_export.kept_states import keep_state
 from mtp_export.progress import ProgressCallback
 from mtp_export.verify.check import WHOLE_CHECK, Item, measured, not_tested
 from mtp_export.verify.context import Context
 from mtp_export.verify.decoding.acceptance import diagnosed
-from mtp_export.verify.decoding.pass_folder import STATE_NAME, cannot_keep, pass_folder
+from mtp_export.verify.decoding.pass_folder import CANNOT_KEEP, STATE_NAME, pass_folder
 from mtp_export.verify.decoding.stream_cost import Cost, cost_of
 from mtp_export.verify.evidence.blocks import walked
 from mtp_export.verify.evidence.corpus import Corpus, judge
@@ -141,7 +140,8 @@ def _passed(group: Group, division: _Division) -> torch.Tensor:
         layers = streamed.layers(done)
         for index in range(done, streamed.config.layers):
             pass_through(next(layers), x, paged, chunks)
-            _keep(place, index + 1, x)
+            # Whole or not at all: a killed run leaves the state of this layer or of the one before.
+            keep_state(place, {"layer": index + 1, "hidden": x}, CANNOT_KEEP)
             division.progress(1)
         return group.rows_to_first(x, counts)
 
@@ -168,19 +168,6 @@ def _resumed(place: Path, shape: tuple[int, int]) -> tuple[int, torch.Tensor | N
         return 0, None
     whole = isinstance(x, torch.Tensor) and x.shape == shape
     return (layer, x) if whole else (0, None)
-
-
-def _keep(place: Path, layer: int, x: torch.Tensor) -> None:
-    """Replace the state by this layer's, so that a killed run leaves one of the two."""
-
-    def save(fd: int) -> None:
-        with open(fd, "wb", closefd=False) as file:
-            torch.save({"layer": layer, "hidden": x}, file)
-
-    try:
-        write_whole(place, save)
-    except (IoError, RuntimeError) as error:
-        raise cannot_keep(place, error) from error
 
 
 def corpus_of(streamed: StreamedModel, texts: Texts, before: torch.Tensor) -> Corpus:
