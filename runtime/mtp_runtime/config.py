@@ -218,7 +218,8 @@ class LLMOptions:
 
     draft_model: folder of a second model, or of a draft that is none, for methods that need one;
     without it such a draft is looked for in the bundle's folder of the method's name.
-    deterministic (layers that compiled kernels run): tokens do not depend on batch or drafter.
+    deterministic (layers that compiled kernels run): tokens do not depend on batch or drafter, with
+    either dtype, which is that of the weights there.
     max_model_len: tokens of prompt and output together; above index_topk, torch computes
     DeepSeek-V3.2's and GLM-5's sparse attention. max_memory_bytes: bound on resident memory, or on
     a GPU's with what CUDA graphs keep, which cache_tokens follows from in place of being given.

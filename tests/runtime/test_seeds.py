@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,3 +101,23 @@ def test_a_step_that_failed_decides_as_before(
                 continue
             engine.step()
     assert [tuple(request.output) for request in requests] == expected
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_weights_in_bfloat16_are_as_deterministic(small: Path, temperature: float) -> None:
+    """Bits of log-probabilities depend on neither batch nor step, those of greedy ones not on
+    drafts."""
+    params = [replace(own, temperature=temperature, logprobs=2) for own in PARAMS]
+
+    def loaded(method: str, **more: Any) -> LLM:
+        drafts = 3 if method == "mtp" else None
+        options = {"speculate_method": method, "speculate_max_draft_token_num": drafts, **more}
+        return LLM(small, dtype="bfloat16", deterministic=True, **options)
+
+    alone = loaded("mtp")
+    expected = [alone.generate([p], own)[0] for p, own in zip(PROMPTS, params, strict=True)]
+    plain = [loaded("none")] if temperature == 0 else []
+    for llm in (alone, loaded("mtp", **WAYS["chunks"]), *plain):
+        found = llm.generate(PROMPTS, params)
+        assert tokens_of(found) == tokens_of(expected)
+        assert [output.logprobs for output in found] == [output.logprobs for output in expected]

@@ -46,7 +46,8 @@ class LoadOptions:
     on_demand: routed experts, heads and embeddings are read when they are used.
     with_mtp False leaves the MTP modules out; requires_mtp: one that is not there is an error.
     contract None: as the MTP part's config.json records it, or else the family's.
-    deterministic: refuse options and layers under which a row's bits may depend on its batch.
+    deterministic: refuse options and layers under which a row's bits may depend on its batch; in
+    either dtype, as compiled kernels compute in float32 with dense weights of that dtype.
     max_model_len: tokens of the longest context; None: as many as the model's usual layers take.
     parallel_mode: way in which several ranks join their parts, of MODES; None: gather in float32,
     else reduce.
