@@ -6,7 +6,7 @@ import errno
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 
@@ -27,7 +27,7 @@ def keep_state(path: Path, state: Mapping[str, Any], what: str) -> None:
     def write(fd: int) -> None:
         file = _File(fd)
         try:
-            torch.save(state, file)
+            torch.save(state, cast(IO[bytes], file))
         except RuntimeError as error:  # torch's own words for what its file raised
             raise (file.error or error) from None
 
