@@ -61,7 +61,7 @@ def _not_written(path: Path, what: str, error: IoError) -> IoError:
 
 
 class _File:
-    """What torch.save writes to; error: the first that the disk had."""
+    """File that torch.save writes to; error: the first that the disk had."""
 
     def __init__(self, fd: int) -> None:
         self.error: OSError | None = None

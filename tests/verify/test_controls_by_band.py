@@ -35,7 +35,7 @@ class Drafted:
 
 
 def controlled(accepted: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> tuple[Item, bool]:
-    """What a control says that spoils nothing, and whether acceptance is in the band."""
+    """Return the item of a control that spoils nothing, and whether acceptance is in the band."""
     corpus = cast(Corpus, Drafted(accepted))
     same = Control("one that spoils nothing", corpus.drafts(1), depth=1, cause="it is not used")
     monkeypatch.setattr(controls, "_controls", lambda corpus: iter([same]))

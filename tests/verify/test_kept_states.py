@@ -20,7 +20,7 @@ NUMBERS = {"full": errno.ENOSPC, "over quota": errno.EDQUOT, "broken": errno.EIO
 
 
 class Room(NamedTuple):
-    """What shutil tells of a disk."""
+    """Room of a disk, as shutil tells it."""
 
     free: int
 
