@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> None:
         from mtp_checkpoints.errors import Interrupted
 
         error = Interrupted()
-        print(f"mtp-export: error: {error}", file=sys.stderr)
+        print(f"mtp-export: {error}", file=sys.stderr)
         code = error.exit_code
     sys.exit(code)
 

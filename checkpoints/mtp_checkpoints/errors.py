@@ -108,9 +108,10 @@ class OutputExistsError(MtpExportError):
 
 
 class Interrupted(MtpExportError):
-    """Ctrl-C: the exit code is 128 plus the number of SIGINT."""
+    """Ctrl-C: the exit code is 128 plus the number of SIGINT. done: share of the work, 0 to 1."""
 
     exit_code = 130
 
-    def __init__(self, todo: str | None = None) -> None:
-        super().__init__("Interrupted", todo=todo)
+    def __init__(self, done: float | None = None) -> None:
+        at = "" if done is None else f" at {int(100 * done)} %"
+        super().__init__(f"Interrupted{at}")

@@ -18,12 +18,14 @@ class Failure(NamedTuple):
 def failure_of(error: BaseException, after_interrupt: str | None = None) -> Failure:
     """Return the failure that an error is reported as; errors of the program itself have code 1.
 
-    after_interrupt: what to do after Ctrl-C.
+    after_interrupt: words that follow those of Ctrl-C.
     """
+    if isinstance(error, KeyboardInterrupt):
+        error = Interrupted()
+    if isinstance(error, Interrupted):
+        return Failure(" ".join(filter(None, [str(error), after_interrupt])), error.exit_code)
     if isinstance(error, MtpExportError):
         return Failure(str(error), error.exit_code)
-    if isinstance(error, KeyboardInterrupt):
-        return failure_of(Interrupted(after_interrupt))
     if isinstance(error, MemoryError):
         return failure_of(ResourceError("Out of memory", todo="Lower --max-memory or --workers"))
     torch = sys.modules.get("torch")

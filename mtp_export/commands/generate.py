@@ -1,30 +1,38 @@
-"""mtp-export generate: decode prompts with a bundle, and show which tokens were drafted."""
+"""mtp-export generate: decode prompts with a bundle, and show which tokens were drafted and what
+they gain."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from mtp_checkpoints.errors import UsageError
+from mtp_export.commands.decoding_figures import (
+    Elapsed,
+    Stopwatch,
+    acceptance_lines,
+    busy_line,
+    rates_line,
+)
 from mtp_export.commands.garbage import gc_paused
-from mtp_export.commands.output import FiguresTable, Reporting, plain_console, print_result
+from mtp_export.commands.output import Reporting, plain_console, print_result
 from mtp_export.commands.runtime import BUNDLE, Runtime
 from mtp_export.options import Access, Panel, option, path_option
 
 if TYPE_CHECKING:
-    from mtp_runtime import LLM, RequestMetrics, RequestOutput, SamplingParams, Summary, TokenEvent
+    from mtp_export.commands.plain_comparison import Comparison
+    from mtp_runtime import LLM, SamplingParams, TokenEvent
     from mtp_runtime.prompts import Prompt
+    from mtp_runtime.request import Request
 
-_ACCEPTED_STYLE = "green"
-# A share of the time that threads waited for a processor from which rates are those of other load.
-_BUSY = 0.1
+_ACCEPTED_STYLE = "green underline"
 
 
 @dataclass(frozen=True)
@@ -96,13 +104,17 @@ class GenerateCommand:
             "Put each prompt into the bundle's chat template, as a user's message.", Panel.DECODING
         ),
     )
+    compare: bool = field(
+        default=False,
+        metadata=option("Decode without drafts too, and say what they gain.", Panel.DECODING),
+    )
     sampling: Sampling = Sampling()
     runtime: Runtime = Runtime()
     reporting: Reporting = Reporting()
 
 
 def generate(options: GenerateCommand, context: typer.Context) -> None:
-    """Decode prompts, with or without speculation; accepted drafts are green."""
+    """Decode prompts, with or without speculation; accepted drafts are green and underlined."""
     asked = _prompts(options.prompt or [], options.prompts)
     if options.chat:
         _require_texts(asked)
@@ -123,7 +135,9 @@ def generate(options: GenerateCommand, context: typer.Context) -> None:
     given = asked
     if options.chat:
         given = [llm.chat_prompt([{"role": "user", "content": p}]) for p in asked]
-    _report(llm, Decoding(asked, given, params), options.reporting)
+    if options.compare:
+        _require_drafts(llm)
+    _report(llm, Decoding(asked, given, params), options)
 
 
 @dataclass(frozen=True)
@@ -143,37 +157,66 @@ def _params_of_each(first: SamplingParams, count: int) -> list[SamplingParams]:
     return [replace(first, seed=seed + index) for index in range(count)]
 
 
-def _report(llm: LLM, decoding: Decoding, reporting: Reporting) -> None:
-    """Decode, and print the texts and the figures; loading and compiling are over."""
+def _report(llm: LLM, decoding: Decoding, options: GenerateCommand) -> None:
+    """Decode, and print the texts and the figures; loading and compiling are over. Ctrl-C ends the
+    texts, and the figures so far are printed."""
+    reporting, stopwatch = options.reporting, Stopwatch()
+    requests = llm.requests(decoding.given, decoding.params)
+    try:
+        _decode(llm, decoding, requests, silent=reporting.as_json)
+    except KeyboardInterrupt:
+        if not reporting.as_json:
+            print()
+            _print_figures(llm, requests, stopwatch.elapsed(), reporting)
+        raise
+    elapsed = stopwatch.elapsed()
+    facts = _facts(decoding.asked, requests, elapsed)
+    facts["speculate_method"] = llm.engine.config.speculation.method
+    if not reporting.as_json:
+        _print_figures(llm, requests, elapsed, reporting)
+    if options.compare:
+        with plain_console(stderr=True).status("Decoding with drafts and plainly in turn"):
+            comparison = _compared(llm, decoding)
+        facts["plain"] = comparison.as_json()
+        if not reporting.as_json:
+            print_result({}, Text(comparison.line()), reporting)
+    if reporting.as_json:
+        print_result(facts, "", reporting)
+
+
+def _compared(llm: LLM, decoding: Decoding) -> Comparison:
+    from mtp_export.commands.plain_comparison import compared
+
+    return compared(llm, decoding.given, decoding.params)
+
+
+def _print_figures(
+    llm: LLM, requests: Sequence[Request], elapsed: Elapsed, reporting: Reporting
+) -> None:
+    """Print the rates of a run, and the acceptance of its drafts."""
     from mtp_runtime import summarise
 
-    start, before = time.monotonic(), _processor_seconds()
-    outputs = _decode(llm, decoding, silent=reporting.as_json)
-    summary = summarise([output.metrics for output in outputs], time.monotonic() - start)
-    computed, waited = map(float.__sub__, _processor_seconds(), before)
-    waiting = waited / (computed + waited) if computed > 0 else 0.0
-    facts = _facts(decoding.asked, outputs, summary)
-    facts["speculate_method"] = llm.engine.config.speculation.method
-    facts["waiting_for_processors"] = waiting
-    table = summary_table(summary, [output.metrics for output in outputs])
-    if waiting > _BUSY:
-        table.add_row("this machine is too busy to tell: waiting for processors", f"{waiting:.0%}")
-    table.add_row("drafts by", facts["speculate_method"])
-    if not decoding.params[0].greedy:
-        table.add_row("seed of the first prompt", str(outputs[0].seed))
-    print_result(facts, table, reporting)
+    metrics = [request.metrics for request in requests]
+    summary = summarise(metrics, elapsed.seconds)
+    lines: list[RenderableType] = ["", Text(rates_line(summary, elapsed))]
+    lines += acceptance_lines(summary, metrics, plain_console())
+    if elapsed.is_busy:
+        lines.append(Text(busy_line(elapsed)))
+    drafts = f"drafts by {llm.engine.config.speculation.method}" if summary.acceptance else ""
+    greedy = requests[0].params.greedy
+    seed = "" if greedy else f"seed of the first prompt {requests[0].seed}"
+    if words := ", ".join(filter(None, [drafts, seed])):
+        lines.append(Text(words))
+    print_result({}, Group(*lines), reporting)
 
 
-def _processor_seconds() -> tuple[float, float]:
-    """Return the seconds that the threads of this process have computed, and have waited for a
-    processor that others had, by the kernel's account; zeros where it keeps none."""
-    computed = waited = 0.0
-    with suppress(OSError, ValueError):
-        for thread in Path("/proc/self/task").iterdir():
-            with suppress(OSError):  # it has ended
-                words = (thread / "schedstat").read_text().split()
-                computed, waited = computed + int(words[0]) / 1e9, waited + int(words[1]) / 1e9
-    return computed, waited
+def _require_drafts(llm: LLM) -> None:
+    if not llm.engine.config.speculation.draft_tokens:
+        raise UsageError(
+            "Option --compare compares decoding with drafts and without",
+            expected="--speculate-method with drafts, or a bundle with an MTP module",
+            found="none",
+        )
 
 
 def _require_texts(asked: Sequence[Prompt]) -> None:
@@ -196,25 +239,33 @@ def _prompts(texts: list[str], path: Path | None) -> list[Prompt]:
     return asked
 
 
-def _decode(llm: LLM, decoding: Decoding, *, silent: bool) -> list[RequestOutput]:
+def _decode(llm: LLM, decoding: Decoding, requests: Sequence[Request], *, silent: bool) -> None:
     """Decode and show the texts: a single one as it is generated, several at the end."""
-    console, given, params = plain_console(), decoding.given, decoding.params
-    if silent:
-        return llm.generate(given, params)
-    if len(given) == 1:
-        outputs = llm.generate(
-            given, params, lambda event: console.print(_piece(event), end="", soft_wrap=True)
-        )
+    console = plain_console()
+    pieces = {request.request_id: Text() for request in requests}
+    is_streamed = len(requests) == 1 and not silent
+    if is_streamed:
+        console.print(_echo(decoding.asked[0], console), end="", soft_wrap=True)
+    with closing(llm.engine.run(requests)) as events:
+        for event in events:
+            if is_streamed:
+                console.print(_piece(event), end="", soft_wrap=True)
+            else:
+                pieces[event.request_id].append_text(_piece(event))
+    if is_streamed:
         console.print()
-        return outputs
-    pieces = [Text() for _ in given]
-    first_id = llm.next_request_id
-    outputs = llm.generate(
-        given, params, lambda event: pieces[event.request_id - first_id].append(_piece(event))
-    )
-    for number, piece in enumerate(pieces, 1):
-        console.print(Text(f"[{number}] ", style="bold") + piece, soft_wrap=True)
-    return outputs
+    elif not silent:
+        texts = zip(decoding.asked, pieces.values(), strict=True)
+        for number, (prompt, piece) in enumerate(texts, 1):
+            line = Text.assemble((f"[{number}] ", "bold"), _echo(prompt, console), piece)
+            console.print(line, soft_wrap=True)
+
+
+def _echo(prompt: Prompt, console: Console) -> Text:
+    """Return a prompt as it stands before its continuation, on a terminal alone: what is written to
+    a file or a pipe is generated text."""
+    is_shown = console.is_terminal and isinstance(prompt, str)
+    return Text(str(prompt) if is_shown else "", style="dim")
 
 
 def _piece(event: TokenEvent) -> Text:
@@ -223,45 +274,23 @@ def _piece(event: TokenEvent) -> Text:
 
 
 def _facts(
-    asked: Sequence[Prompt], outputs: list[RequestOutput], summary: Summary
+    asked: Sequence[Prompt], requests: Sequence[Request], elapsed: Elapsed
 ) -> dict[str, Any]:
+    from mtp_runtime import summarise
+
+    metrics = [request.metrics for request in requests]
     return {
         "outputs": [
             {
                 "prompt": prompt,
-                "text": output.text,
-                "token_ids": list(output.token_ids),
-                "finish_reason": output.finish_reason,
-                "seed": output.seed,
-                "metrics": asdict(output.metrics),
+                "text": request.text,
+                "token_ids": list(request.output),
+                "finish_reason": request.finish_reason,
+                "seed": request.seed,
+                "metrics": asdict(request.metrics),
             }
-            for prompt, output in zip(asked, outputs, strict=True)
+            for prompt, request in zip(asked, requests, strict=True)
         ],
-        "summary": summary.as_json(),
+        "summary": summarise(metrics, elapsed.seconds).as_json(),
+        "waiting_for_processors": elapsed.waiting,
     }
-
-
-def summary_table(summary: Summary, metrics: Sequence[RequestMetrics]) -> FiguresTable:
-    """Return acceptance per draft position, with its interval over several prompts, and the rates
-    of a run."""
-    from mtp_export.verify.evidence.statistics import ratio
-
-    table = FiguresTable()
-    table.add_words("what")
-    table.add_column("value", no_wrap=True)
-    for place in summary.acceptance:
-        having = [m for m in metrics if place.position <= len(m.drafted)]
-        at = place.position - 1
-        accepted = [m.accepted[at] for m in having]
-        for kind, totals in (
-            ("of those reached", [m.reached[at] for m in having]),
-            ("of all drafted", [m.drafted[at] for m in having]),
-        ):
-            share = ratio(accepted, totals)
-            if share is not None:
-                label = f"draft {place.position} accepted, {kind}"
-                table.add_row(label, f"{share.shown()} ({place.accepted} of {share.count})")
-    table.add_row("output tokens", str(summary.output_tokens))
-    table.add_row("tokens per target step", f"{summary.tokens_per_step:.2f}")
-    table.add_row("tokens per second", f"{summary.tokens_per_second:.1f}")
-    return table

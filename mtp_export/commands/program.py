@@ -37,7 +37,8 @@ def exit_code(arguments: Sequence[str]) -> int:
             if "--debug" in arguments:
                 traceback.print_exc()
             failure = failure_of(error, after_interrupt(given))
-            print(f"mtp-export: error: {failure.message}", file=sys.stderr)
+            said = "" if failure.exit_code == Interrupted.exit_code else "error: "
+            print(f"mtp-export: {said}{failure.message}", file=sys.stderr)
             return failure.exit_code
 
 

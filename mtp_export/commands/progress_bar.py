@@ -11,6 +11,7 @@ from typing import Any
 from tqdm.asyncio import tqdm as terminal_tqdm
 from tqdm.auto import tqdm
 
+from mtp_checkpoints.errors import Interrupted
 from mtp_export.progress import ProgressCallback, silent
 
 SECONDS_BETWEEN_LINES = 5.0
@@ -26,7 +27,8 @@ def progress_bar(
 ) -> Iterator[ProgressCallback]:
     """Show progress on stderr while the block runs, by the bytes that the callback is given.
 
-    Shows nothing when quiet, or when there is nothing to do.
+    Shows nothing when quiet, or when there is nothing to do. Ctrl-C becomes Interrupted, with the
+    share that is done.
     """
     if quiet or not total_bytes:
         yield silent
@@ -39,7 +41,10 @@ def progress_bar(
             bar.update(done_bytes)
 
     with bar:
-        yield advance
+        try:
+            yield advance
+        except KeyboardInterrupt:
+            raise Interrupted(min(1.0, bar.n / total_bytes)) from None
 
 
 class CountBar:

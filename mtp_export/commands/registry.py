@@ -3,6 +3,7 @@ run waits for those of others."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
@@ -17,23 +18,25 @@ COMMANDS = (
     *("quantize", "graft", "tune", "finish", "verify"),
     *("generate", "serve", "compile", "launch", "inspect", "push"),
 )
-# What Ctrl-C leaves of a command, or of an export (""); of the others there is nothing to say.
-_GOES_ON = "it goes on where it stopped"
-_AGAIN = f"Run the same command again: {_GOES_ON}"
-_AFTER_INTERRUPT = dict.fromkeys(("", "quantize", "graft", "tune", "finish", "push"), _AGAIN) | {
-    "verify": "Nothing is kept of a verification, except with --workdir by --stream or --share"
-}
+# Those that, as an export does, go on where Ctrl-C stopped them when they run again.
+RESUMED = ("quantize", "graft", "tune", "finish", "push")
+_KEEPS = ("--stream", "--share")  # options of a verification that keep what it found
 
 
 def after_interrupt(arguments: Sequence[str]) -> str | None:
-    """Return what to do after Ctrl-C in a command; None where there is nothing, as in a dry run."""
-    if "--dry-run" in arguments:
-        return None
+    """Return the words that follow those of Ctrl-C: how to go on, or that nothing is kept; None
+    where there is nothing to say, as of a dry run."""
+    options = {argument.partition("=")[0] for argument in arguments}
     first = next(iter(arguments), "")
-    words = _AFTER_INTERRUPT.get(first if first in COMMANDS else "")
-    if words == _AGAIN and "--no-resume" in arguments:
-        return f"Run the same command without --no-resume: {_GOES_ON}"
-    return words
+    command = first if first in COMMANDS else ""
+    is_kept = "--workdir" in options and not options.isdisjoint(_KEEPS)
+    is_export = command == "" and "--output-dir" in options
+    if "--dry-run" in options or not (is_export or command in (*RESUMED, "verify")):
+        return None
+    if command == "verify" and not is_kept:
+        return "Nothing is kept (--stream --workdir DIR keeps progress)."
+    again = [argument for argument in arguments if argument != "--no-resume"]
+    return f"To go on:\n  {shlex.join(['mtp-export', *again])}"
 
 
 @cache

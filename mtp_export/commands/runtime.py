@@ -11,6 +11,7 @@ from mtp_checkpoints.errors import UsageError
 from mtp_export.commands.garbage import gc_paused
 from mtp_export.commands.output import plain_console
 from mtp_export.options import Access, Panel, argument, option, parse_path, path_option
+from mtp_export.progress import format_bytes
 from mtp_runtime.config import LLMOptions
 from mtp_runtime.drafters import DRAFTERS, extra_drafts, listed
 
@@ -22,6 +23,13 @@ BUNDLE = argument("Bundle or checkpoint.", "BUNDLE", parse_path, Access.READ)
 DTYPE = option("float32 or bfloat16.", Panel.PERFORMANCE, metavar="NAME")
 _MODELS = tuple(name for name, kind in DRAFTERS.items() if kind.needs_draft_model)
 _IN_FOLDERS = listed((*_MODELS, *extra_drafts()), "and")
+
+
+def _size_in_words(bundle: Path) -> str:
+    """Return the size of a bundle's or a checkpoint's shards as (31.5 MB); nothing without any."""
+    patterns = ("*.safetensors", "main/*.safetensors", "mtp/*.safetensors")
+    size = sum(path.stat().st_size for pattern in patterns for path in bundle.glob(pattern))
+    return f" ({format_bytes(size)})" if size else ""
 
 
 def parse_schedule(text: str) -> tuple[tuple[int, int], ...]:
@@ -185,7 +193,7 @@ class Runtime:
             from mtp_runtime.llm import llm_of
             from mtp_runtime.parallel.group import LONE
 
-            status.update(f"Loading {bundle}")
+            status.update(f"Loading {bundle}{_size_in_words(bundle)}")
             options = LLMOptions(
                 device=self.device,
                 dtype=self.dtype,

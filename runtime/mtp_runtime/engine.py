@@ -239,14 +239,14 @@ class Engine:
     @torch.inference_mode()
     def _compute(self, drafts: int) -> list[tuple[int, int]]:
         """Verify up to `drafts` of each request; return how many each had and how many were
-        accepted where all decode."""
+        accepted where all decode, and none without drafts."""
         groups = self._plan(drafts)
-        all_decode = all(group.is_decoding for group in groups)
+        all_draft = all(group.is_decoding and group.request.params.use_drafts for group in groups)
         states = self._forward(groups)
         verdicts = self.judge.verdicts(groups, states.after)
         score_prompts(groups, states.after, self.model.head)
         self._observe(groups, verdicts, states)
-        if not all_decode:
+        if not all_draft:
             return []
         return [
             (len(group.draft.tokens), verdict.accepted)
@@ -259,7 +259,8 @@ class Engine:
     ) -> None:
         """Commit what was accepted, and show the drafter the hidden states of what is.
 
-        Those of requests that end are shown for the pages that a prefix cache keeps of them.
+        Those of requests that end are shown for the pages that a prefix cache keeps of them; those
+        of requests without drafts are not, so that these cost what plain decoding does.
         """
         hidden, taps = self.model.mtp_input(states.before, states.after), states.taps
         passes: list[Pass] = []
@@ -272,7 +273,7 @@ class Engine:
                 except Exception as error:  # such as of its tokenizer
                     request.fail(error)
             shown = self.pages.keeps_prefixes and request.error is None
-            if request.finish_reason is None or shown:
+            if request.params.use_drafts and (request.finish_reason is None or shown):
                 count = request.cached.length - group.start
                 rows = slice(row, row + count)
                 tapped = None if taps is None else taps[rows]
@@ -341,7 +342,7 @@ class Engine:
     def _draft_count(self, request: Request, length: int) -> int:
         """Return how many drafts to verify: those of a step for decoding requests, as far as they
         may generate more than the next token, none for others."""
-        if not request.is_decoding:
+        if not (request.is_decoding and request.params.use_drafts):
             return 0
         if request.names_seed and self.config.speculation.k_schedule:
             length = self._length.choose(1)  # whatever the batch is, so that its tokens come again

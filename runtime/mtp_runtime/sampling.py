@@ -36,7 +36,7 @@ class SamplingParams:
     from it. min_tokens: no end token is generated, and no stop text looked for, before so many
     tokens. logprobs: number of most probable tokens to report beside each token, prompt_logprobs
     the same for the prompt; they are those of the target's own logits, before temperature, top_k,
-    top_p and min_tokens.
+    top_p and min_tokens. use_drafts: False decodes without drafts, in whatever engine.
     """
 
     temperature: float = 0.0
@@ -50,10 +50,12 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    use_drafts: bool = True
 
     def __post_init__(self) -> None:
         _check_ids("stop_token_ids", self.stop_token_ids)
         check_flag("ignore_eos", self.ignore_eos)
+        check_flag("use_drafts", self.use_drafts)
         check_range("temperature", self.temperature, 0.0, 100.0)
         check_range("top_p", self.top_p, 0.0, 1.0)
         check_count("top_k", self.top_k, 0, 1 << 30)

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from cases import export
+from mtp_checkpoints.errors import Interrupted
 from mtp_export.cli import main
 from mtp_export.commands.progress_bar import CountBar, progress_bar
 
@@ -50,6 +51,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     now = [0.0]
     monkeypatch.setattr("tqdm.std.time", lambda: now[0])
     yield now
+
+
+def test_ctrl_c_tells_how_much_is_done(clock: list[float]) -> None:
+    with (
+        pytest.raises(Interrupted, match=r"Interrupted at 45 %\."),
+        contextlib.redirect_stderr(io.StringIO()),
+        progress_bar("export", 10_000_000) as progress,
+    ):
+        progress(4_599_999)
+        raise KeyboardInterrupt
 
 
 def test_a_log_gets_a_line_every_few_seconds_and_one_at_the_end(clock: list[float]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -93,7 +94,7 @@ def test_ctrl_c_while_it_starts_ends_as_at_any_other_time() -> None:
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     lines = done.stderr.splitlines()
     assert len(lines) == 4
-    assert all(line.startswith("mtp-export: error: Interrupted.") for line in lines)
+    assert all(line.startswith("mtp-export: Interrupted.") for line in lines)
 
 
 def test_the_module_of_the_program_is_the_program() -> None:
@@ -122,39 +123,52 @@ def test_triton_finds_no_leaks_at_the_end() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_ctrl_c_promises_what_the_command_keeps(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """To go on where it stopped, where it does."""
+@pytest.fixture
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C at the start of every command."""
 
-    def interrupted(arguments: list[str]) -> int:
+    def end(arguments: list[str]) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mtp_export.commands.program._run", interrupted)
-    assert exit_code(["--debug", command] if command else ["--input-dir", "x"]) == 130
-    said = capsys.readouterr().err
-    resumes = command in ("", "quantize", "graft", "tune", "finish", "push")
-    assert "Interrupted" in said and ("goes on where it stopped" in said) == resumes
-    assert ("Nothing is kept" in said) == (command == "verify")
+    monkeypatch.setattr("mtp_export.commands.program._run", end)
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_ctrl_c_promises_nothing_of_a_dry_run_or_a_run_that_starts_over(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_ctrl_c_promises_what_the_command_keeps(
+    command: str, interrupted: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(arguments: list[str]) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("mtp_export.commands.program._run", interrupted)
-    words = [command, "--input-dir", "x"] if command else ["--input-dir", "x"]
-    assert exit_code([*words, "--dry-run"]) == 130
-    assert capsys.readouterr().err == "mtp-export: error: Interrupted.\n"
+    """The command to go on with, where it goes on."""
+    words = [*filter(None, [command]), "--input-dir", "a b", "--output-dir", "x"]
     assert exit_code([*words, "--no-resume"]) == 130
     said = capsys.readouterr().err
-    resumes = command in ("", "quantize", "graft", "tune", "finish", "push")
-    assert ("without --no-resume: it goes on where it stopped" in said) == resumes
-    assert "the same command again" not in said
+    if command in ("", "quantize", "graft", "tune", "finish", "push"):
+        again = shlex.join(["mtp-export", *words])
+        assert said == f"mtp-export: Interrupted. To go on:\n  {again}\n"
+    elif command == "verify":
+        assert said == (
+            "mtp-export: Interrupted. Nothing is kept (--stream --workdir DIR keeps progress).\n"
+        )
+    else:
+        assert said == "mtp-export: Interrupted.\n"
+
+
+def test_ctrl_c_promises_nothing_where_nothing_was_done(
+    interrupted: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in (["quantize", "--dry-run"], ["--version"], ["--help"]):
+        assert exit_code(words) == 130
+        assert capsys.readouterr().err == "mtp-export: Interrupted.\n"
+
+
+@pytest.mark.parametrize("kept", ["--stream", "--share=1/2"])
+def test_ctrl_c_tells_how_a_verification_goes_on(
+    kept: str, interrupted: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["verify", "x", "--workdir", "w"]
+    assert exit_code([*words, kept]) == 130
+    assert f"To go on:\n  mtp-export verify x --workdir w {kept}\n" in capsys.readouterr().err
+    assert exit_code(words) == 130
+    assert "Nothing is kept" in capsys.readouterr().err
 
 
 def test_the_end_of_a_file_is_no_ctrl_c(monkeypatch: pytest.MonkeyPatch, pristine: Path) -> None:

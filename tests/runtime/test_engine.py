@@ -12,6 +12,7 @@ import pytest
 from mtp_checkpoints.errors import MtpExportError, ResourceError, UnsupportedError, UsageError
 from mtp_runtime.acceptance.base import Verdict
 from mtp_runtime.config import EngineConfig, SpeculationConfig
+from mtp_runtime.draft_length import Step
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import DrafterParts, Pass
 from mtp_runtime.drafters.known_answers import KnownAnswersDrafter
@@ -351,3 +352,40 @@ def test_drafters_refuse_models_they_cannot_use(small: Path, model: Model) -> No
     other = replace(model, config=replace(model.config, vocab=97))
     with pytest.raises(MtpExportError, match="another vocabulary"):
         Engine(model, settings, DRAFTERS["draft_model"].build, other)
+
+
+class Lengths:
+    """Three drafts at every step, and what is learnt from each."""
+
+    def __init__(self) -> None:
+        self.observed: list[Step] = []
+
+    def choose(self, batch: int) -> int:
+        return 3
+
+    def observe(self, step: Step) -> None:
+        self.observed.append(step)
+
+
+def test_a_request_without_drafts_decodes_plainly_beside_others(model: Model) -> None:
+    """The drafter sees nothing of it, and no adaptive length is learnt from its steps."""
+    prompts = prompts_of([9, 20], 96, seed=3)
+    answers = dict(zip(prompts, run(model, prompts, PARAMS).outputs, strict=True))
+    shown: list[Request] = []
+
+    class Watched(KnownAnswersDrafter):
+        def observe(self, passes: Sequence[Pass]) -> None:
+            shown.extend(p.request for p in passes)
+
+    config = EngineConfig(speculation=SpeculationConfig(max_draft_tokens=3))
+    engine = Engine(model, config, lambda parts: Watched(answers, model.config.vocab))
+    engine._length = length = Lengths()
+    plain, drafted = (
+        Request(number, prompt, replace(PARAMS, use_drafts=bool(number)))
+        for number, prompt in enumerate(prompts)
+    )
+    list(engine.run([plain, drafted]))
+    assert [plain.output, drafted.output] == list(map(list, answers.values()))
+    assert (plain.metrics.drafted, plain.metrics.target_steps) == ([], 12)
+    assert drafted.metrics.target_steps < 12 and set(map(id, shown)) == {id(drafted)}
+    assert length.observed == []

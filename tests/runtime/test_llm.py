@@ -14,7 +14,7 @@ import torch
 
 from cases import run_program
 from mtp_checkpoints.errors import MtpExportError, UsageError
-from mtp_export.commands import generate
+from mtp_export.commands import decoding_figures
 from mtp_runtime import LLM, RequestMetrics, SamplingParams, TokenEvent, summarise
 from mtp_runtime import llm as llm_module
 from mtp_runtime.memory import bound_device, cache_tokens_within, resident_bytes
@@ -193,7 +193,7 @@ def test_generate_says_that_the_machine_is_busy(
 ) -> None:
     """By what its threads waited for processors beside two seconds of computing."""
     seconds = iter([(5.0, 7.0), (7.0, 7.0 + waited)] * 2)
-    monkeypatch.setattr(generate, "_processor_seconds", lambda: next(seconds))
+    monkeypatch.setattr(decoding_figures, "processor_seconds", lambda: next(seconds))
     options = (str(trained), "--prompt", "a b", "--max-new-tokens", "4")
     assert ("too busy to tell" in invoke(*options)) is busy
     facts = json.loads(invoke(*options, "--json"))
@@ -201,13 +201,13 @@ def test_generate_says_that_the_machine_is_busy(
 
 
 def test_the_kernel_tells_what_threads_computed() -> None:
-    before = generate._processor_seconds()
+    before = decoding_figures.processor_seconds()
     if before == (0.0, 0.0):
         pytest.skip("this kernel keeps no account")
     end = time.process_time() + 0.05
     while time.process_time() < end:
         pass
-    assert generate._processor_seconds()[0] - before[0] > 0.02
+    assert decoding_figures.processor_seconds()[0] - before[0] > 0.02
 
 
 def test_generate_drafts_where_there_is_a_module(trained: Path, trained_bundle: Path) -> None:
@@ -304,7 +304,7 @@ def test_a_limit_bounds_the_gpu_of_every_rank(
 def test_generate_command_text(trained: Path) -> None:
     options = ["--speculate-method", "inference_with_reference", "--max-new-tokens", "6"]
     out = invoke(str(trained), "--prompt", "a b a b a b", *options)
-    assert "tokens per target step" in out
+    assert "tokens per step (plain: 1)" in out
     sampled = ("--temperature", "1", "--seed", "41")
     out = invoke(str(trained), "--prompt", "a b a b", "--prompt", "x", *options, *sampled)
     assert "[1]" in out and "[2]" in out and "41" in out

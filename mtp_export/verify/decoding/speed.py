@@ -38,7 +38,7 @@ _PROMPT_TOKENS = 32
 _TURNS = 5
 # The least cost of a step with drafts over one without that is no contradiction, but for noise.
 _LEAST_V = 0.95
-_TOO_BUSY = "this machine is too busy to tell"
+TOO_BUSY = "this machine is too busy to tell"
 
 
 @dataclass
@@ -120,7 +120,12 @@ class Pace:
     def contradicts(self) -> bool:
         """True for figures that other load alone explains: a step with drafts that is cheaper than
         one without, and so a speedup above the tokens per step."""
-        return self.v < _LEAST_V or self.gain * _LEAST_V > self.tokens_per_step
+        return self.v < _LEAST_V or is_beyond(self.gain, self.tokens_per_step)
+
+
+def is_beyond(gain: float, tokens_per_step: float) -> bool:
+    """Return True for a speedup above the tokens per step, which other load alone explains."""
+    return gain * _LEAST_V > tokens_per_step
 
 
 @dataclass
@@ -189,13 +194,13 @@ def _recommended(
     """The best k of each batch, of those whose figures are sound."""
     name = "recommended k"
     if not best:
-        return not_tested(name, _TOO_BUSY)
+        return not_tested(name, TOO_BUSY)
     advice = ", ".join(f"k={k} ({gain:.2f}x) at batch {b}" for b, (gain, k) in best.items() if k)
     figure = f"use {advice}" if advice else "use none: every k was slower"
     if losses:
         figure += f"; loses at {', '.join(losses)}"
     if unknown:
-        figure += f"; {_TOO_BUSY} of {', '.join(unknown)}"
+        figure += f"; {TOO_BUSY} of {', '.join(unknown)}"
     data = {str(batch): {"k": k, "speedup": gain} for batch, (gain, k) in best.items()}
     return measured(name, figure, {"recommended": data})
 
@@ -248,7 +253,7 @@ def speedup(name: str, length: float, pace: Pace, **labels: object) -> Item:
     data = {**labels, "k": k, "measured": gain, "predicted": predicted, "v": v, "c": c}
     data |= {"expected_length": length, "low": low, "high": high}
     if pace.contradicts:
-        reason = f"{_TOO_BUSY}: no step with drafts takes {v:.2f} of one without"
+        reason = f"{TOO_BUSY}: no step with drafts takes {v:.2f} of one without"
         return not_tested(name, reason, figure=figure, data=data)
     return measured(name, figure, data)
 

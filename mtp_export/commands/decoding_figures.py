@@ -1,0 +1,133 @@
+"""Figures of a run of mtp-export generate for people: its rates, the acceptance of its drafts as
+bars, and whether the machine was too busy to tell."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from mtp_runtime import RequestMetrics, Summary
+
+# A share of the time that threads waited for a processor from which rates are those of other load.
+_BUSY = 0.1
+_BAR_CELLS = 10
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+_GAP = "   "
+
+
+@dataclass(frozen=True)
+class Elapsed:
+    """Seconds that decoding took, and the share of its threads' time in which they waited for a
+    processor that others had."""
+
+    seconds: float
+    waiting: float
+
+    @property
+    def is_busy(self) -> bool:
+        """True where rates are those of other load."""
+        return self.waiting > _BUSY
+
+
+class Stopwatch:
+    """Measures what decoding takes from here on."""
+
+    def __init__(self) -> None:
+        self._start, self._before = time.monotonic(), processor_seconds()
+
+    def elapsed(self) -> Elapsed:
+        """Return what it took so far."""
+        seconds = time.monotonic() - self._start
+        computed, waited = map(float.__sub__, processor_seconds(), self._before)
+        return Elapsed(seconds, waited / (computed + waited) if computed > 0 else 0.0)
+
+
+def processor_seconds() -> tuple[float, float]:
+    """Return the seconds that the threads of this process have computed, and have waited for a
+    processor that others had, by the kernel's account; zeros where it keeps none."""
+    computed = waited = 0.0
+    with suppress(OSError, ValueError):
+        for thread in Path("/proc/self/task").iterdir():
+            with suppress(OSError):  # it has ended
+                words = (thread / "schedstat").read_text().split()
+                computed, waited = computed + int(words[0]) / 1e9, waited + int(words[1]) / 1e9
+    return computed, waited
+
+
+def rate(tokens_per_second: float) -> str:
+    """Return a rate in words."""
+    digits = 0 if tokens_per_second >= 10 else 1
+    return f"{tokens_per_second:.{digits}f} tokens/s"
+
+
+def rates_line(summary: Summary, elapsed: Elapsed) -> str:
+    """Return tokens, time and rate, and what drafts bring per step of the target."""
+    line = (
+        f"{summary.output_tokens} tokens in {elapsed.seconds:.2f} s:"
+        f" {rate(summary.tokens_per_second)}"
+    )
+    if not summary.acceptance:
+        return f"{line}, without drafts"
+    return f"{line}, {summary.tokens_per_step:.2f} tokens per step (plain: 1)"
+
+
+def busy_line(elapsed: Elapsed) -> str:
+    """Return what is to be said of rates on a machine with other load."""
+    from mtp_export.verify.decoding.speed import TOO_BUSY
+
+    return f"{TOO_BUSY}: waiting for processors {100 * elapsed.waiting:.0f} % of the time"
+
+
+def acceptance_lines(
+    summary: Summary, metrics: Sequence[RequestMetrics], console: Console
+) -> list[Text]:
+    """Return a bar per draft position: the share of all its drafts that was accepted, with its 95 %
+    interval where there are several prompts. As many stand side by side as the console has room
+    for."""
+    bars = [_bar(summary, metrics, place, console) for place in range(len(summary.acceptance))]
+    lines: list[Text] = []
+    for bar in bars:
+        if lines and cell_len(f"{lines[-1].plain}{_GAP}{bar.plain}") <= console.width:
+            lines[-1].append(_GAP).append_text(bar)
+        else:
+            lines.append(bar)
+    return lines
+
+
+def _bar(summary: Summary, metrics: Sequence[RequestMetrics], place: int, console: Console) -> Text:
+    """Return the acceptance of one draft position, without its bar where the console is too
+    narrow."""
+    from mtp_export.verify.evidence.statistics import ratio
+
+    having = [m for m in metrics if place < len(m.drafted)]
+    share = ratio([m.accepted[place] for m in having], [m.drafted[place] for m in having])
+    position = summary.acceptance[place]
+    name = f"draft {position.position} "
+    if share is None:
+        return Text(f"{name}none verified")
+    interval = ""
+    if share.low is not None and share.high is not None:
+        interval = f" [{100 * share.low:.0f}, {100 * share.high:.0f}]"
+    figures = f"{100 * share.value:3.0f} %{interval} ({position.accepted} of {position.verified})"
+    drawn = _drawn(share.value, is_ascii=console.options.ascii_only)
+    if cell_len(f"{name}{drawn}{figures}") > console.width:
+        return Text(f"{name}{figures}")
+    return Text.assemble(name, (drawn, "green"), figures)
+
+
+def _drawn(share: float, *, is_ascii: bool) -> str:
+    """Return a share as a bar of fixed width."""
+    eighths = round(8 * _BAR_CELLS * share)
+    if is_ascii:
+        return ("#" * round(eighths / 8)).ljust(_BAR_CELLS)
+    whole, part = divmod(eighths, 8)
+    return ("█" * whole + _EIGHTHS[part].strip()).ljust(_BAR_CELLS)

@@ -1,0 +1,151 @@
+"""Figures of generate as people see them, and the comparison with plain decoding."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from cases import run_program
+from mtp_export.commands import decoding_figures, generate
+from mtp_export.commands.decoding_figures import (
+    Elapsed,
+    acceptance_lines,
+    busy_line,
+    rates_line,
+)
+from mtp_export.commands.plain_comparison import Comparison, Turn
+from mtp_runtime import LLM, RequestMetrics, RequestOutput, SamplingParams, summarise
+from mtp_runtime.engine import Engine
+
+FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"
+ASKED = (FIXTURE, "--prompt", "def read(", "--max-new-tokens", "12")
+QUIET = Elapsed(0.25, 0.0)
+
+
+def metrics(*blocks: tuple[int, int]) -> RequestMetrics:
+    """Counts of a request by blocks of drafts: how many there were and were accepted."""
+    counts = RequestMetrics(output_tokens=sum(1 + accepted for _, accepted in blocks))
+    for drafted, accepted in blocks:
+        counts.count(drafted, accepted)
+    return counts
+
+
+ONE = [metrics((2, 2), (2, 2), (2, 1), (2, 0))]
+
+
+def console(width: int, encoding: str = "utf-8") -> Console:
+    return Console(file=io.TextIOWrapper(io.BytesIO(), encoding=encoding), width=width)
+
+
+def test_rates_say_what_drafts_bring() -> None:
+    assert rates_line(summarise(ONE, 0.25), QUIET) == (
+        "9 tokens in 0.25 s: 36 tokens/s, 2.25 tokens per step (plain: 1)"
+    )
+    plain = summarise([RequestMetrics(output_tokens=2, target_steps=2)], 0.25)
+    assert rates_line(plain, QUIET) == "2 tokens in 0.25 s: 8.0 tokens/s, without drafts"
+    assert busy_line(Elapsed(1.0, 0.225)) == (
+        "this machine is too busy to tell: waiting for processors 22 % of the time"
+    )
+
+
+def test_a_bar_stands_for_each_position() -> None:
+    summary = summarise(ONE, 0.25)
+    (line,) = acceptance_lines(summary, ONE, console(80))
+    assert line.plain == "draft 1 ███████▌   75 % (3 of 4)   draft 2 █████      50 % (2 of 4)"
+    (line,) = acceptance_lines(summary, ONE, console(80, "ascii"))
+    assert line.plain == "draft 1 ########   75 % (3 of 4)   draft 2 #####      50 % (2 of 4)"
+
+
+@pytest.mark.parametrize("width", [20, 24, 40, 67, 68, 80])
+def test_bars_fit_the_terminal(width: int) -> None:
+    several = [*ONE, metrics((2, 2), (2, 0))]
+    for each in (ONE, several):
+        lines = acceptance_lines(summarise(each, 1.0), each, console(width))
+        assert all(line.cell_len <= max(width, 35) for line in lines)
+        assert "".join(line.plain for line in lines).count("draft") == 2
+    assert "[" in lines[0].plain
+
+
+def output(*tokens: int, steps: int) -> RequestOutput:
+    counts = RequestMetrics(output_tokens=len(tokens), target_steps=steps)
+    return RequestOutput((1,), tokens, "", "length", 0, counts)
+
+
+def turn(drafted_rate: float, plain_rate: float, *, tokens: tuple[int, ...] = (1, 2, 3, 4)) -> Turn:
+    drafted, plain = output(*tokens, steps=2), output(1, 2, 3, 4, steps=4)
+    return Turn([drafted], [plain], drafted_rate, plain_rate)
+
+
+def test_the_gain_is_the_median_of_the_turns() -> None:
+    turns = [turn(190.0, 100.0), turn(160.0, 100.0), turn(10.0, 100.0)]
+    found = Comparison(turns, QUIET, is_greedy=True)
+    assert found.line() == "1.6x plain decoding (100 tokens/s), same tokens"
+    other = Comparison([*turns, turn(160.0, 100.0, tokens=(1, 2, 3))], QUIET, is_greedy=True)
+    assert other.line().endswith(", different tokens")
+    sampled = Comparison(turns, QUIET, is_greedy=False)
+    assert sampled.line() == "1.6x plain decoding (100 tokens/s)"
+    assert sampled.as_json() == {
+        "turns": 3,
+        "tokens_per_second": 100.0,
+        "speedup": 1.6,
+        "same_tokens": True,
+        "too_busy": False,
+        "waiting_for_processors": 0.0,
+    }
+
+
+def test_no_gain_is_told_of_a_busy_machine() -> None:
+    waited = Comparison([turn(190.0, 100.0)], Elapsed(1.0, 0.2), is_greedy=True)
+    beyond = Comparison([turn(230.0, 100.0)], QUIET, is_greedy=True)  # with 2 tokens per step
+    for found in (waited, beyond):
+        assert found.line().startswith("this machine is too busy to tell: ")
+        assert found.as_json()["too_busy"]
+
+
+def test_compare_decodes_plainly_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding_figures, "processor_seconds", lambda: (0.0, 0.0))
+    outcome = run_program("generate", *ASKED, "--compare")
+    assert outcome.code == 0
+    *_, last = outcome.out.splitlines()
+    assert last.endswith(", same tokens") or last.startswith("this machine is too busy")
+    facts = json.loads(run_program("generate", *ASKED, "--compare", "--json").out)
+    assert facts["plain"]["same_tokens"] and facts["plain"]["tokens_per_second"] > 0
+
+
+def test_compare_needs_drafts() -> None:
+    outcome = run_program("generate", *ASKED, "--compare", "--speculate-method", "none")
+    assert outcome.code == 2 and "--compare" in outcome.err
+
+
+def test_ctrl_c_ends_the_text_and_shows_the_figures_so_far(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real, steps = Engine._step, iter(range(100))
+
+    def advance(engine: Engine) -> None:
+        if next(steps) == 3:
+            raise KeyboardInterrupt
+        real(engine)
+
+    monkeypatch.setattr(LLM, "warm_up", lambda llm: None)
+    monkeypatch.setattr(Engine, "_step", advance)
+    outcome = run_program("generate", *ASKED)
+    assert outcome.code == 130 and outcome.err == "mtp-export: Interrupted.\n"
+    text, figures = outcome.out.split("\n\n")[-2:]
+    assert text and "tokens/s" in figures and "draft 1" in figures
+
+
+def test_only_a_terminal_gets_the_prompt() -> None:
+    terminal = Console(file=io.StringIO(), force_terminal=True)
+    assert generate._echo("def read(", terminal).plain == "def read("
+    assert generate._echo((1, 2), terminal).plain == ""
+    assert generate._echo("def read(", console(80)).plain == ""
+
+
+def test_params_without_drafts_are_flags() -> None:
+    with pytest.raises(Exception, match="use_drafts is neither"):
+        SamplingParams(use_drafts=1)  # type: ignore[arg-type]
