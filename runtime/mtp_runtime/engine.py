@@ -29,7 +29,7 @@ from mtp_runtime.models.model import Model, States
 from mtp_runtime.parallel import group as ranks
 from mtp_runtime.prefix_cache import SharedPages
 from mtp_runtime.request import Arrival, Request, RequestMetrics, TokenEvent, Turn
-from mtp_runtime.static_graph.steps import EagerSteps, Graphs, steps_by
+from mtp_runtime.static_graph.steps import Graphs, steps_by
 
 
 class Engine:
@@ -65,7 +65,7 @@ class Engine:
             with_spare=graphs is not None,
         )
         self.cache = model.new_cache(self.pages)
-        self._steps = steps_by(graphs, EagerSteps(model, self.cache), self.pages, config)
+        self._steps = steps_by(graphs, model, self.cache, self.pages, config)
         if config.poison_freed:
             self.pages.poison_freed(self.cache)
         self.drafter = build_drafter(
@@ -379,7 +379,7 @@ class Engine:
         spans = [(group.start, group.start + group.rows) for group in groups]
         layout = lay_out(self.pages, sequences, spans, self.model.device)
         ids = torch.tensor(tokens, device=self.model.device)
-        return self._steps(ids, layout)
+        return self._steps(ids, layout=layout)
 
     def _commit(self, group: Group, verdict: Verdict) -> None:
         """Append what was accepted, and forget the cache of what was not."""

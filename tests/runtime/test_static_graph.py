@@ -23,7 +23,7 @@ from mtp_runtime.layers.grouped import GroupedExperts
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.models.model import Model, States
 from mtp_runtime.static_graph.options import CudaGraphs, GraphOptions
-from mtp_runtime.static_graph.steps import Bucket, Buffers, EagerSteps, Replay, StaticSteps, Step
+from mtp_runtime.static_graph.steps import Bucket, Buffers, Replay, StaticSteps, Step
 from runtime.checkpoints import DEEPSEEK_V32, GLM4_MOE, write_checkpoint
 from runtime.harness import prompts_of, run
 
@@ -135,16 +135,15 @@ def states_of_ragged_batch(model: Model, *, static: bool) -> list[torch.Tensor]:
     cache = model.new_cache(pages)
     for tensor in cache.tensors:
         tensor.fill_(torch.nan)
-    eager = EagerSteps(model, cache)
     graphs = RecordedGraphs()
-    steps = StaticSteps(eager, graphs, pages, Bucket(4, 3)) if static else eager
+    steps = StaticSteps(model, cache, graphs, pages, Bucket(4, 3))
     sequences = [CachedSequence() for _ in range(3)]
     for spans in ([(0, 20), (0, 7), (0, 33)], [(20, 21), (7, 10), (33, 35)]):
         for sequence, (start, end) in zip(sequences, spans, strict=True):
             pages.append(sequence, end - start)
         layout = lay_out(pages, sequences, spans, model.device)
         tokens = torch.arange(len(layout.positions)) % 96
-        states = steps(tokens, layout)
+        states = steps(tokens, layout) if static else model(tokens, cache, layout)
     assert len(states.after) == 6
     assert len(graphs.steps) == int(static)
     entries = [tensor[: pages.pages].nan_to_num(7.0) for tensor in cache.main.tensors]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -151,38 +152,32 @@ class Graphs(Protocol):
         captured before any other."""
 
 
-@dataclass(frozen=True)
-class EagerSteps:
-    """Steps that are computed operation by operation."""
-
-    model: Model
-    cache: ModelCache
-
-    def __call__(self, tokens: torch.Tensor, layout: BatchLayout) -> States:
-        return self.model(tokens, self.cache, layout)
-
-
 class StaticSteps:
     """Steps of decoding by graphs; those of prompts are computed operation by operation.
 
-    largest: most requests of a batch, and most rows of each while it decodes. There are at most as
-    many graphs as powers of two up to the one times the other. That of the largest step is captured
-    first, so that the others find room in its memory.
+    model, cache: those of the engine. largest: most requests of a batch, and most rows of each
+    while it decodes. There are at most as many graphs as powers of two up to the one times the
+    other. That of the largest step is captured first, so that the others find room in its memory.
 
     Raises UnsupportedError for a model whose layers read lengths back to the host.
     """
 
     def __init__(
-        self, eager: EagerSteps, graphs: Graphs, pages: PageAllocator, largest: Bucket
+        self,
+        model: Model,
+        cache: ModelCache,
+        graphs: Graphs,
+        pages: PageAllocator,
+        largest: Bucket,
     ) -> None:
-        refuse_dynamic_layers(eager.model)
-        self._eager, self._graphs, self._largest = eager, graphs, largest
-        positions = eager.model.config.max_positions + largest.q_len
+        refuse_dynamic_layers(model)
+        self._model, self._cache, self._graphs, self._largest = model, cache, graphs, largest
+        positions = model.config.max_positions + largest.q_len
         self._buffers = Buffers(
             largest,
             min(pages.pages, pages.pages_for(positions)),
             spare_slot=pages.spare_slot,
-            device=eager.model.device,
+            device=model.device,
         )
         self._replays: dict[Bucket, Replay] = {}
 
@@ -195,7 +190,7 @@ class StaticSteps:
         """Return the hidden states of every row."""
         bucket = Bucket.of(layout, self._largest.requests)
         if bucket.q_len > self._largest.q_len:
-            return self._eager(tokens, layout)
+            return self._model(tokens, self._cache, layout)
         if not self._replays:
             self._capture(self._largest)
         self._buffers.fill(bucket, tokens, layout)
@@ -204,17 +199,22 @@ class StaticSteps:
         return _rows(self._replays[bucket](), len(tokens))
 
     def _capture(self, bucket: Bucket) -> None:
-        step = Step(self._eager.model, self._eager.cache, self._buffers.inputs(bucket))
+        step = Step(self._model, self._cache, self._buffers.inputs(bucket))
         self._replays[bucket] = self._graphs.capture(step)
 
 
 def steps_by(
-    graphs: Graphs | None, eager: EagerSteps, pages: PageAllocator, config: EngineConfig
-) -> EagerSteps | StaticSteps:
-    """Return an engine's steps, by graphs where they are given. Raises as StaticSteps does."""
+    graphs: Graphs | None,
+    model: Model,
+    cache: ModelCache,
+    pages: PageAllocator,
+    config: EngineConfig,
+) -> Callable[..., States]:
+    """Return an engine's steps, functions of tokens and layout: by graphs where they are given,
+    else the model itself. Raises as StaticSteps does."""
     if graphs is None:
-        return eager
-    return StaticSteps(eager, graphs, pages, _largest(config))
+        return partial(model, cache=cache)
+    return StaticSteps(model, cache, graphs, pages, _largest(config))
 
 
 @torch.inference_mode()

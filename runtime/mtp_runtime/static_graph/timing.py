@@ -12,7 +12,7 @@ import torch
 from mtp_runtime.cache import CachedSequence, PageAllocator, lay_out
 from mtp_runtime.config import EngineConfig
 from mtp_runtime.models.model import Model
-from mtp_runtime.static_graph.steps import EagerSteps, Graphs, steps_by
+from mtp_runtime.static_graph.steps import Graphs, steps_by
 
 CONTEXT_TOKENS = 256
 
@@ -59,5 +59,5 @@ def _step(way: Way, requests: int, page_size: int) -> Callable[[torch.Tensor], o
     spans = [(CONTEXT_TOKENS, CONTEXT_TOKENS + 1)] * requests
     layout = lay_out(pages, sequences, spans, way.model.device)
     config = EngineConfig(max_batch_size=requests, page_size=page_size)
-    steps = steps_by(way.graphs, EagerSteps(way.model, cache), pages, config)
-    return lambda tokens: steps(tokens, layout)
+    steps = steps_by(way.graphs, way.model, cache, pages, config)
+    return lambda tokens: steps(tokens, layout=layout)
