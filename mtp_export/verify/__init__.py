@@ -20,6 +20,7 @@ from mtp_export.verify.check import (
     not_tested,
 )
 from mtp_export.verify.context import Context
+from mtp_export.verify.files.repair import with_repair
 from mtp_kernels.cpu.torch_threads import torch_threads_for
 
 # In the order of a report. A new check is one file and one line here.
@@ -72,6 +73,7 @@ def check_result(name: str, check: Check, context: Context) -> CheckResult:
         with torch_threads_for(_hidden_size(check, context)):
             for place in check.places:
                 items += _collected(_items(place, context), bundle)
+    items = [with_repair(context, item) for item in items]
     seconds = time.monotonic() - start
     return CheckResult(name=name, title=check.title, items=tuple(items), seconds=seconds)
 

@@ -166,6 +166,31 @@ def experts_reordered(checkpoint: Checkpoint) -> None:
     checkpoint.replace(lambda found: {turned(name): one for name, one in found.items()})
 
 
+def hidden_axis_reordered(checkpoint: Checkpoint) -> None:
+    """Of another model: its inputs in another order, and what it adds to the residual in none."""
+    size = checkpoint.config["hidden_size"]
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(8))
+    for name, tensor in checkpoint.mtp().items():
+        if name.endswith("eh_proj.weight"):
+            checkpoint.tensors[name] = tensor[order]
+        elif tensor.shape[-1] == size:
+            checkpoint.tensors[name] = tensor[..., order]
+
+
+def labelled_fp16(checkpoint: Checkpoint) -> None:
+    """A header that takes the bytes of bf16 for fp16."""
+    for name, tensor in checkpoint.mtp().items():
+        if tensor.dtype is torch.bfloat16:
+            checkpoint.tensors[name] = tensor.view(torch.float16)
+
+
+def lost_by_mlx(checkpoint: Checkpoint) -> None:
+    """As mlx-lm leaves a config, under both names; the main model's codes tell nothing here."""
+    groups = {"group_size": 64, "bits": 4}
+    checkpoint.config |= {"quantization": groups, "quantization_config": groups}
+    checkpoint.replace(lambda _: {})
+
+
 def scales_inverted(checkpoint: Checkpoint) -> None:
     for name, tensor in checkpoint.mtp().items():
         if name.endswith("weight_scale_inv"):

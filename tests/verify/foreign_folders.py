@@ -114,6 +114,12 @@ QWEN_NAMES = (
 BLOCK = ((r"\.3\.(self_attn|mlp|input_layernorm|post_attention)", r".3.mtp_block.\1"),)
 LOST = ("graft", "announce")
 
+
+def _without(words: str) -> str:
+    """A pattern of texts that lack these words."""
+    return rf"(?s)\A(?!.*{words})"
+
+
 DAMAGED = (
     Folder("lost by a quantization to int4", lost(INT4), words=(*LOST, "config.json")),
     Folder("lost by AWQ", lost("awq"), words=LOST),
@@ -210,6 +216,40 @@ DAMAGED = (
         unquantized("modelopt nvfp4", "model.layers.3.self_attn*"),
         words=(r"3\.mlp", "ignore|exclude"),
     ),
+    Folder(
+        "left out by mtp. alone, which is to blame",
+        unquantized(FP8, "re:^mtp.*"),
+        words=(r"re:\^mtp\.\* in ignore matches no module",),
+    ),
+    Folder(
+        "left out under another prefix",
+        unquantized(INT4, *(f"model.language_model.layers.3.{last}" for last in ("a", "b"))),
+        words=(r"language_model\.layers\.3\.a in ignore, like 1 more, matches no module",),
+    ),
+    Folder(
+        "left out as another layer",
+        unquantized("gptq", r"model\.layers\.30\..*"),
+        words=(r"layers\\\.30\\\.\.\* in dynamic matches no module",),
+    ),
+    Folder(
+        "the router's bias is missing",
+        glm(),
+        lose("e_score_correction_bias"),
+        words=("e_score_correction_bias is missing", "graft .*--replace"),
+    ),
+    Folder("of zero modules", glm(), damages.config(num_nextn_predict_layers=0), words=("to 1",)),
+    Folder(
+        "counted as a main layer",
+        glm(),
+        damages.config(num_hidden_layers=4),
+        words=("set num_hidden_layers to 3",),
+    ),
+    Folder(
+        "lost by MLX",
+        glm(),
+        damages.lost_by_mlx,
+        words=("mlx-lm, which wrote this folder", "graft does not read .* quantization"),
+    ),
     Folder("two are announced", glm(), damages.config(num_nextn_predict_layers=2), words=("2",)),
     Folder(
         "not announced",
@@ -250,7 +290,32 @@ DAMAGED = (
         ("eh_proj", "half|zero"),
     ),
     Folder(
-        "halves of eh_proj exchanged", glm(), damages.halves_exchanged, "run", ("eh_proj|halves",)
+        "halves of eh_proj exchanged",
+        glm(),
+        damages.halves_exchanged,
+        "run",
+        ("eh_proj|halves", _without("the one before is accepted"), "graft .*--replace"),
+    ),
+    Folder(
+        "of another model",
+        glm(),
+        damages.hidden_axis_reordered,
+        "run",
+        ("another main model", _without("loading:"), "graft .*--replace"),
+    ),
+    Folder(
+        "bf16 that is labelled fp16",
+        glm(),
+        damages.labelled_fp16,
+        "weights",
+        (r"times as large", "labelled F16"),
+    ),
+    Folder(
+        "amax as scales",
+        both("compressed-tensors, int8"),
+        each("weight_scale", scaled(127)),
+        "weights",
+        (r"times as large", "amax / 127"),
     ),
     Folder(
         "a tile of an expert rounded to zero",

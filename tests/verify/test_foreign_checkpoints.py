@@ -220,7 +220,7 @@ def test_the_tool_that_wrote_it_is_named(
 def test_mlx_is_named(tmp_path: Path) -> None:
     config = QWEN | {"quantization": {"group_size": 64, "bits": 4}}
     _, items = verified(headers(tmp_path / "mlx", config, dict.fromkeys((*MAIN, *QWEN_MTP))))
-    assert items["written by"]["figure"] == "mlx-lm, quantization none"
+    assert items["written by"]["figure"] == "mlx-lm, quantization MLX affine"
 
 
 def test_a_broken_index_is_a_failed_item_not_an_error(tmp_path: Path) -> None:

@@ -49,6 +49,13 @@ def test_drafts_tell(tmp_path: Path, case: Folder) -> None:
     assert_told(case, tmp_path)
 
 
+def test_a_folder_of_mtp_that_has_none_is_named(tmp_path: Path) -> None:
+    folder = DAMAGED[0].write(tmp_path / "checkpoint")
+    outcome = run_program("verify", folder, "--mtp", folder, "--level", "files", "--quiet")
+    assert outcome.code == 7
+    assert f"{folder}, which --mtp names, has no tensor of any" in outcome.err
+
+
 @pytest.mark.parametrize("case", GOOD, ids=lambda case: case.name)
 def test_good_ones_pass(tmp_path: Path, case: Folder) -> None:
     code, failed = verified(case.write(tmp_path / "checkpoint"), "weights")

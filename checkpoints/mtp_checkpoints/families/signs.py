@@ -112,6 +112,12 @@ def announced(config: Mapping[str, Any]) -> Announced | None:
     return None
 
 
+def count_field(config: Mapping[str, Any]) -> str:
+    """Return the field of a config.json that counts MTP modules, whatever it says; "" for none."""
+    fields = (f"{prefix}{name}" for prefix, own in _configs(config) for name in own)
+    return next((field for field in fields if field.rpartition(".")[2] in COUNT_FIELDS), "")
+
+
 def main_layers(config: Mapping[str, Any]) -> int | None:
     """Return the number of main layers; None where config.json has no usable one."""
     return _positive(config, "num_hidden_layers")
@@ -197,6 +203,16 @@ def _beginnings(name: str, other: str) -> tuple[str, str]:
 def has_layers(names: Iterable[str]) -> bool:
     """Return whether a tensor is of a numbered decoder layer, as every main model has."""
     return any(_LAYER.match(name) for name in names)
+
+
+def projection_in_main(names: Iterable[str], layers: int | None) -> str | None:
+    """Return the projection of embedding and hidden state in one of the `layers` main layers, none
+    of which has any; None where there is none."""
+    for name in names:
+        layer = _LAYER.match(name)
+        if layer is not None and layers and int(layer[2]) < layers and "eh_proj" in name.split("."):
+            return name
+    return None
 
 
 def lacks_projection(tensors: Iterable[str]) -> bool:

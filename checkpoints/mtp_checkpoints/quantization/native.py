@@ -30,6 +30,12 @@ def quantization_of(config: Mapping[str, Any]) -> Any:
     return config.get(QUANTIZATION)
 
 
+def is_mlx(config: Mapping[str, Any]) -> bool:
+    """Return whether a config.json describes MLX's affine groups, which name no method."""
+    kept = config.get("quantization") or quantization_of(config)  # mlx-lm writes both
+    return isinstance(kept, Mapping) and "group_size" in kept and "quant_method" not in kept
+
+
 def with_quantization(config: Mapping[str, Any], quantization: Any) -> Config:
     """Return a config.json with another quantization_config; None takes it out.
 
@@ -47,6 +53,8 @@ def replaced_quantization(config: Mapping[str, Any], quantization: object) -> Co
 def describe(config: Mapping[str, Any]) -> str:
     """Return a config.json's quantization in a few words, for people; "none" without one."""
     quantization = quantization_of(config)
+    if is_mlx(config):
+        return "MLX affine"
     if not quantization:
         return "none"
     block = quantization.get("weight_block_size")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mtp_checkpoints.quantization.native import COMPRESSED, quantization_of
+from mtp_checkpoints.quantization.native import COMPRESSED, is_mlx, quantization_of
 
 Config = Mapping[str, Any]
 
@@ -56,10 +56,10 @@ def tool_of(config: Config, files: Collection[str]) -> Tool | None:
     """Return the tool that config.json and the names of files tell; None for a release as it was
     trained, or a tool that leaves no sign."""
     quantization = quantization_of(config)
+    if is_mlx(config):
+        return Tool("mlx-lm")
     if not isinstance(quantization, Mapping):
-        inner = config.get("quantization")  # MLX's name for it
-        is_mlx = isinstance(inner, Mapping) and "group_size" in inner
-        return Tool("mlx-lm") if is_mlx else None
+        return None
     method = str(quantization.get("quant_method") or "")
     reader = _TOOLS.get(method.replace("_", "-").lower())
     return None if reader is None else reader(quantization, files)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from mtp_export.verify.check import Item, failed, judged, measured, not_tested, passed
+from mtp_export.verify.check import MTP_MODULE, Item, failed, judged, measured, not_tested, passed
 from mtp_export.verify.context import Context
 from mtp_export.verify.decoding.drafter_agreement import drafter_bug, drafter_items, equal_tokens
 from mtp_export.verify.diagnosis.alternatives import (
@@ -76,7 +76,7 @@ def diagnosed(
 
 def best_of(tried: Sequence[Alternative]) -> Alternative | None:
     """The best of the alternatives that are better than the module as it is."""
-    return next((a for a in tried if a.better), None)
+    return next((a for a in tried if a.better and a.helps), None)
 
 
 def conditional(decoded: Decoded, position: int) -> Estimate | None:
@@ -155,6 +155,7 @@ def _sanity_band(corpus: Corpus, better: Alternative | None) -> Item:
         name,
         holds=is_in_band(found),
         cause=better.explained if better is not None and explains else causes.NO_KNOWN_BUG,
+        subject=MTP_MODULE,
         figure=found.shown(),
         bound=bound,
     )
@@ -170,10 +171,10 @@ def _no_collapse(corpus: Corpus, k: int, known: str | None) -> Item:
     kept = [
         (position, (now.high if now.high is not None else now.value) / before.value)
         for position, (before, now) in enumerate(zip(found, found[1:], strict=False), start=2)
-        if before is not None and now is not None and before.value > 0
+        if before is not None and now is not None and is_in_band(before)
     ]
     if not kept:
-        return not_tested(name, "no draft after the first was reached")
+        return not_tested(name, "no draft after an accepted one was reached")
     position, worst = min(kept, key=lambda pair: pair[1])
     figure = f"draft {position}: at most {worst:.2f}"
     if worst >= LEAST_KEPT:

@@ -33,6 +33,8 @@ from mtp_runtime.teacher_forcing import (
 # lies above 0. The first bound excludes variants that make no difference, the second excludes
 # chance.
 LEAST_GAIN_NATS = 0.03
+# The share of drafts that are accepted of a variant that explains anything.
+LEAST_ACCEPTED = 0.1
 CONFIDENCE = 0.98
 
 
@@ -54,6 +56,11 @@ class Alternative:
         """True if the variant drafts better than the module as it is."""
         low = self.gain.low
         return low is not None and low > 0 and self.gain.value > LEAST_GAIN_NATS
+
+    @property
+    def helps(self) -> bool:
+        """False where nearly every draft is still refused: the variant is less wrong by chance."""
+        return self.other is None or self.other >= LEAST_ACCEPTED
 
     @property
     def explained(self) -> str:

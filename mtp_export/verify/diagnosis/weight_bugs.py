@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 _SAMPLE_ELEMENTS = 1 << 23
-_CLOSE_DB = 15.0  # a weight of another version of the model is at least this close
+_CLOSE_DB = 6.0  # a weight of another version of the model: half its size is the source's
 # Of a weight that is near already, a bug explains the difference if undoing it brings it this much
 # nearer: one whose undoing has next to no effect, such as an order of equal scales, does not.
 _NEARER_DB = 10.0

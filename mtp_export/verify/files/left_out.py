@@ -3,8 +3,10 @@ modules are stored: which modules it lacks, or which entry is one too many."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from mtp_checkpoints.containers.base import TensorInfo
@@ -17,7 +19,9 @@ from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight
 from mtp_export.verify.check import Problem
 from mtp_export.verify.diagnosis.causes import files as causes
 
-_SHOWN = 300  # characters of what must be added
+_SHOWN = 300  # characters of what must be added, or of an entry
+_LOOKED_INTO = 20  # entries of a list that are for the module and may act on nothing
+_MTP_WORD = re.compile("mtp|nextn|eh_proj")
 
 
 @dataclass(frozen=True)
@@ -64,12 +68,40 @@ class ListedDraft:
         if not weights:
             return
         leave_out = METHODS[self.quantization["quant_method"]].leave_out
-        added = ""
+        added, idle = "", list[str]()
         if leave_out is not None:
             with_them = leave_out(self.quantization, self._to_leave_out(weights))
             added = ", ".join(_added(self.quantization, with_them))
-        words = causes.not_left_out(len(weights), _module_of(weights[0]), added[:_SHOWN])
+            idle = [*self._idle(with_them)]
+        words = causes.not_left_out(len(weights), _module_of(weights[0]), added[:_SHOWN], idle)
         yield Problem(weights[0].tensors[0].name, words)
+
+    def _idle(self, with_them: Mapping[str, Any]) -> Iterator[str]:
+        """Entries that by their words are for the MTP module and leave out none of its matrices.
+        with_them: the config whose lists have what lacks."""
+        first = min(one.weight.mtp_layer or 0 for one in self.described.weights.values())
+        for key in with_them:
+            value = self.quantization.get(key)
+            if value == with_them[key] or not isinstance(value, list | dict):
+                continue
+            meant = (entry for entry in value if _is_for_mtp(str(entry), first))
+            for entry in islice(meant, _LOOKED_INTO):
+                if not self._acts(key, entry):
+                    yield f"{str(entry)[:_SHOWN]} in {key}"
+
+    def _acts(self, key: str, entry: object) -> bool:
+        """True for an entry without which a matrix of the module has another format."""
+        value = self.quantization[key]
+        rest: Any = [one for one in value if one != entry]
+        if isinstance(value, dict):
+            rest = {name: value[name] for name in rest}
+        try:
+            own = quant_config_of(self.quantization)
+            less = quant_config_of({**self.quantization, key: rest})
+            modules = {_module_of(w): w.weight.role for w in self.described.weights.values()}
+            return any(own.format_of(m, r) != less.format_of(m, r) for m, r in modules.items())
+        except MtpExportError:
+            return True
 
     def _to_leave_out(self, weights: list[StoredWeight]) -> list[str]:
         """The MTP layers, where all that is stored of their linears is unquantized; else the
@@ -105,6 +137,13 @@ class ListedDraft:
                 if form is not None:
                     return f"{entry} in {key}"
         return ""
+
+
+def _is_for_mtp(entry: str, first: int) -> bool:
+    """Return whether an entry names MTP modules: by a word, or by a layer from the first of them
+    on."""
+    numbers = map(int, re.findall(r"layers\\?\.(\d{1,6})", entry))
+    return _MTP_WORD.search(entry) is not None or any(number >= first for number in numbers)
 
 
 def _module_of(weight: StoredWeight) -> str:

@@ -14,6 +14,7 @@ from mtp_checkpoints.families.signs import (
     Announced,
     NamedModule,
     announced,
+    count_field,
     expert_gaps,
     experts_of,
     has_layers,
@@ -23,6 +24,7 @@ from mtp_checkpoints.families.signs import (
     main_layers,
     mtp_modules,
     other_draft,
+    projection_in_main,
     renamed,
 )
 from mtp_checkpoints.quantization.native import describe, quantization_of
@@ -131,17 +133,12 @@ def _presence(found: Found) -> Item:
     name, wanted, count = "MTP modules announced and there", announced(found.config), found.count
     if wanted is None:
         if count:
-            return failed(name, causes.not_announced(count), subject="config.json")
+            words = causes.not_announced(count, count_field(found.config))
+            return failed(name, words, subject="config.json")
         repair = found.repair
         return not_tested(name, causes.none_at_all(of_family=bool(repair)), repair=repair)
     if not count:
-        return failed(
-            name,
-            causes.lost(str(wanted), habit_of(found.tool) if found.tool else ""),
-            figure=_figure(0, wanted),
-            subject="config.json",
-            repair=found.repair,
-        )
+        return _none_there(name, found, wanted)
     if wanted.count is not None and count < wanted.count:
         return failed(
             name,
@@ -152,6 +149,20 @@ def _presence(found: Found) -> Item:
         )
     tensors = sum(len(module.tensors) for module in found.modules)
     return passed(name, figure=f"{_figure(count, wanted)}, {tensors:,} tensors")
+
+
+def _none_there(name: str, found: Found, wanted: Announced) -> Item:
+    """No module is there: it is among the main layers, not in the folder of --mtp, or lost."""
+    figure, folder = _figure(0, wanted), found.context.options.mtp
+    if (projection := projection_in_main(found.tensors, main_layers(found.config))) is not None:
+        return failed(name, causes.counted_as_main(projection), figure=figure, subject=projection)
+    if folder is not None:
+        words = causes.not_in_folder(str(folder), str(wanted))
+        return failed(name, words, figure=figure, subject=str(folder), repair=found.repair)
+    habit = habit_of(found.tool) if found.tool else ""
+    writer = str(found.tool or "")
+    words = causes.lost(str(wanted), writer, habit, can_graft=bool(found.repair))
+    return failed(name, words, figure=figure, subject="config.json", repair=found.repair)
 
 
 def _figure(count: int, wanted: Announced) -> str:

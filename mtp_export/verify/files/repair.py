@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
+from dataclasses import replace
 from shlex import quote
 from typing import TYPE_CHECKING
 
-from mtp_checkpoints.errors import MtpExportError
+from mtp_checkpoints.errors import MtpExportError, UnsupportedError
 from mtp_checkpoints.families import FAMILIES
+from mtp_checkpoints.quantization.methods import quant_config_of
+from mtp_checkpoints.quantization.native import quantization_of
+from mtp_checkpoints.tensors.bundle_folder import MTP
+from mtp_export.verify.check import MTP_MODULE, Item, Status
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
@@ -18,12 +24,40 @@ _BASE_MODEL = re.compile(rb"^base_model:[ \t]*(?:\r?\n[ \t]*-[ \t]*)?[\"']?([\w.
 _UNKNOWN = "ORIGINAL"
 
 
+def with_repair(context: Context, item: Item) -> Item:
+    """An item with the graft as its repair where it fails for a tensor of the MTP module, or for
+    the module as a whole, and has none of its own."""
+    if item.status is not Status.FAIL or item.repair or not item.subject:
+        return item
+    if item.subject != MTP_MODULE and item.subject not in _mtp_names(context):
+        return item
+    return replace(item, repair=graft_command(context))
+
+
+def _mtp_names(context: Context) -> Collection[str]:
+    """Names of the MTP part's tensors: of those that are there, and of a known family's."""
+    part = context.part(MTP)
+    if context.is_bundle or part is None or part.checkpoint is None:
+        return ()
+    try:
+        wanted = context.layout(part).stored.tensors
+    except MtpExportError:  # config_match says why
+        wanted = {}
+    return {*part.checkpoint.tensors, *wanted}
+
+
 def graft_command(context: Context) -> str:
     """Return the command, ready to run where the original is known; "" for a bundle, a draft alone,
-    and models without a family."""
+    and models or quantizations that a graft does not read."""
     main = context.main
     if context.is_bundle or main is None or str(main.config.get("model_type")) not in FAMILIES:
         return ""
+    try:
+        quant_config_of(quantization_of(main.config))
+    except UnsupportedError:
+        return ""
+    except MtpExportError:  # a field of it is unusable: graft says which
+        pass
     source = context.options.source
     original = _original(context) if source is None else quote(str(source))
     here = quote(str(context.options.bundle))

@@ -10,10 +10,12 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from mtp_checkpoints.families.base import Role
+from mtp_checkpoints.formats import UNQUANTIZED
+from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_checkpoints.weights.weight_values import Rounding
 from mtp_export.progress import format_bytes
 from mtp_export.verify import gates
-from mtp_export.verify.check import Item, Problem, not_tested, passed, verdict
+from mtp_export.verify.check import Item, Problem, judged, not_tested, passed, verdict
 from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.evidence.parts import PartLayout
 from mtp_export.verify.evidence.weight_facts import WeightFacts
@@ -35,6 +37,9 @@ def run(context: Context) -> Iterator[Item]:
         yield from _part_items(layout, facts[layout.name], every)
     if every:
         yield _scales_alike(every)
+    if MAIN in facts and MTP in facts:
+        yield from _parts_alike(facts[MAIN], facts[MTP])
+    if every:
         yield _no_twins(facts)
     yield from _shared(context, found, facts)
 
@@ -164,6 +169,36 @@ def _scales_alike(facts: Sequence[WeightFacts]) -> Item:
         figure=f"up to {most:.3g} times its kind's median",
         bound=f"≤ {gates.RMS_RATIO:.0f} times",
     )
+
+
+def _parts_alike(main: Sequence[WeightFacts], mtp: Sequence[WeightFacts]) -> Iterator[Item]:
+    """The MTP module's linears are as large as the main layers': the median over their kinds of
+    the ratio of their root mean squares."""
+    sizes, own = _sizes_by_kind(main), _sizes_by_kind(mtp)
+    ratios = [median(own[kind]) / median(sizes[kind]) for kind in own if kind in sizes]
+    if not ratios:
+        return
+    ratio = median(ratios)
+    first = next(fact.weight for fact in mtp if fact.weight.stored.weight.is_linear_weight)
+    dtype = str(first.tensors[0].dtype) if first.stored.format is UNQUANTIZED else ""
+    yield judged(
+        "mtp: linears as large as the main model's",
+        1 / gates.PART_RATIO <= ratio <= gates.PART_RATIO,
+        causes.part_out_of_proportion(ratio, dtype),
+        subject=first.name,
+        figure=f"{ratio:.3g} times, in {len(ratios)} kinds",
+        bound=f"{1 / gates.PART_RATIO:.3g} to {gates.PART_RATIO:.0f} times",
+    )
+
+
+def _sizes_by_kind(facts: Sequence[WeightFacts]) -> Mapping[str, Sequence[float]]:
+    """Root mean squares of linears by their kind, which the layers of both parts share."""
+    sizes: dict[str, list[float]] = defaultdict(list)
+    for fact in facts:
+        spec = fact.weight.stored.weight
+        if _varies(fact) and spec.is_linear_weight:
+            sizes[_kind(spec.name)].append(fact.statistics.root_mean_square)
+    return sizes
 
 
 def _no_twins(facts: Mapping[str, Sequence[WeightFacts]]) -> Item:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 # --- Files and tensors compared with the manifest -------------------------------------------------
 
 PART_NOT_IN_BUNDLE = "the part is in the manifest but not in the bundle"
@@ -95,12 +97,15 @@ def misread_by_engine(reason: str, problem: object) -> str:
     return f"{reason}: {problem}"
 
 
-def not_left_out(count: int, module: str, added: str) -> str:
-    """added: the entries that config.json lacks."""
+def not_left_out(count: int, module: str, added: str, idle: Sequence[str]) -> str:
+    """added: the entries that config.json lacks; idle: those that are there and act on nothing."""
     mend = f": add {added}" if added else ""
+    others = f", like {len(idle) - 1} more," if len(idle) > 1 else ""
+    blamed = f" ({idle[0]}{others} matches no module of it)" if idle else ""
     return (
         f"{count} matrices of the MTP module, such as {module}, are stored unquantized, and"
-        f" quantization_config leaves them out nowhere, so that engines build them quantized{mend}"
+        f" quantization_config leaves them out nowhere{blamed}, so that engines build them"
+        f" quantized{mend}"
     )
 
 

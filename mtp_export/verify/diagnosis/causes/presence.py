@@ -10,12 +10,17 @@ def another_kind(kind: str, sign: str) -> str:
     )
 
 
-def not_announced(count: int) -> str:
+def not_announced(count: int, field: str) -> str:
+    """field: the one of config.json that counts modules and says 0, "" where it has none."""
     modules = "an MTP module is" if count == 1 else f"{count} MTP modules are"
+    said, put = "has no field that counts any", "put the original's back"
+    if field:
+        said, put = f"says {field} 0", f"set it to {count}"
+    else:
+        put += f" (num_nextn_predict_layers, mtp_num_hidden_layers or the like, {count})"
     return (
-        f"{modules} there, and config.json has no field that counts any"
-        " (num_nextn_predict_layers, mtp_num_hidden_layers or the like): engines read it there, and"
-        " would serve without speculation"
+        f"{modules} there, and config.json {said}: engines read it there, and would serve without"
+        f" speculation; {put}"
     )
 
 
@@ -26,12 +31,38 @@ def none_at_all(*, of_family: bool) -> str:
     return f"{words}; models of this type are released with one, which a graft gives back"
 
 
-def lost(wanted: str, habit: str) -> str:
+def lost(wanted: str, writer: str, habit: str, *, can_graft: bool) -> str:
+    """writer: the tool that wrote the folder; habit: what is known of it; "" for unknown."""
+    wrote = f"{writer}, which wrote this folder," if writer else "whatever wrote this folder"
     known = f" {habit[0].upper()}{habit[1:]}." if habit else ""
+    by_hand = "" if can_graft else f". {_BY_HAND}"
     return (
-        f"config.json announces {wanted} and no tensor of any is there: whatever wrote this folder"
-        f" left it out.{known} Engines fail when they load it, or draft with weights that nobody"
-        " wrote"
+        f"config.json announces {wanted} and no tensor of any is there: {wrote} left it"
+        f" out.{known} Engines fail when they load it, or draft with weights that nobody"
+        f" wrote{by_hand}"
+    )
+
+
+# graft reads neither every model nor every quantization.
+_BY_HAND = (
+    "graft does not read this model or its quantization: put a file of the original's MTP tensors"
+    " beside these and list it in the index, and the module in what quantization_config leaves out"
+)
+
+
+def not_in_folder(folder: str, wanted: str) -> str:
+    return (
+        f"config.json announces {wanted}, and {folder}, which --mtp names, has no tensor of any:"
+        " name the folder that has, or the original"
+    )
+
+
+def counted_as_main(projection: str) -> str:
+    layer = projection.partition(".layers.")[2].partition(".")[0]
+    return (
+        f"{projection} is of an MTP module, and config.json counts its layer among the main ones:"
+        f" set num_hidden_layers to {layer}, as the original has it. Engines compute the module as"
+        " a main layer, and have no draft"
     )
 
 
@@ -41,8 +72,8 @@ def partly_lost(wanted: str, count: int) -> str:
 
 def no_projection(name: str) -> str:
     return (
-        f"no tensor beside {name} is of a projection of embedding and hidden state (eh_proj, fc or"
-        " the like): the module cannot draft"
+        f"no tensor beside {name} is of a projection of embedding and hidden state (eh_proj,"
+        " mtp.fc or the like): it was lost, and without it the module cannot draft"
     )
 
 

@@ -50,6 +50,17 @@ def out_of_proportion(tensor: str, rms: float, median: float) -> str:
     )
 
 
+def part_out_of_proportion(ratio: float, dtype: str) -> str:
+    """dtype: that of unquantized linears, "" for quantized ones."""
+    words = f"the MTP module's linears are {ratio:.3g} times as large as the main layers'"
+    if dtype:
+        return (
+            f"{words}: they are labelled {dtype} and are perhaps of another dtype (bf16 that is"
+            " labelled fp16, or codes without their scales), or they are of another model"
+        )
+    return f"{words}: their scales are off by one factor, as where amax was stored for amax / 127"
+
+
 def taken_for_another(tensor: str, twin: str) -> str:
     return f"{tensor} holds the same as {twin}: one was taken for the other"
 
