@@ -71,3 +71,17 @@ def test_what_decides_the_contents_is_recorded() -> None:
         "allow_untied": True,
         "checksums": "all",
     }
+
+
+def test_choices_are_written_as_the_command_takes_them() -> None:
+    kinds = (Part, SharedWeights, Checksums, Link, Format, Int4Scope, ScaleRule, Device)
+    assert [[str(choice) for choice in kind] for kind in kinds] == [
+        ["both", "main", "mtp"],
+        ["keep", "drop"],
+        ["written", "all"],
+        ["auto", "reflink", "hardlink", "copy"],
+        ["compressed-tensors", "w4afp8"],
+        ["experts", "all"],
+        ["minmax", "mse"],
+        ["cpu", "cuda", "npu", "auto"],
+    ]
