@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from dataclasses import fields
 from pathlib import Path
 
 from mtp_export.bundle.options import (
@@ -14,8 +16,9 @@ from mtp_export.bundle.options import (
     RunOptions,
     SharedWeights,
 )
-from mtp_export.bundle.precision import Device, Format, Int4Scope, ScaleRule
+from mtp_export.bundle.precision import Device, Format, Int4Scope, Precision, ScaleRule
 from mtp_export.bundle.quantize import QuantizeOptions
+from mtp_export.options import METADATA
 from mtp_export.plan import Link
 
 PLAIN = BundleOptions(Path("in"), Path("out"))
@@ -85,3 +88,13 @@ def test_choices_are_written_as_the_command_takes_them() -> None:
         ["minmax", "mse"],
         ["cpu", "cuda", "npu", "auto"],
     ]
+
+
+def test_helps_are_sentences() -> None:
+    """They begin with a capital letter and end with a full stop."""
+    kinds = (ContentOptions, RunOptions, Precision)
+    options = [
+        field.metadata[METADATA] for kind in kinds for field in fields(kind) if field.metadata
+    ]
+    helps = [option.help for option in options]
+    assert helps and all(re.fullmatch(r"[A-Z][a-z]* .*\.", text) for text in helps), helps
