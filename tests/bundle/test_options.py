@@ -97,4 +97,4 @@ def test_helps_are_sentences() -> None:
         field.metadata[METADATA] for kind in kinds for field in fields(kind) if field.metadata
     ]
     helps = [option.help for option in options]
-    assert helps and all(re.fullmatch(r"[A-Z][a-z]* .*\.", text) for text in helps), helps
+    assert helps and all(re.fullmatch(r"[A-Z][a-z]*\b.*\.", text) for text in helps), helps
