@@ -39,8 +39,8 @@ class CacheSpec:
 
 def elements_per_token(new_cache: Callable[[CacheSpec], LayerCache]) -> int:
     """Number of elements that a layer caches of a token, given its new_cache."""
-    one = CacheSpec(pages=1, page_size=1, dtype=torch.float32, device=torch.device("cpu"))
-    return sum(tensor.numel() for tensor in new_cache(one))
+    token = CacheSpec(pages=1, page_size=1, dtype=torch.float32, device=torch.device("cpu"))
+    return sum(tensor.numel() for tensor in new_cache(token))
 
 
 class Cache(Protocol):

@@ -150,7 +150,11 @@ def _read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     if _TEMPLATE_NAME in source.names():
         template = source.read(_TEMPLATE_NAME).decode("utf-8", "replace")
     if isinstance(template, list):
-        named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+        named = {
+            entry.get("name"): entry.get("template")
+            for entry in template
+            if isinstance(entry, dict)
+        }
         template = named.get("default")
     if not isinstance(template, str):
         return None

@@ -137,11 +137,11 @@ class LLM:
             build, second = DRAFTERS[config.speculation.method].build, draft
         graphs = graph_options.graphs(model, config.page_size)
         if max_memory_bytes is not None:
-            own = draft.weights if isinstance(draft, TargetDraft) else draft
+            weights = draft.weights if isinstance(draft, TargetDraft) else draft
             tokens = cache_tokens_within(
                 max_memory_bytes,
                 model.device,
-                (model,) if own is None else (model, own),
+                (model,) if weights is None else (model, weights),
                 page_size=config.page_size,
                 kept_bytes=pool_bytes(graphs, model, config),
             )
@@ -209,8 +209,8 @@ class LLM:
         """Make a request of every prompt, for Engine.run, or Engine.add and step."""
         numbers = self._new_ids(len(prompts))
         return [
-            self._request(number, prompt, own)
-            for number, prompt, own in zip(numbers, prompts, params, strict=True)
+            self._request(number, prompt, sampling)
+            for number, prompt, sampling in zip(numbers, prompts, params, strict=True)
         ]
 
     def _params_of(

@@ -24,10 +24,10 @@ def token_logprobs(
     """Return the log-probability of each token under its row of logits [n, vocab], and those of
     the `count` most probable tokens."""
     rows = logits.float().log_softmax(dim=-1)
-    own = rows.gather(1, torch.tensor(tokens, device=rows.device)[:, None])[:, 0].tolist()
+    of_tokens = rows.gather(1, torch.tensor(tokens, device=rows.device)[:, None])[:, 0].tolist()
     order = rows.argsort(dim=-1, descending=True, stable=True)[:, :count]
     best, values = order.tolist(), rows.gather(1, order).tolist()
     return tuple(
         TokenLogprobs(token, logprob, tuple(zip(best[row], values[row], strict=True)))
-        for row, (token, logprob) in enumerate(zip(tokens, own, strict=True))
+        for row, (token, logprob) in enumerate(zip(tokens, of_tokens, strict=True))
     )

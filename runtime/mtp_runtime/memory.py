@@ -70,8 +70,8 @@ def bytes_per_page(cached: Sequence[Cached], page_size: int) -> int:
     pages = PageAllocator(1, page_size)
     return sum(
         tensor.numel() * tensor.element_size()
-        for own in cached
-        for tensor in own.new_cache(pages).tensors
+        for part in cached
+        for tensor in part.new_cache(pages).tensors
     )
 
 

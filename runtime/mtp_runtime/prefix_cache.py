@@ -64,8 +64,8 @@ class SharedPages(PageAllocator):
         size = self.page_size
         for page in range(len(sequence.keys), length // size):
             parent = sequence.keys[-1] if sequence.keys else b""
-            own = array("q", tokens[page * size : (page + 1) * size + 1])
-            yield sha256(parent + own.tobytes()).digest()
+            following = array("q", tokens[page * size : (page + 1) * size + 1])
+            yield sha256(parent + following.tobytes()).digest()
 
     def _take(self) -> int:
         if not self._free:

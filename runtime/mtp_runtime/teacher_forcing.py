@@ -263,8 +263,8 @@ class _Branches:
         sequences, spans = [], []
         for branch in part:
             start = texts.starts[int(anchors.owners[branch])]
-            own = [count + step * branches + branch for step in range(steps)]
-            pages = [*range(start, int(anchors.rows[branch]) + 1), *own]
+            branch_pages = [count + step * branches + branch for step in range(steps)]
+            pages = [*range(start, int(anchors.rows[branch]) + 1), *branch_pages]
             sequences.append(CachedSequence(pages, len(pages)))
             spans.append((len(pages) - 1, len(pages)))
         return lay_out(self.pages, sequences, spans, device)
@@ -285,20 +285,20 @@ def best_tokens(head: Head, normed: torch.Tensor) -> torch.Tensor:
 
 
 def best_and_score(
-    head: Head, normed: torch.Tensor, wanted: torch.Tensor
+    head: Head, normed: torch.Tensor, tokens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the best token [A] of each row, and the log-probability [A] of the wanted one."""
+    """Return the best token [A] of each row, and the log-probability of tokens [A]."""
     best, scores = [torch.zeros(0, dtype=torch.long)], [torch.zeros(0)]
     for rows, logits in logits_by_chunk(head, normed):
-        ids = wanted[rows].to(logits.device)[:, None]
+        ids = tokens[rows].to(logits.device)[:, None]
         best.append(logits.argmax(dim=-1).cpu())
         scores.append(logits.log_softmax(dim=-1).gather(1, ids)[:, 0].cpu())
     return torch.cat(best), torch.cat(scores)
 
 
-def token_scores(head: Head, normed: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+def token_scores(head: Head, normed: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Return the log-probability [n] of a token of each row, cut off at WORST_SCORE."""
-    return best_and_score(head, normed, wanted)[1].clamp(min=WORST_SCORE)
+    return best_and_score(head, normed, tokens)[1].clamp(min=WORST_SCORE)
 
 
 def overlaps(

@@ -35,4 +35,4 @@ def is_checkpoint(source: ByteSource) -> bool:
 
 
 def _container_of(source: ByteSource) -> Container | None:
-    return next((one for one in CONTAINERS.values() if one.probe(source)), None)
+    return next((container for container in CONTAINERS.values() if container.probe(source)), None)

@@ -88,7 +88,9 @@ def _weight_map(source: ByteSource) -> dict[str, str] | None:
         )
     files = weight_map.values()
     if not {str}.issuperset(map(type, files)) or not all(map(_is_plain_file_name, set(files))):
-        name, file_name = next(one for one in weight_map.items() if not _is_plain_file_name(one[1]))
+        name, file_name = next(
+            entry for entry in weight_map.items() if not _is_plain_file_name(entry[1])
+        )
         raise InvalidInputError(
             f"The index puts tensor {name} at a path outside the folder",
             where=path,

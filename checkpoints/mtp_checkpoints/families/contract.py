@@ -40,7 +40,7 @@ class MtpContract:
         Raises InvalidInputError for a record that is no contract.
         """
         recorded = config.section(_KEY)
-        names = {own.name for own in fields(self) if own.compare}
+        names = {each.name for each in fields(self) if each.compare}
         if not recorded.values:
             return self
         if not recorded.values.keys() <= names:

@@ -104,12 +104,12 @@ class Eagle3Family:
         Raises UnsupportedError for a draft of another architecture or of several layers, and what
         a model's config.json raises.
         """
-        found = config.get("architectures")
-        if not isinstance(found, list) or not set(found) & set(ARCHITECTURES):
+        architectures = config.get("architectures")
+        if not isinstance(architectures, list) or not set(architectures) & set(ARCHITECTURES):
             raise UnsupportedError(
                 "This is no EAGLE-3 draft that the runtime computes",
                 expected=f"architectures {' or '.join(ARCHITECTURES)} in config.json",
-                found=repr(found)[:100],
+                found=repr(architectures)[:100],
                 todo="Drafts with Llama's attention run in vLLM and SGLang",
             )
         if config.get("num_hidden_layers", 1) != 1:
@@ -174,10 +174,10 @@ class Eagle3Family:
     @cached_property
     def draft_vocab(self) -> int:
         """Rows of the draft's own head."""
-        own = self.fields.without_nulls().whole("draft_vocab_size", self.vocab)
-        if own > self.vocab:
+        size = self.fields.without_nulls().whole("draft_vocab_size", self.vocab)
+        if size > self.vocab:
             raise self.fields.unusable("draft_vocab_size", f"at most vocab_size {self.vocab}")
-        return own
+        return size
 
     @property
     def target_hidden(self) -> int:
@@ -197,8 +197,8 @@ class Eagle3Family:
     @property
     def fc_norms(self) -> tuple[str, ...]:
         """Norms of the tapped states, one each; none where they are joined as they are."""
-        wanted = self._flag("fc_norm") or self._flag("use_aux_norm")  # as SGLang knows it too
-        return tuple(f"fc_norm.{tap}" for tap in range(self.tap_count)) if wanted else ()
+        has_norms = self._flag("fc_norm") or self._flag("use_aux_norm")  # as SGLang knows it too
+        return tuple(f"fc_norm.{tap}" for tap in range(self.tap_count)) if has_norms else ()
 
     def _flag(self, key: str) -> bool:
         return self.fields.without_nulls().flag(key, False)

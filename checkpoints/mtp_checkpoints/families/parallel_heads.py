@@ -62,18 +62,18 @@ class HeadsLayout:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor but those of layers, which are the target's."""
-        found: dict[str, tuple[int, ...]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for head in range(self.heads):
             for block in range(self.blocks):
                 for name, shape in self._matrices(f"blocks.{head}.layers.{block}").items():
-                    found[f"{name}.weight"] = shape
+                    shapes[f"{name}.weight"] = shape
                     if self.biases:
-                        found[f"{name}.bias"] = shape[:1]
+                        shapes[f"{name}.bias"] = shape[:1]
             if self.own_projections:
-                found[f"lm_heads.{head}.weight"] = (self.vocab, self.hidden)
+                shapes[f"lm_heads.{head}.weight"] = (self.vocab, self.hidden)
         if self.stored_projection:
-            found["lm_head.weight"] = (self.vocab, self.hidden)
-        return found
+            shapes["lm_head.weight"] = (self.vocab, self.hidden)
+        return shapes
 
     def _matrices(self, block: str) -> dict[str, tuple[int, int]]:
         if not self.inner:
@@ -134,7 +134,7 @@ def released_name(name: str, config: Mapping[str, Any]) -> str:
 def implied_config(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json with what a layout implies that leaves it out: Medusa's blocks have
     biases, vLLM's have none."""
-    old = any((found := _MEDUSA.fullmatch(name)) and found[3] for name in names)
+    old = any((match := _MEDUSA.fullmatch(name)) and match[3] for name in names)
     return {"medusa_fc_bias": old, **config}
 
 
@@ -147,8 +147,8 @@ def layout_of(
     config.json.
     """
     fields = Fields(config).without_nulls()
-    layers = {int(found[1]) for name in shapes if (found := _EXTRA.match(name))}
-    ffn = {(int(found[1]), int(found[2])) for name in shapes if (found := _BLOCK.fullmatch(name))}
+    layers = {int(match[1]) for name in shapes if (match := _EXTRA.match(name))}
+    ffn = {(int(match[1]), int(match[2])) for name in shapes if (match := _BLOCK.fullmatch(name))}
     if bool(layers) == bool(ffn):
         raise InvalidInputError(
             "There are no parallel heads in this draft" if not ffn else "Heads of two kinds",
@@ -213,8 +213,8 @@ def _check_count(fields: Fields, heads: int) -> None:
             )
 
 
-def _refuse_gaps(wanted: Iterable[int], found: set[int], what: str) -> None:
-    lost = sorted(set(wanted) - found)
+def _refuse_gaps(numbers: Iterable[int], present: set[int], what: str) -> None:
+    lost = sorted(set(numbers) - present)
     if lost:
         raise InvalidInputError(
             f"Head {lost[0]} of the draft is missing",
@@ -226,13 +226,13 @@ def _refuse_gaps(wanted: Iterable[int], found: set[int], what: str) -> None:
 
 def _compare(shapes: Mapping[str, tuple[int, ...]], layout: HeadsLayout) -> None:
     """Refuse tensors that are missing, of another shape, or not of the layout."""
-    wanted = layout.shapes()
-    for name in (*wanted, *shapes):
-        if shapes.get(name) != wanted.get(name):
+    promised = layout.shapes()
+    for name in (*promised, *shapes):
+        if shapes.get(name) != promised.get(name):
             bias = name.endswith(".bias")
             raise InvalidInputError(
                 f"Tensor {name} of the parallel heads is not as the others ask for",
-                expected=list(wanted[name]) if name in wanted else "no such tensor",
+                expected=list(promised[name]) if name in promised else "no such tensor",
                 found=list(shapes[name]) if name in shapes else "no such tensor",
                 todo="vLLM would not notice a missing bias" if bias else "Get the draft again",
             )

@@ -173,8 +173,8 @@ class ModelSpec:
     def parts(self) -> tuple[Attention | FeedForward, ...]:
         """Attentions and feed-forwards of all layers, equal ones once."""
         layers = self.every_layer
-        found = (part for layer in layers for part in (layer.attention, layer.feed_forward))
-        return tuple(dict.fromkeys(found))
+        parts = (part for layer in layers for part in (layer.attention, layer.feed_forward))
+        return tuple(dict.fromkeys(parts))
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorSpec]:
@@ -209,13 +209,13 @@ class ModelSpec:
         """Module names as engines' quantization configs refer to them."""
         of_parts = [type(layer.attention).patterns for layer in self.every_layer]
         kinds = list({id(patterns): patterns for patterns in of_parts}.values())
-        linears = _LINEARS | {r: module for one in kinds for r, module in one.linears.items()}
-        others = (pattern for one in kinds for pattern in one.other_matrices)
+        linears = _LINEARS | {r: module for kind in kinds for r, module in kind.linears.items()}
+        others = (pattern for kind in kinds for pattern in kind.other_matrices)
         return ModulePatterns(
             linears={role: linears[role] for role in Role if role in linears},
             other_matrices=(*_OTHER_MATRICES, *dict.fromkeys(others)),
-            fused=_FUSED | {parts: names for one in kinds for parts, names in one.fused.items()},
-            absorbed=tuple(dict.fromkeys(name for one in kinds for name in one.absorbed)),
+            fused=_FUSED | {parts: names for kind in kinds for parts, names in kind.fused.items()},
+            absorbed=tuple(dict.fromkeys(name for kind in kinds for name in kind.absorbed)),
             mtp_names=self.mtp_names,
         )
 

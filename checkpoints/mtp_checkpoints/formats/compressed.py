@@ -50,8 +50,8 @@ class WeightsEntry:
 
     def has_numbers(self, layout: str, *, kind: str, bits: int, strategy: str) -> bool:
         """Return whether the weights are such numbers, whatever the size of a group or a block."""
-        own = (self.layout, self.kind, self.bits, self.strategy)
-        return own == (layout, kind, bits, strategy)
+        described = (self.layout, self.kind, self.bits, self.strategy)
+        return described == (layout, kind, bits, strategy)
 
 
 def group(

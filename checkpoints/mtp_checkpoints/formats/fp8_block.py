@@ -50,8 +50,8 @@ class Fp8Block(KernelFormat):
 
     @classmethod
     def of_entry(cls, entry: WeightsEntry) -> Fp8Block | None:
-        own = entry.has_numbers("float-quantized", kind="float", bits=8, strategy="block")
-        return cls(COMPRESSED_SCALE, SCALE_DTYPES) if own and entry.block == _BLOCKS else None
+        fits = entry.has_numbers("float-quantized", kind="float", bits=8, strategy="block")
+        return cls(COMPRESSED_SCALE, SCALE_DTYPES) if fits and entry.block == _BLOCKS else None
 
     def group(self, *, activations_fp8: bool) -> dict[str, Any]:
         weights = numbers(8, "float", "block") | {"block_structure": list(_BLOCKS)}

@@ -33,8 +33,8 @@ class Fp8Channel(KernelFormat):
 
     @classmethod
     def of_entry(cls, entry: WeightsEntry) -> Fp8Channel | None:
-        own = entry.has_numbers(_LAYOUT, kind="float", bits=8, strategy="channel")
-        return cls() if own else None
+        fits = entry.has_numbers(_LAYOUT, kind="float", bits=8, strategy="channel")
+        return cls() if fits else None
 
     def group(self, *, activations_fp8: bool) -> dict[str, Any]:
         activations = numbers(8, "float", "token", dynamic=True)

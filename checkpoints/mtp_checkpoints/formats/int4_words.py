@@ -104,7 +104,7 @@ class Int4Words(ReadOnlyFormat):
         tensors = (source.whole_codes, *source.others)
         columns = len(tensors[0]) * self.columns_per_word
         places = self.places(range(start, stop), range(columns), (stop, columns))
-        return self.encoded([_part(one, at) for one, at in zip(tensors, places, strict=True)])
+        return self.encoded([_part(tensor, at) for tensor, at in zip(tensors, places, strict=True)])
 
     def decode(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         factors = scale.float()
@@ -121,8 +121,8 @@ def _divided(part: range, size: int) -> range:
 
 def _part(tensor: torch.Tensor, place: Place) -> torch.Tensor:
     rows, columns = place
-    found = tensor[rows.start : rows.stop]
-    return found if columns is None else found[:, columns.start : columns.stop]
+    part = tensor[rows.start : rows.stop]
+    return part if columns is None else part[:, columns.start : columns.stop]
 
 
 def unpacked_rows(words: torch.Tensor) -> torch.Tensor:

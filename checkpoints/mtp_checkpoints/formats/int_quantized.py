@@ -31,8 +31,8 @@ class Int8Unpacked(ReadOnlyFormat):
 
     @classmethod
     def of_entry(cls, entry: WeightsEntry) -> Int8Unpacked | None:
-        own = entry.has_numbers(_LAYOUT, kind="int", bits=8, strategy="channel")
-        return cls() if own else None
+        fits = entry.has_numbers(_LAYOUT, kind="int", bits=8, strategy="channel")
+        return cls() if fits else None
 
     def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[OutputTensor, ...]:
         module = name.removesuffix(".weight")

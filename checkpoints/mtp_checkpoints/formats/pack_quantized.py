@@ -74,8 +74,8 @@ class Int8Channel(_PackQuantized):
 
     @classmethod
     def of_entry(cls, entry: WeightsEntry) -> Int8Channel | None:
-        own = entry.has_numbers(_LAYOUT, kind="int", bits=8, strategy="channel")
-        return cls() if own else None
+        fits = entry.has_numbers(_LAYOUT, kind="int", bits=8, strategy="channel")
+        return cls() if fits else None
 
     def group(self, *, activations_fp8: bool) -> dict[str, Any]:
         weights = numbers(8, "int", "channel") | {"group_size": None, "actorder": None}
@@ -118,8 +118,8 @@ class Int4Group(_PackQuantized):
     @classmethod
     def of_entry(cls, entry: WeightsEntry) -> Int4Group | None:
         size = entry.group_size
-        own = entry.has_numbers(_LAYOUT, kind="int", bits=4, strategy="group")
-        return cls(size) if own and size in GROUP_SIZES else None
+        fits = entry.has_numbers(_LAYOUT, kind="int", bits=4, strategy="group")
+        return cls(size) if fits and size in GROUP_SIZES else None
 
     def group(self, *, activations_fp8: bool) -> dict[str, Any]:
         weights = numbers(4, "int", "group") | {"group_size": self.group_size, "actorder": None}

@@ -293,8 +293,8 @@ class HubClient:
 
     def _headers(self, url: str) -> dict[str, str]:
         """Return the headers of a request; the token goes to the Hub alone."""
-        own = urlsplit(url)[:2] == urlsplit(self.endpoint)[:2]
-        token = build_hf_headers() if own else {}
+        to_hub = urlsplit(url)[:2] == urlsplit(self.endpoint)[:2]
+        token = build_hf_headers() if to_hub else {}
         return token | _user_agent() | {"Accept-Encoding": "identity"}
 
     def patiently(self, request: Callable[[], T], where: Address) -> T:
@@ -340,9 +340,9 @@ def _check_range(
     response: httpx2.Response, span: range, *, size_bytes: int, where: Address
 ) -> None:
     """Refuse an answer that is not exactly the span: its bytes would be taken for others."""
-    wanted = f"bytes {span.start}-{span.stop - 1}/{size_bytes}"
+    expected = f"bytes {span.start}-{span.stop - 1}/{size_bytes}"
     status, headers = response.status_code, response.headers
     coding = headers.get("content-encoding", "identity")
-    if (status, headers.get("content-range"), coding) != (206, wanted, "identity"):
+    if (status, headers.get("content-range"), coding) != (206, expected, "identity"):
         found = f"{status}, {headers.get('content-range', 'no Content-Range')}, {coding}"
-        raise of.OTHER_BYTES.at(where, found, expected=f"206, {wanted}, identity")
+        raise of.OTHER_BYTES.at(where, found, expected=f"206, {expected}, identity")

@@ -91,8 +91,8 @@ class LocalFolder:
     @cached_property
     def _homes(self) -> tuple[Path, ...]:
         """Folders below which the files may lie."""
-        own = Path(os.path.realpath(self.path))
-        return (own, *_hub_blobs(own))
+        real = Path(os.path.realpath(self.path))
+        return (real, *_hub_blobs(real))
 
 
 def _hub_blobs(folder: Path) -> tuple[Path, ...]:
@@ -222,9 +222,9 @@ class OpenLocalFile:
 
     def _fill(self, file: FileIO, buffer: memoryview, span: range, unit: int = 1) -> None:
         """Read the bytes of a span into a buffer; lengths of reads are multiples of a unit."""
-        wanted, done = len(span), 0
-        room = -(-wanted // unit) * unit
-        while done < wanted:
+        size, done = len(span), 0
+        room = -(-size // unit) * unit
+        while done < size:
             count = os.preadv(file.fileno(), [buffer[done:room]], span.start + done)
             done += count
             if not count:

@@ -112,7 +112,7 @@ class ObjectFile:
         """Yield the bytes of a span as they come (AttemptFailed)."""
         import obstore
 
-        wanted = (self.size_bytes, (span.start, span.stop))
+        asked = (self.size_bytes, (span.start, span.stop))
         left = len(span)
         with _attempt(self.path):
             answer = obstore.get(
@@ -122,10 +122,10 @@ class ObjectFile:
             )
             if _etag(answer.meta) != self.version:  # a store that takes no conditions
                 raise of.OBJECT_CHANGED.at(self.path, "an object with another one")
-            found = (answer.meta["size"], answer.range)
-            if found != wanted:
-                expected = f"size and range {wanted}"
-                raise of.STORE_IS_UNUSABLE.at(self.path, str(found), expected=expected)
+            answered = (answer.meta["size"], answer.range)
+            if answered != asked:
+                expected = f"size and range {asked}"
+                raise of.STORE_IS_UNUSABLE.at(self.path, str(answered), expected=expected)
             for chunk in answer.stream(_CHUNK_BYTES):
                 yield chunk
                 left -= len(chunk)

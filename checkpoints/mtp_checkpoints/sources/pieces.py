@@ -67,12 +67,12 @@ def plan_pieces(jobs: Mapping[str, Sequence[Extent]]) -> tuple[Piece, ...]:
             if extent.start < extent.end:
                 by_file.setdefault(extent.file, []).append(_Use(extent, job, order))
             order += 1
-    found: list[tuple[int, Piece]] = []
+    ordered: list[tuple[int, Piece]] = []
     for file, uses in by_file.items():
         for run in _runs(sorted(uses, key=lambda use: use.extent.start)):
-            found += _cut(file, run)
-    found.sort(key=lambda entry: (entry[0], entry[1].start))
-    return tuple(piece for _, piece in found)
+            ordered += _cut(file, run)
+    ordered.sort(key=lambda entry: (entry[0], entry[1].start))
+    return tuple(piece for _, piece in ordered)
 
 
 def _runs(uses: Sequence[_Use]) -> list[list[_Use]]:

@@ -156,9 +156,9 @@ class Staging:
         stopping: threading.Event,
     ) -> None:
         self._folder, self._stopping = folder, stopping
-        wanted = [piece for piece in pieces if not piece.jobs.isdisjoint(jobs)]
-        self._staged = {piece.key: _Staged(piece, set(piece.jobs & set(jobs))) for piece in wanted}
-        self._by_file = _by_file(wanted)
+        needed = [piece for piece in pieces if not piece.jobs.isdisjoint(jobs)]
+        self._staged = {piece.key: _Staged(piece, set(piece.jobs & set(jobs))) for piece in needed}
+        self._by_file = _by_file(needed)
         self._whole = {
             job: {file: WholeFile(file, self._by_file[file][1]) for file in whole.get(job, ())}
             for job in jobs
@@ -221,9 +221,11 @@ class Staging:
     def pieces_of(self, file: RemoteFile, start: int, end: int) -> list[Piece]:
         """Return the pieces that hold bytes [start, end) of a file, which are all wanted ones."""
         starts, pieces = self._by_file[file]
-        found = pieces[max(bisect_right(starts, start) - 1, 0) : bisect_right(starts, end - 1)]
-        assert found and found[0].start <= start and found[-1].end >= end, f"{file.path}: {start}"
-        return found
+        touched = pieces[max(bisect_right(starts, start) - 1, 0) : bisect_right(starts, end - 1)]
+        assert touched and touched[0].start <= start and touched[-1].end >= end, (
+            f"{file.path}: {start}"
+        )
+        return touched
 
     def path_of(self, piece: Piece) -> Path:
         """Return the file of a piece once it is there; one that nobody fetches yet comes next."""

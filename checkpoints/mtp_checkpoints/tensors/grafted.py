@@ -81,8 +81,8 @@ class GraftedCheckpoint(Checkpoint):
     def origin(self) -> Mapping[str, Any]:
         host, donor, _ = self._sides
         return {
-            part: {**one.origin, "config_sha256": one.config_sha256}
-            for part, one in ((MAIN, host), (MTP, donor))
+            part: {**side.origin, "config_sha256": side.config_sha256}
+            for part, side in ((MAIN, host), (MTP, donor))
         }
 
     @property
@@ -92,11 +92,11 @@ class GraftedCheckpoint(Checkpoint):
 
     def shard_name(self, shard: ShardHeader) -> str:
         host, donor, _ = self._sides
-        part, one = (MAIN, host) if shard in host.shards else (MTP, donor)
-        return f"{part}/{one.shard_name(shard)}"
+        part, side = (MAIN, host) if shard in host.shards else (MTP, donor)
+        return f"{part}/{side.shard_name(shard)}"
 
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:
         host, _, moved = self._sides
-        kept = {name: one for name, one in host.tensors.items() if name not in self.replaced}
+        kept = {name: tensor for name, tensor in host.tensors.items() if name not in self.replaced}
         return {**kept, **moved}

@@ -62,13 +62,13 @@ def read_manifest(bundle: Path) -> dict[str, Any]:
             todo="Name the output folder of a run; the same command finishes an interrupted one",
         )
     content = read_json_object(path)
-    found = (content.get("format"), content.get("format_version"))
-    if found != (FORMAT, FORMAT_VERSION):
+    version = (content.get("format"), content.get("format_version"))
+    if version != (FORMAT, FORMAT_VERSION):
         raise InvalidInputError(
             "The manifest is in a format that this version does not read",
             where=path,
             expected=f"{FORMAT}, version {FORMAT_VERSION}",
-            found=f"{found[0]}, version {found[1]}",
+            found=f"{version[0]}, version {version[1]}",
             todo="Use the version of mtp-export that wrote it, or export again",
         )
     _check_kinds(path, content, shape=_SHAPE, names=())

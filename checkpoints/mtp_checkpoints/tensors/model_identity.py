@@ -79,8 +79,8 @@ def _samples(tensors: Iterable[TensorInfo]) -> dict[str, bytes]:
     """Return the bytes in the middle of tensors, by name: a remote source's are read file by file
     on several threads, since each takes a request."""
     in_files = sorted(tensors, key=lambda tensor: (str(tensor.path), tensor.offset_bytes))
-    files = [list(own) for _, own in groupby(in_files, key=lambda tensor: str(tensor.path))]
-    remote = any(isinstance(own[0].file, RemoteFile) for own in files)
+    files = [list(in_file) for _, in_file in groupby(in_files, key=lambda tensor: str(tensor.path))]
+    remote = any(isinstance(in_file[0].file, RemoteFile) for in_file in files)
     with ThreadPoolExecutor(READERS if remote else 1) as pool:
         return dict(chain.from_iterable(pool.map(_samples_of_file, files)))
 

@@ -64,7 +64,9 @@ class Checkpoint(Opened):
     def of_tensors(self, names: Collection[str]) -> Self:
         """Return the checkpoint as if it held some of its tensors alone."""
         kept = (
-            replace(shard, tensors=tuple(one for one in shard.tensors if one.name in names))
+            replace(
+                shard, tensors=tuple(tensor for tensor in shard.tensors if tensor.name in names)
+            )
             for shard in self.shards
         )
         return replace(self, shards=tuple(shard for shard in kept if shard.tensors))
@@ -110,5 +112,5 @@ def _with_modelopt(config: dict[str, Any], source: ByteSource) -> dict[str, Any]
     in a file of its own: engines read that only where config.json has none."""
     if config.get(QUANTIZATION) or _MODELOPT_FILE not in source.names():
         return config
-    found = parsed_json_object(source.path / _MODELOPT_FILE, source.read(_MODELOPT_FILE))
-    return {**config, QUANTIZATION: {"quant_method": "modelopt", **found}}
+    quantization = parsed_json_object(source.path / _MODELOPT_FILE, source.read(_MODELOPT_FILE))
+    return {**config, QUANTIZATION: {"quant_method": "modelopt", **quantization}}

@@ -40,7 +40,7 @@ class Rounding:
 
     def add(self, copy: EncodedWeight, original: EncodedWeight) -> None:
         """Add a piece of both."""
-        ours, theirs = (one.dequantize() for one in (copy, original))
+        ours, theirs = (weight.dequantize() for weight in (copy, original))
         if copy.scale is None and original.scale is None:
             self.uncast += _unequal(ours, theirs.to(copy.codes.dtype))
             self.unrecast += _unequal(theirs, ours.to(original.codes.dtype))
@@ -203,13 +203,13 @@ def weights_on_disk(stored: StoredModel, tensors: Mapping[str, TensorInfo]) -> l
 
     Check files names the others.
     """
-    found = []
-    for one in stored.weights.values():
-        infos = [tensors.get(tensor.name) for tensor in one.tensors]
+    on_disk = []
+    for weight in stored.weights.values():
+        infos = [tensors.get(tensor.name) for tensor in weight.tensors]
         fits = all(
             info is not None and info.dtype in spec.dtypes and info.shape == spec.shape
-            for info, spec in zip(infos, one.tensors, strict=True)
+            for info, spec in zip(infos, weight.tensors, strict=True)
         )
         if fits:
-            found.append(WeightOnDisk(one, tuple(info for info in infos if info is not None)))
-    return found
+            on_disk.append(WeightOnDisk(weight, tuple(info for info in infos if info is not None)))
+    return on_disk

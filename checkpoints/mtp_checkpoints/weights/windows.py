@@ -133,16 +133,16 @@ def _placed(
     if len(tensor.shape) != 2:
         return read(tensor, spans[0].read, None)
     rows, columns = spans[::-1] if transposed else spans
-    found = read(tensor, rows.read, columns.read)
+    part = read(tensor, rows.read, columns.read)
     edges = (columns.before, columns.behind, rows.before, rows.behind)
     if not any(edges):
-        return found
+        return part
     import torch
 
     # Not every dtype can be padded, but every one has bytes.
-    size = found.element_size()
-    wide = found.contiguous().view(torch.uint8)
-    return pad(wide, (size * edges[0], size * edges[1], *edges[2:])).view(found.dtype)
+    size = part.element_size()
+    wide = part.contiguous().view(torch.uint8)
+    return pad(wide, (size * edges[0], size * edges[1], *edges[2:])).view(part.dtype)
 
 
 def _whole(tensor: TensorInfo, read: Read) -> torch.Tensor:

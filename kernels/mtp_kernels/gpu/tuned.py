@@ -32,10 +32,10 @@ def read(gpu: Gpu, kernel: str) -> Tables:
     except OSError:
         return {}
     try:
-        found = json.loads(text)["tables"].get(kernel, {})
+        table = json.loads(text)["tables"].get(kernel, {})
         return {
             str(kind): [{str(k): int(v) for k, v in row.items()} for row in rows]
-            for kind, rows in found.items()
+            for kind, rows in table.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise damaged(path, repr(error)) from error

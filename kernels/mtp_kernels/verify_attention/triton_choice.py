@@ -36,8 +36,8 @@ def launch_for(gpu: Gpu, dtype: torch.dtype, kv_dtype: torch.dtype, rows: int) -
 @cache
 def tiles_for(gpu: Gpu, kind: str) -> tuple[Launch, ...]:
     """Return the tiles of a kind of product, by ascending rows."""
-    if own := _tuned(gpu).get(kind):
-        return own
+    if tuned := _tuned(gpu).get(kind):
+        return tuned
     known = listed(gpu.capability, gpu.triton)
     if known is None:
         return _nearest(gpu, kind)

@@ -45,7 +45,7 @@ class Eagle3Drafter(ModuleDrafter):
     def _fed(self, passes: Sequence[Pass]) -> Sequence[torch.Tensor]:
         taps = [p.taps for p in passes if p.taps is not None]
         assert len(taps) == len(passes), "the target is tapped for its draft"
-        return torch.split(self._eagle3.combined(torch.cat(taps)), [len(one) for one in taps])
+        return torch.split(self._eagle3.combined(torch.cat(taps)), [len(tap) for tap in taps])
 
 
 def read_eagle3(folder: Path, loaded: Loaded) -> TargetDraft:
@@ -75,14 +75,14 @@ def toy(parts: DrafterParts) -> Eagle3Drafter:
 
 
 def _check_target(draft: DraftFolder, family: Eagle3Family, target: Model) -> None:
-    own = (family.vocab, family.target_hidden)
-    wanted = (target.config.vocab, target.config.hidden)
-    if own != wanted:
+    sizes = (family.vocab, family.target_hidden)
+    target_sizes = (target.config.vocab, target.config.hidden)
+    if sizes != target_sizes:
         raise InvalidInputError(
             "The draft was made for another target",
             where=draft.path,
-            expected=f"vocab_size {wanted[0]} and target_hidden_size {wanted[1]}",
-            found=f"{own[0]} and {own[1]}",
+            expected=f"vocab_size {target_sizes[0]} and target_hidden_size {target_sizes[1]}",
+            found=f"{sizes[0]} and {sizes[1]}",
         )
 
 
@@ -96,17 +96,17 @@ def _variants(
         for shift in (0, -1, 1)
         if all(tap + shift in states for tap in taps)
     }
-    head, wanted = module.head, texts.choices[texts.everywhere.rows + 1]
-    before = token_scores(head, head.normed(outputs[0]), wanted)
+    head, chosen = module.head, texts.choices[texts.everywhere.rows + 1]
+    before = token_scores(head, head.normed(outputs[0]), chosen)
     for shift in outputs.keys() - {0}:
-        scores = token_scores(head, head.normed(outputs[shift]), wanted)
+        scores = token_scores(head, head.normed(outputs[shift]), chosen)
         moved = tuple(tap + shift for tap in taps)
         change = f"the inputs of layers {moved} are tapped, not of {taps}"
         yield ScoredVariant("taps", change, _TAPS_OFF_BY_ONE, scores, before)
     if isinstance(head, ReducedHead):
         for shift, change in ((-1, "d2t is one lower"), (1, "d2t is one higher")):
             other = replace(head, tokens=(head.tokens + shift) % head.vocab)
-            scores = token_scores(other, other.normed(outputs[0]), wanted)
+            scores = token_scores(other, other.normed(outputs[0]), chosen)
             yield ScoredVariant("d2t", change, _D2T_SHIFTED, scores, before)
 
 

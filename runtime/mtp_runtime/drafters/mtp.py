@@ -63,11 +63,11 @@ class ModuleDrafter(ChainDrafter):
         rows = [_known_rows(p.request, 0, p.start, hidden) for p, hidden in fed]
         for depth, module in enumerate(self._modules):
             following: list[Rows] = []
-            for own, out in zip(rows, self._run(depth, rows), strict=True):
-                last = self._last_outputs(own.request)
+            for part, out in zip(rows, self._run(depth, rows), strict=True):
+                last = self._last_outputs(part.request)
                 if depth + 1 < len(self._modules):
                     following.append(
-                        _rows_behind(module, depth, rows=own, before=last[depth], out=out)
+                        _rows_behind(module, depth, rows=part, before=last[depth], out=out)
                     )
                 if len(out):
                     last[depth] = out[-1]
@@ -160,13 +160,13 @@ class ModuleDrafter(ChainDrafter):
 
     def _run(self, depth: int, rows: Sequence[Rows]) -> list[torch.Tensor]:
         """Run the module of a depth; returns its output [rows, d] before the norm for each."""
-        own = [part for part in rows if len(part.hidden)]
-        if not own:
+        filled = [part for part in rows if len(part.hidden)]
+        if not filled:
             return [part.hidden for part in rows]
-        sequences, spans = [part.request.cached for part in own], [part.span for part in own]
+        sequences, spans = [part.request.cached for part in filled], [part.span for part in filled]
         layout = lay_out(self._pages, sequences, spans, self._device)
-        tokens = torch.tensor([t for part in own for t in part.tokens], device=self._device)
-        hidden = torch.cat([part.hidden for part in own])
+        tokens = torch.tensor([t for part in filled for t in part.tokens], device=self._device)
+        hidden = torch.cat([part.hidden for part in filled])
         cache = self._caches[min(depth, len(self._modules) - 1)]
         out = self._module(depth)(tokens, hidden, cache, layout)
         return list(torch.split(out, [len(part.hidden) for part in rows]))

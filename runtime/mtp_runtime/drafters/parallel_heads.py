@@ -158,12 +158,12 @@ def _bodies(
 
 
 def _head_scores(
-    heads: FfnHeads | LayerHeads, bodies: torch.Tensor, wanted: torch.Tensor
+    heads: FfnHeads | LayerHeads, bodies: torch.Tensor, chosen: torch.Tensor
 ) -> torch.Tensor:
     """Return the log-probability [k, A] of a token [A] by every head."""
-    found = []
-    parts = zip(torch.split(bodies, _ROWS, dim=1), torch.split(wanted, _ROWS), strict=True)
+    scores = []
+    parts = zip(torch.split(bodies, _ROWS, dim=1), torch.split(chosen, _ROWS), strict=True)
     for part, tokens in parts:
         ids = tokens.to(part.device)[None, :, None].expand(len(heads), -1, 1)
-        found.append(heads.logits(part).log_softmax(dim=-1).gather(2, ids)[..., 0].cpu())
-    return torch.cat(found, dim=1).clamp(min=WORST_SCORE)
+        scores.append(heads.logits(part).log_softmax(dim=-1).gather(2, ids)[..., 0].cpu())
+    return torch.cat(scores, dim=1).clamp(min=WORST_SCORE)

@@ -91,7 +91,7 @@ class Gqa(Attention):
         values [T, h, n]."""
         query, key, value = self.project(x, cos_sin)
         each = self.sizes.heads // self.sizes.kv_heads
-        key, value = (one.repeat_interleave(each, dim=1) for one in (key, value))
+        key, value = (tensor.repeat_interleave(each, dim=1) for tensor in (key, value))
         return query * self.scale, key, value
 
 

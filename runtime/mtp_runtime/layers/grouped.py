@@ -29,16 +29,16 @@ class GroupedWeight:
     @classmethod
     def of(cls, weights: Sequence[Weight]) -> GroupedWeight | None:
         """Copy weights together; None for those that are not stored alike, or are trained."""
-        found = [weight for weight in weights if isinstance(weight, EncodedWeight)]
-        kinds = {(weight.format, weight.codes.dtype, weight.scale is None) for weight in found}
-        if len(found) < len(weights) or len(kinds) > 1:
+        encoded = [weight for weight in weights if isinstance(weight, EncodedWeight)]
+        kinds = {(weight.format, weight.codes.dtype, weight.scale is None) for weight in encoded}
+        if len(encoded) < len(weights) or len(kinds) > 1:
             return None
-        one = found[0]
-        if one.codes.requires_grad or not _is_known(one):
+        first = encoded[0]
+        if first.codes.requires_grad or not _is_known(first):
             return None
-        codes = torch.stack([weight.codes for weight in found])
-        scales = [weight.scale for weight in found if weight.scale is not None]
-        return cls(replace(one, codes=codes, scale=torch.stack(scales) if scales else None))
+        codes = torch.stack([weight.codes for weight in encoded])
+        scales = [weight.scale for weight in encoded if weight.scale is not None]
+        return cls(replace(first, codes=codes, scale=torch.stack(scales) if scales else None))
 
     @property
     def stored(self) -> StoredWeight:

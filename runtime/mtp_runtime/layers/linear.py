@@ -60,10 +60,10 @@ class Windowed:
     columns: slice
 
     @classmethod
-    def of(cls, found: EncodedWindow) -> Weight:
+    def of(cls, read: EncodedWindow) -> Weight:
         """Return the weight of a window; where it is all that was read, without a frame."""
-        frame, (rows, columns) = found.encoded, found.window
-        if found.window.shape == frame.shape:
+        frame, (rows, columns) = read.encoded, read.window
+        if read.window.shape == frame.shape:
             return frame
         return cls(frame, slice(rows.start, rows.stop), slice(columns.start, columns.stop))
 

@@ -72,15 +72,17 @@ class Indexer:
         for request, length in enumerate(lengths):
             pages = layout.page_table[request, : -(-length // cache.shape[1])].long()
             offsets = torch.arange(cache.shape[1], device=pages.device)
-            own = (pages[:, None] * cache.shape[1] + offsets).flatten()[:length]  # slots [t]
-            keys = cache.flatten(0, 1)[own].float()
+            request_slots = (pages[:, None] * cache.shape[1] + offsets).flatten()[
+                :length
+            ]  # slots [t]
+            keys = cache.flatten(0, 1)[request_slots].float()
             step = max(1, _MAX_SCORES // (queries.shape[1] * length))
             for start in range(ends[request], ends[request + 1], step):
                 rows = slice(start, min(start + step, ends[request + 1]))
                 scores = torch.einsum("shn,tn->sht", queries[rows], keys).relu_()
                 scores = torch.einsum("sht,sh->st", scores, weights[rows])
                 best = self._best(scores, layout.positions[rows])
-                slots[rows, : best.shape[1]] = own[best].int()
+                slots[rows, : best.shape[1]] = request_slots[best].int()
         return Choice(slots, (layout.positions + 1).clamp(max=self.topk).int())
 
     def _best(self, scores: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

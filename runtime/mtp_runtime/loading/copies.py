@@ -35,8 +35,8 @@ def is_copy(copy: WeightOnDisk, original: WeightOnDisk, readers: Executor, group
 
 def own_pieces(weight: WeightOnDisk, split: Split) -> Iterator[tuple[int, int]]:
     """Yield the pieces of a weight that a rank compares, of whole blocks."""
-    own = split.part(-(-weight.rows // BLOCK))
-    stop = min(own.stop * BLOCK, weight.rows)
+    blocks = split.part(-(-weight.rows // BLOCK))
+    stop = min(blocks.stop * BLOCK, weight.rows)
     step = weight.piece_rows(PIECE_ELEMENTS)
-    for start in range(own.start * BLOCK, stop, step):
+    for start in range(blocks.start * BLOCK, stop, step):
         yield start, min(start + step, stop)

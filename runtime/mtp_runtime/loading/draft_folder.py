@@ -105,7 +105,7 @@ def _output(name: str, tensor: torch.Tensor) -> OutputTensor:
 def _of_pickle(path: Path) -> dict[str, torch.Tensor]:
     """Read a pickled file of tensors, and nothing else that it may hold."""
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True)
     except UNREADABLE as error:
         raise InvalidInputError(
             "A file of tensors cannot be read, or holds more than tensors",
@@ -113,10 +113,11 @@ def _of_pickle(path: Path) -> dict[str, torch.Tensor]:
             found=str(error).partition("\n")[0][:200],
             todo="Do not trust this file; get the draft as safetensors",
         ) from error
-    if not isinstance(found, dict) or not all(
-        isinstance(name, str) and isinstance(one, torch.Tensor) for name, one in found.items()
+    if not isinstance(content, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, torch.Tensor)
+        for name, tensor in content.items()
     ):
         raise InvalidInputError(
             "A file of heads holds something else", where=path, expected="tensors by name"
         )
-    return found
+    return content

@@ -26,8 +26,8 @@ class ModelFolder:
     checkpoint: Checkpoint
     stored: StoredModel
 
-    def has(self, one: StoredWeight) -> bool:
-        return one.tensors[0].name in self.checkpoint.tensors
+    def has(self, weight: StoredWeight) -> bool:
+        return weight.tensors[0].name in self.checkpoint.tensors
 
     def check(self) -> None:
         """Refuse a folder that differs from its promise (InvalidInputError)."""
@@ -62,12 +62,12 @@ def open_folders(path: Path, mtp: Path | None = None) -> list[ModelFolder]:
 def _apart(main: Checkpoint, mtp: Checkpoint) -> list[ModelFolder]:
     """Return the main part of one checkpoint and the MTP part of another."""
     spec = family_of(main.config)
-    own = main.of_tensors([name for name in main.tensors if spec.mtp_layer_of(name) is None])
+    main_part = main.of_tensors([name for name in main.tensors if spec.mtp_layer_of(name) is None])
     target = likely_target(mtp.config, mtp.tensors.keys(), len(spec.layers))
     if target.name == RELEASED:
         mtp = mtp.of_tensors([name for name in mtp.tensors if spec.mtp_layer_of(name) is not None])
     stored = stored_model(as_engines_take(main.config, main.tensors)).main
-    return [ModelFolder(own, stored), _draft(mtp, main, target)]
+    return [ModelFolder(main_part, stored), _draft(mtp, main, target)]
 
 
 def _whole(checkpoint: Checkpoint) -> ModelFolder:
@@ -83,14 +83,14 @@ def _draft(mtp: Checkpoint, main: Checkpoint, target: Target) -> ModelFolder:
     specs = family_of(main.config).tensors.values()
     layers = {spec.name: spec.shape for spec in specs if spec.mtp_layer is not None}
     stored = target.stored_draft(mtp.config, main.config["num_hidden_layers"])
-    own = {name: one.weight.shape for name, one in stored.weights.items()}
-    unlike = [name for name in {**layers, **own} if layers.get(name) != own.get(name)]
+    described = {name: weight.weight.shape for name, weight in stored.weights.items()}
+    unlike = [name for name in {**layers, **described} if layers.get(name) != described.get(name)]
     if unlike:
         raise InvalidInputError(
             "The MTP folder's config describes other MTP layers than the main model's",
             where=mtp.folder / CONFIG_NAME,
             expected=f"{unlike[0]} {_shape(layers.get(unlike[0]))}",
-            found=_shape(own.get(unlike[0])),
+            found=_shape(described.get(unlike[0])),
             todo="Export both parts from one checkpoint",
         )
     return ModelFolder(mtp, stored)

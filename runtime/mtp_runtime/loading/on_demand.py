@@ -131,12 +131,12 @@ class EmbeddingOnDemand:
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the embeddings [T, d] of tokens [T]."""
-        wanted = tokens.tolist()
-        found = sorted(set(wanted))
-        places = {token: place for place, token in enumerate(found)}
-        parts = [found[at : at + LOOKUP_ROWS] for at in range(0, len(found), LOOKUP_ROWS)]
+        ids = tokens.tolist()
+        distinct = sorted(set(ids))
+        places = {token: place for place, token in enumerate(distinct)}
+        parts = [distinct[at : at + LOOKUP_ROWS] for at in range(0, len(distinct), LOOKUP_ROWS)]
         rows = torch.cat([*read_ahead(self.pool, self._rows, parts)])
-        order = torch.tensor([places[token] for token in wanted], device=self.device)
+        order = torch.tensor([places[token] for token in ids], device=self.device)
         return rows.to(self.device, self.dtype)[order]
 
     def _rows(self, tokens: Sequence[int]) -> torch.Tensor:

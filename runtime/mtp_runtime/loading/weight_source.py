@@ -222,17 +222,17 @@ class WeightSource:
         for module in modules:
             self._note(f"{module}.weight")
 
-    def is_tied(self, own: str, main: str) -> bool:
-        """Return True where an own copy is absent or equal to the main model's tensor, but for
+    def is_tied(self, copy_name: str, main: str) -> bool:
+        """Return True where a module's copy is absent, or equal to the main model's tensor but for
         rounding if it is stored in another precision."""
-        if not self._has(own):
+        if not self._has(copy_name):
             return True
-        copy, original = map(self._on_disk, (own, main))
+        copy, original = map(self._on_disk, (copy_name, main))
         equal = is_copy(copy, original, self._readers, self.parallel.group)
         if equal:
-            self.tied.add(own)
+            self.tied.add(copy_name)
         else:
-            logger.warning("%s differs from %s: the MTP module uses its own", own, main)
+            logger.warning("%s differs from %s: the MTP module uses its own", copy_name, main)
         return equal
 
     def leave_out(self, name: str) -> None:
@@ -280,7 +280,7 @@ class WeightSource:
 
     def _encoded(self, name: str) -> EncodedWeight:
         on_disk, device = self._on_disk(name), self._reading_device
-        encoded = on_disk.stored.encoded([self._read(one, device) for one in on_disk.tensors])
+        encoded = on_disk.stored.encoded([self._read(tensor, device) for tensor in on_disk.tensors])
         return encoded if device == self.device else self._expanded(encoded)
 
     @property
@@ -317,9 +317,9 @@ class WeightSource:
 
     def _on_disk(self, name: str) -> WeightOnDisk:
         part = self.owners[name]
-        one = part.stored.weights[name]
+        weight = part.stored.weights[name]
         tensors = part.checkpoint.tensors
-        return WeightOnDisk(one, tuple(tensors[tensor.name] for tensor in one.tensors))
+        return WeightOnDisk(weight, tuple(tensors[tensor.name] for tensor in weight.tensors))
 
     def _read(self, tensor: TensorInfo, device: torch.device) -> torch.Tensor:
         with TensorReader(tensor, once=self.on_demand) as reader:
@@ -328,18 +328,18 @@ class WeightSource:
     def _read_window(self, tensor: TensorInfo, rows: range, columns: range | None) -> torch.Tensor:
         with TensorReader(tensor) as reader:
             if columns is None:
-                found = reader.rows(rows.start, rows.stop)
+                values = reader.rows(rows.start, rows.stop)
             else:
-                found = reader.window(rows, columns)
-            return found.to(self._reading_device)
+                values = reader.window(rows, columns)
+            return values.to(self._reading_device)
 
     def _check_plain(self, name: str) -> None:
-        one = self.stored(name)
-        if len(one.tensors) > 1:
+        weight = self.stored(name)
+        if len(weight.tensors) > 1:
             raise UnsupportedError(
                 "The runtime reads embeddings unquantized",
                 expected=f"{name} in the ignore list of quantization_config",
-                found=f"{name} as {one.storage}",
+                found=f"{name} as {weight.storage}",
             )
 
     def _plain(self, name: str) -> torch.Tensor:

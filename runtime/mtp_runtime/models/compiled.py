@@ -111,8 +111,8 @@ class MixedLayers(Layers):
         attention_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert isinstance(cache, JoinedCaches), "the cache that new_cache made"
-        for run, own in zip(self.runs, cache.parts, strict=True):
-            x, attention_input = run(x, own, forward, attention_input), None
+        for run, run_cache in zip(self.runs, cache.parts, strict=True):
+            x, attention_input = run(x, run_cache, forward, attention_input), None
         return x
 
     def part(self, first: int, stop: int) -> Layers:

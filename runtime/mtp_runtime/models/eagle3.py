@@ -46,9 +46,9 @@ class ReducedHead(Head):
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
         """Return float32 logits [T, vocab] of rows that passed the norm."""
-        own = super().logits(normed)
-        none = own.new_full((len(own), self.vocab), -torch.inf)
-        return none.index_copy(1, self.tokens, own)
+        drafted = super().logits(normed)
+        none = drafted.new_full((len(drafted), self.vocab), -torch.inf)
+        return none.index_copy(1, self.tokens, drafted)
 
     def best(self, normed: torch.Tensor) -> torch.Tensor:
         """Return the best token [T] of rows that passed the norm."""

@@ -88,8 +88,8 @@ class TorchLayers(Layers):
     ) -> torch.Tensor:
         assert isinstance(cache, LayerCaches), "the cache that new_cache made"
         forward = replace(forward, backend=self.backend)
-        for layer, own in zip(self.layers, cache.layers, strict=True):
-            x, attention_input = layer(x, own, forward, attention_input), None
+        for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
+            x, attention_input = layer(x, layer_cache, forward, attention_input), None
         return x
 
     def part(self, first: int, stop: int) -> TorchLayers:

@@ -228,8 +228,8 @@ def check_mlp(part: parts.GatedMlp) -> None:
 def check_moe(part: parts.Moe) -> None:
     """Raise UnsupportedError for a router or an activation that is not computed."""
     check_mlp(part.expert)
-    found = {"scoring_func": part.router.scoring, "topk_method": part.router.method}
-    refuse_other_values(found, {"scoring_func": "sigmoid", "topk_method": BIASED})
+    described = {"scoring_func": part.router.scoring, "topk_method": part.router.method}
+    refuse_other_values(described, {"scoring_func": "sigmoid", "topk_method": BIASED})
 
 
 def load_mlp(loader: LayerLoader, part: parts.GatedMlp, prefix: str) -> Mlp:

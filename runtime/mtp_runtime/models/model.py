@@ -145,10 +145,10 @@ class Model:
         assert isinstance(cache.main, JoinedCaches), "the cache that new_cache made"
         x, forward = self.embedding(tokens), ForwardPass(layout)
         kept = x.new_empty(len(x), len(self.taps), x.shape[1])
-        for number, (run, own) in enumerate(zip(self._runs, cache.main.parts, strict=True)):
+        for number, (run, run_cache) in enumerate(zip(self._runs, cache.main.parts, strict=True)):
             if number:
                 kept[:, number - 1] = x  # a run may overwrite it
-            x = run(x, own, forward)
+            x = run(x, run_cache, forward)
         return States(x, self.head.normed(x), kept.flatten(1) if self.taps else None)
 
     def mtp_input(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:

@@ -114,9 +114,9 @@ class FfnHeads:
 def run_blocks(blocks: Blocks, hidden: torch.Tensor) -> torch.Tensor:
     """Return the output of each head's blocks [k, T, d] for states [T, d]."""
     outputs = []
-    for own in blocks:
+    for head_blocks in blocks:
         x = hidden
-        for block in own:
+        for block in head_blocks:
             x = block(x)
         outputs.append(x)
     return torch.stack(outputs)
@@ -141,7 +141,9 @@ class LayerHeads:
         """Return each layer's output [k, T, d] for the input [T, d] of the target's last layer."""
         parts: Sequence[Cache] = cache.parts
         pairs = zip(self.layers, parts, strict=True)
-        return torch.stack([layer(x.clone(), own, ForwardPass(layout)) for layer, own in pairs])
+        return torch.stack(
+            [layer(x.clone(), layer_cache, ForwardPass(layout)) for layer, layer_cache in pairs]
+        )
 
     def logits(self, bodies: torch.Tensor) -> torch.Tensor:
         """Return float32 logits [k, T, vocab] of the bodies [k, T, d] of the first k heads."""
@@ -208,7 +210,9 @@ class StoredHeads:
             return FfnHeads(blocks, (target.head,))
         heads = self._source(target.execution, target, self.tensors)
         outputs = [Outputs(heads.head(name), target.execution) for name in names]
-        return FfnHeads(blocks, tuple(replace(target.head, outputs=one) for one in outputs))
+        return FfnHeads(
+            blocks, tuple(replace(target.head, outputs=projection) for projection in outputs)
+        )
 
     def layers(self, target: Model, folder: Path) -> LayerHeads:
         """Make heads that are layers like the target's last one, with its names; folder: where the
@@ -226,15 +230,15 @@ class StoredHeads:
         ]
         heads = []
         for head in range(self.layout.heads):
-            own = f"extra_heads.{head}"
+            prefix = f"extra_heads.{head}"
             tensors = {
-                last.prefix + name.removeprefix(own): tensor
+                last.prefix + name.removeprefix(prefix): tensor
                 for name, tensor in self.tensors.items()
-                if name.startswith(f"{own}.")
+                if name.startswith(f"{prefix}.")
             }
             problems = compare({n: layout_on_disk(t) for n, t in tensors.items()}, promised)
             if problems:
-                problems[0].raise_as_error(own, len(problems) - 1)
+                problems[0].raise_as_error(prefix, len(problems) - 1)
             source = self._source(target.execution, target, tensors)
             loader = LayerLoader(source, facts.norm_eps, positions)
             heads.append(target.execution.layers([load_layer(loader, last)]))
@@ -247,9 +251,9 @@ class StoredHeads:
             return Block(Affine(whole, self._bias(name, source)), None, activation)
         up, down = f"{name}.up", f"{name}.down"
         parts = source.split.nonempty_parts(source.shape(up)[0], "outputs")
-        own, bias = parts[source.split.rank], self._bias(up, source)
-        own_bias = None if bias is None else bias[own.start : own.stop]
-        inner = Affine(execution.linear(source.linear(up, own)), own_bias)
+        local, bias = parts[source.split.rank], self._bias(up, source)
+        local_bias = None if bias is None else bias[local.start : local.stop]
+        inner = Affine(execution.linear(source.linear(up, local)), local_bias)
         joined = execution.linear(source.row_parallel(down, parts))
         return Block(inner, Affine(joined, self._bias(down, source)), activation)
 

@@ -116,8 +116,8 @@ class ShardedLayers(PackedLayers):
         sizes, picked = self.sizes[layer], run.picked(layer)
         total = torch.zeros_like(x)
         if picked is not None:
-            own = _Sorted.of(picked, sizes.routed).of_rank(self.parallel.group.rank)
-            run.add(total, own, run.experts(layer, own))
+            local = _Sorted.of(picked, sizes.routed).of_rank(self.parallel.group.rank)
+            run.add(total, local, run.experts(layer, local))
         for number in range(len(sizes.shared)):
             inner = run.shared_inner(layer, number)
             total += run.shared_down(layer, number, inner)
@@ -148,8 +148,8 @@ class _Sorted:
         """Return the pairs of a rank's experts."""
         part = self.parts[rank]
         ends = self.all.ends[part.start : part.stop + 1]
-        own = slice(int(ends[0]), int(ends[-1]))
-        return kernels.Pairs(self.all.rows[own], self.all.places[own], ends - ends[0])
+        local = slice(int(ends[0]), int(ends[-1]))
+        return kernels.Pairs(self.all.rows[local], self.all.places[local], ends - ends[0])
 
 
 def split_experts(feed_forward: FeedForward) -> tuple[Sequence[Mlp], Sequence[Mlp]]:

@@ -222,19 +222,19 @@ class Group:
 
     def totals(self, numbers: Sequence[float]) -> list[float]:
         """Return the sum of each of some numbers over the ranks."""
-        own = torch.tensor(numbers, dtype=torch.float64)
-        parts = own[None] if self.is_one else self._gathered("totals", own)
+        local = torch.tensor(numbers, dtype=torch.float64)
+        parts = local[None] if self.is_one else self._gathered("totals", local)
         return [math.fsum(column) for column in parts.t().tolist()]
 
     def _gathered(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """Return every rank's x [n] in the order of ranks [size, n]."""
-        found = x.new_empty(self.size, *x.shape)
+        gathered = x.new_empty(self.size, *x.shape)
         with self._collective(name):
             if x.is_cpu:  # gloo passes an all_gather on from rank to rank, this in one step
-                dist.all_to_all_single(found, x.expand_as(found).contiguous())
+                dist.all_to_all_single(gathered, x.expand_as(gathered).contiguous())
             else:
-                dist.all_gather(list(found.unbind(0)), x)
-        return found
+                dist.all_gather(list(gathered.unbind(0)), x)
+        return gathered
 
     def _send(self, message: object) -> None:
         data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
@@ -282,23 +282,23 @@ LONE = Group()
 def _flat(parts: Sequence[Part]) -> torch.Tensor:
     """Return the elements of the own parts one after the other [n], with zeros up to as many as the
     rank with the most has."""
-    own = [part.own.reshape(-1) for part in parts]
+    local = [part.own.reshape(-1) for part in parts]
     counts = [[math.prod(shape) for shape in part.shapes] for part in parts]
-    missing = max(map(sum, zip(*counts, strict=True))) - sum(map(len, own))
+    missing = max(map(sum, zip(*counts, strict=True))) - sum(map(len, local))
     if missing:
-        own.append(own[0].new_zeros(missing))
-    return own[0] if len(own) == 1 else torch.cat(own)
+        local.append(local[0].new_zeros(missing))
+    return local[0] if len(local) == 1 else torch.cat(local)
 
 
-def _whole(parts: Sequence[Part], found: torch.Tensor) -> list[torch.Tensor]:
+def _whole(parts: Sequence[Part], gathered: torch.Tensor) -> list[torch.Tensor]:
     """Return the whole of each of some parts, given every rank's elements [size, n]."""
-    start = [0] * len(found)
+    start = [0] * len(gathered)
     whole = []
     for part in parts:
         pieces = []
         for rank, shape in enumerate(part.shapes):
             stop = start[rank] + math.prod(shape)
-            pieces.append(found[rank, start[rank] : stop].view(shape))
+            pieces.append(gathered[rank, start[rank] : stop].view(shape))
             start[rank] = stop
         whole.append(torch.cat(pieces, dim=part.dim))
     return whole

@@ -72,7 +72,7 @@ def shared_cores(
 
 def local_share(cores: int, usable: Sequence[bytes], rank: int) -> int:
     """Return a rank's number of cores out of those that it may use; usable names every rank's."""
-    equal = [other for other, own in enumerate(usable) if own == usable[rank]]
+    equal = [other for other, mask in enumerate(usable) if mask == usable[rank]]
     place = equal.index(rank)
     return max(1, (place + 1) * cores // len(equal) - place * cores // len(equal))
 

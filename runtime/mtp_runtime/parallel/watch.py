@@ -48,11 +48,11 @@ class Watch:
             beats += 1
             try:
                 self._store.set(_key(self._rank), str(beats))
-                found = self._store.multi_get(others)
+                values = self._store.multi_get(others)
             except RuntimeError as error:
                 self._end(f"no answer from the run's store: {str(error).partition(chr(10))[0]}")
                 return
-            for key, value in zip(others, found, strict=True):
+            for key, value in zip(others, values, strict=True):
                 if value != seen[key][0]:
                     seen[key] = value, beats
                 elif beats - seen[key][1] > SILENT_BEATS:

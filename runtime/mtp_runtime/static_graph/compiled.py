@@ -147,5 +147,5 @@ def _read_facts(path: Path) -> PackageFacts:
 
 def _in_words(facts: PackageFacts, other: PackageFacts) -> str:
     """Return what differs from other facts."""
-    own, others = asdict(facts), asdict(other)
-    return ", ".join(f"{name} {value}" for name, value in own.items() if value != others[name])
+    fields, others = asdict(facts), asdict(other)
+    return ", ".join(f"{name} {value}" for name, value in fields.items() if value != others[name])

@@ -48,7 +48,8 @@ class ProgramLayers(Layers):
         layers = layers_of(model)
         return cls(
             tuple(
-                ProgramLayer(one, tuple(tensors_of(one)), programs[form_of(one)]) for one in layers
+                ProgramLayer(layer, tuple(tensors_of(layer)), programs[form_of(layer)])
+                for layer in layers
             )
         )
 
@@ -56,7 +57,7 @@ class ProgramLayers(Layers):
         return len(self.layers)
 
     def new_cache(self, spec: CacheSpec) -> LayerCaches:
-        return LayerCaches(tuple(one.layer.new_cache(spec) for one in self.layers))
+        return LayerCaches(tuple(compiled.layer.new_cache(spec) for compiled in self.layers))
 
     def __call__(
         self,
@@ -67,8 +68,10 @@ class ProgramLayers(Layers):
     ) -> torch.Tensor:
         assert isinstance(cache, LayerCaches), "the cache that new_cache made"
         assert attention_input is None, "the target's layers have input norms"
-        for one, own in zip(self.layers, cache.layers, strict=True):
-            (x,) = one.program([*one.weights, *_others(one.layer, own, x, forward)])
+        for compiled, layer_cache in zip(self.layers, cache.layers, strict=True):
+            (x,) = compiled.program(
+                [*compiled.weights, *_others(compiled.layer, layer_cache, x, forward)]
+            )
         return x
 
     def part(self, first: int, stop: int) -> ProgramLayers:
@@ -167,14 +170,14 @@ class Outline:
 
 def tensors_of(part: Any) -> list[torch.Tensor]:
     """Return every tensor of a part once: those in fields of dataclasses and in tuples."""
-    found = list[torch.Tensor]()
+    tensors = list[torch.Tensor]()
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
+        tensors.append(tensor)
         return tensor
 
     _changed(part, note, {})
-    return found
+    return tensors
 
 
 def with_tensors(part: Part, tensors: Sequence[torch.Tensor]) -> Part:

@@ -44,10 +44,10 @@ def loss_and_gradient(logits: Tensor, ids: Tensor, probs: Tensor) -> tuple[Tenso
     and the best token of each row [n]."""
     wide = logits.float()
     highest, best = wide.max(dim=-1, keepdim=True)
-    wanted = wide.gather(1, ids)
+    of_ids = wide.gather(1, ids)
     shares = wide.sub_(highest).exp_()
     total = shares.sum(dim=-1, keepdim=True)
-    loss = (probs * (highest + total.log() - wanted)).sum()
+    loss = (probs * (highest + total.log() - of_ids)).sum()
     gradient = shares.div_(total).scatter_add_(1, ids, -probs)
     return loss, gradient.to(logits.dtype), best[:, 0]
 
@@ -85,12 +85,12 @@ class HeadLoss(torch.autograd.Function):
             low_hidden = hidden[rows].to(dtype)
             logits = low_hidden @ low_head.T
             if isinstance(goals, Goals):
-                own = goals[rows]
-                found = HeadLoss.chunk_function(logits, own.ids, own.probs)
+                chunk = goals[rows]
+                results = HeadLoss.chunk_function(logits, chunk.ids, chunk.probs)
             else:
                 teacher = goals[rows].to(dtype) @ low_head.T
-                found = _loss_and_gradient_of_teacher(logits, teacher)
-            loss, gradient, best[rows] = found
+                results = _loss_and_gradient_of_teacher(logits, teacher)
+            loss, gradient, best[rows] = results
             total += loss
             d_hidden[rows] = gradient @ low_head
             if trains_head:

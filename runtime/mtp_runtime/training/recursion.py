@@ -63,9 +63,11 @@ class RecursiveChains:
 
     def _kept(self, starts: Tensor) -> Tensor:
         """Drop what is held of all chains but those that start at these slots; returns these."""
-        own = torch.searchsorted(self._starts, starts)
-        self._fed = self._fed.index_select(0, own)
-        self._chain = [(k.index_select(0, own), v.index_select(0, own)) for k, v in self._chain]
+        places = torch.searchsorted(self._starts, starts)
+        self._fed = self._fed.index_select(0, places)
+        self._chain = [
+            (k.index_select(0, places), v.index_select(0, places)) for k, v in self._chain
+        ]
         return starts
 
     def _mixed(self, query: Tensor, starts: Tensor) -> Tensor:
@@ -74,9 +76,13 @@ class RecursiveChains:
         keys, values = self._whole  # [b, h, s, k], [b, h, s, v]
         by_text = ByText.of(starts, *self.tokens.shape)
         scores = by_text.spread(query) @ keys.transpose(-1, -2) + by_text.mask.to(query.dtype)
-        own = [by_text.spread((query * key).sum(-1, keepdim=True)) for key, _ in self._chain]
-        weights = torch.softmax(torch.cat([scores, *own], dim=-1), dim=-1).to(values.dtype)
-        sizes = [keys.shape[-2], *[1] * len(own)]
+        deeper_scores = [
+            by_text.spread((query * key).sum(-1, keepdim=True)) for key, _ in self._chain
+        ]
+        weights = torch.softmax(torch.cat([scores, *deeper_scores], dim=-1), dim=-1).to(
+            values.dtype
+        )
+        sizes = [keys.shape[-2], *[1] * len(deeper_scores)]
         first, *deeper = torch.split(weights, sizes, dim=-1)
         mixed = first @ values
         for weight, (_, value) in zip(deeper, self._chain, strict=True):
