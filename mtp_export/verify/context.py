@@ -108,6 +108,11 @@ class Context:
         return local_path(self.options.bundle)
 
     @property
+    def mtp_folder(self) -> Path | None:
+        """Folder that --mtp names (UnsupportedError for a remote one); None without it."""
+        return None if self.options.mtp is None else local_path(self.options.mtp)
+
+    @property
     def is_local(self) -> bool:
         """True where all that is verified lies on this machine."""
         places = (self.options.bundle, self.options.mtp)
@@ -290,8 +295,7 @@ class Context:
         from mtp_runtime.models.compiled import refuse_torch_layers
         from mtp_runtime.models.load import load_model
 
-        mtp = None if self.options.mtp is None else local_path(self.options.mtp)
-        usual = replace(options, deterministic=False, mtp_folder=mtp)
+        usual = replace(options, deterministic=False, mtp_folder=self.mtp_folder)
         if usual not in self._loaded:
             self._loaded[usual] = load_model(self.folder, usual)
         loaded = self._loaded[usual]

@@ -55,12 +55,13 @@ class StreamedModel:
         return self.opened.model(TorchExecution(), layers=0)
 
 
-def open_streamed(path: Path, device: str) -> StreamedModel:
-    """Open a bundle or checkpoint to be streamed in float32, weights kept as stored.
+def open_streamed(path: Path, device: str, mtp: Path | None = None) -> StreamedModel:
+    """Open a bundle or checkpoint to be streamed in float32, weights kept as stored. mtp: the
+    checkpoint whose MTP modules are taken, where they are not beside the main part.
 
     Raises as load_model does.
     """
-    options = LoadOptions(device, dequantize_at_load=False, on_demand=True)
+    options = LoadOptions(device, dequantize_at_load=False, on_demand=True, mtp_folder=mtp)
     return StreamedModel(open_model(path, options))
 
 

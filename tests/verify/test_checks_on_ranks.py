@@ -116,7 +116,7 @@ def test_ranks_that_see_other_files_pass_nothing_through(
 def refused_pass(group: Group, machines: Path, shard: str) -> list[int]:
     """1 where a pass is refused for a shard, 0 where it is not refused."""
     texts = tuple(Texts((Text((5, 6, 7, 8 + rank), 1),)) for rank in range(group.size))
-    division = stream._Division(Path("bundle"), "cpu", None, texts, ("one", "other"))
+    division = stream._Division(Path("bundle"), None, "cpu", None, texts, ("one", "other"))
     with chdir(machines / ("first" if group.is_first else "others")):
         try:
             stream._passed(group, division)

@@ -8,6 +8,7 @@ import fcntl
 import io
 import json
 import os
+import pickle
 import shutil
 import weakref
 from collections import Counter
@@ -62,9 +63,9 @@ def engine(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     return path, [estimate.value for estimate in found if estimate is not None]
 
 
-def context_of(bundle: Path, prompts: Path, workdir: Path) -> Context:
+def context_of(bundle: Path, prompts: Path, workdir: Path, mtp: Path | None = None) -> Context:
     options = VerifyOptions(
-        bundle, source=None, level=Level.RUN, prompts=prompts, ks=(K,), stream=True, workdir=workdir
+        bundle, level=Level.RUN, prompts=prompts, ks=(K,), stream=True, workdir=workdir, mtp=mtp
     )
     return Context.open(options, no_progress)
 
@@ -82,6 +83,19 @@ def test_acceptance_equals_the_engines(
     assert [item.name for item in items if item.status is Status.FAIL] == []
     assert in_blocks(items) == wanted
     assert list(tmp_path.iterdir()) == [], "a finished pass leaves its state behind"
+
+
+def test_main_and_mtp_part_in_two_places(
+    bundle: Path, engine: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    prompts, wanted = engine
+    context = context_of(bundle / "main", prompts, tmp_path, mtp=bundle / "mtp")
+    items = list(stream.run(context))
+    assert [item.name for item in items if item.status is not Status.PASS] == []
+    assert in_blocks(items) == wanted
+    text = pickle.dumps(stream._Division(Path("a"), Path("b"), "cpu", None, (), ()))
+    division = pickle.loads(text)
+    assert (division.mtp, division.device, division.opened) == (Path("b"), "cpu", None)
 
 
 def test_texts_from_a_pipe(bundle: Path, tmp_path: Path) -> None:

@@ -34,14 +34,11 @@ def run(context: Context) -> Iterator[Item]:
     if not context.options.stream:
         yield not_tested(WHOLE_CHECK, "--stream was not asked for")
         return
-    if context.options.mtp is not None:
-        yield not_tested(WHOLE_CHECK, "a streamed pass reads main and MTP part from one folder")
-        return
     texts, generated = texts_of(context)
     if not any(len(text.tokens) > 2 for text in texts.texts):
         yield not_tested(WHOLE_CHECK, "the texts are too short to draft in")
         return
-    streamed = open_streamed(context.folder, context.options.device)
+    streamed = open_streamed(context.folder, context.options.device, context.mtp_folder)
     streamed.config.check_positions(max(len(text.tokens) for text in texts.texts))
     cost = cost_of(context, streamed, texts)
     yield measured("cost estimate", cost.shown(), cost.as_json())
@@ -73,6 +70,7 @@ class _Division:
     model already, and shows progress."""
 
     bundle: Path
+    mtp: Path | None
     device: str
     workdir: Path | None
     texts: tuple[Texts, ...]
@@ -81,7 +79,8 @@ class _Division:
     progress: Callable[[int], object] = int
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Division, (self.bundle, self.device, self.workdir, self.texts, self.identities)
+        places = self.bundle, self.mtp, self.device, self.workdir
+        return _Division, (*places, self.texts, self.identities)
 
 
 def states_of(
@@ -94,8 +93,9 @@ def states_of(
     each = cost.read_bytes // (streamed.config.layers + 1)
     division = _Division(
         context.folder,
-        context.options.device,
-        context.options.workdir,
+        mtp=context.mtp_folder,
+        device=context.options.device,
+        workdir=context.options.workdir,
         texts=own,
         identities=tuple(_identity(context, part) for part in own),
         opened=streamed,
@@ -124,7 +124,7 @@ def divided(lengths: Sequence[int], ranks: int) -> list[list[int]]:
 def _passed(group: Group, division: _Division) -> torch.Tensor:
     """Pass the own texts through all layers; return the states of every rank's on rank 0."""
     device = group.device(division.device)
-    streamed = division.opened or open_streamed(division.bundle, device)
+    streamed = division.opened or open_streamed(division.bundle, device, division.mtp)
     require_same_files(streamed.opened.checkpoints, group)
     texts = division.texts[group.rank]
     counts = [len(part.tokens) for part in division.texts]
