@@ -8,6 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from cases import read_json
+from mtp_checkpoints.quantization.method import QuantConfig
+from mtp_checkpoints.quantization.methods import quant_config_of
+from mtp_checkpoints.quantization.stored import stored_model
+from mtp_export.verify.files import left_out
+from mtp_export.verify.files.left_out import ListedDraft
 from quantized_by_others import LINEAR, METHODS
 from verify.foreign import (
     GLM,
@@ -106,3 +112,29 @@ def test_the_entry_that_is_too_many_is_named(tmp_path: Path) -> None:
     assert outcome.code == 7
     assert "stored quantized" in items[ITEM]["cause"]
     assert "(model.layers.3 in modules_to_not_convert)" in items[ITEM]["cause"]
+
+
+def test_a_list_of_hundreds_of_entries_is_read_once_for_all_modules(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each entry alone, and the config without the one to blame."""
+    config = read_json(GLM / "config.json")
+    method = METHODS["compressed-tensors, int4"].config
+    others = [f"model.layers.{layer}.mlp.up_proj" for layer in range(4, 504)]
+    entry = r"re:.*layers\.3\..*"
+    quantization = method | {"ignore": [*others, entry]}
+    stored = stored_model(config | {"quantization_config": quantization}).mtp
+    read: list[object] = []
+
+    def counting(one: object) -> QuantConfig:
+        read.append(one)
+        return quant_config_of(one)
+
+    monkeypatch.setattr(left_out, "quant_config_of", counting)
+    draft = ListedDraft(stored, {}, quantization, ("model.layers.3",))
+    linears = [one for one in stored.weights.values() if one.weight.is_linear_weight]
+    assert len(linears) > 20
+    assert {draft._to_blame(one) for one in linears} == {f"{entry} in ignore"}
+    assert len(read) == len(others) + 2
+    both = method | {"ignore": [entry, "re:.*3.*"]}
+    assert ListedDraft(stored, {}, both, ())._to_blame(linears[0]) == ""

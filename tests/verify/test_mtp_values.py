@@ -73,6 +73,12 @@ def test_damage_is_found_and_named(tmp_path: Path, damage: str) -> None:
     assert words in found[item]["cause"]
 
 
+def test_a_half_of_zeros_has_no_ratio(tmp_path: Path) -> None:
+    found = failures(rewritten(GLM, tmp_path / "damaged", without_embedding_half))
+    figure = found["mtp: halves of eh_proj"]["figure"]
+    assert figure.startswith("0 and ") and "times" not in figure
+
+
 @pytest.mark.parametrize("source", [GLM, DEEPSEEK], ids=lambda path: path.name)
 def test_trained_modules_pass(source: Path) -> None:
     assert not failures(source)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from cases import run_program
 from hub_server import HubServer
@@ -78,6 +78,15 @@ def transposed_projection(folder: Path) -> Path:
     headers(folder, config, {})
     tensors = {name: torch.ones(shape) for name, shape in shapes.items()}
     save_file(tensors | dict.fromkeys(MAIN[:1], torch.ones(4)), folder / "model.safetensors")
+    return folder
+
+
+def transposed(folder: Path) -> Path:
+    """Not that layer alone, but every linear that takes the hidden state."""
+    transposed_projection(folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.gate_proj.weight"] = torch.ones(4, 6)
+    save_file(tensors, folder / "model.safetensors")
     return folder
 
 
@@ -309,6 +318,7 @@ WHOLE = [
 
 CONTENTS = [
     Report("sglang#7657", transposed_projection, COMPLETE, "fail", ("stored transposed, [8, 4]",)),
+    Report("all as Paddle stores it", transposed, COMPLETE, "fail", ("the whole checkpoint",)),
     Report(
         "vllm#44333",
         of(unquantized(INT4)),

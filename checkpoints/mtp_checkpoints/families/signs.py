@@ -43,6 +43,8 @@ _PROJECTIONS = frozenset(
 )
 # Of these, those of one matrix [hidden, 2 hidden] for both.
 _JOINT_PROJECTIONS = frozenset({"eh_proj", "fc", "input_proj", "linear_proj", "mtp_linear_proj"})
+# Linears that take the hidden state.
+_TAKING = frozenset({"gate_proj", "up_proj", "gate_up_proj", "q_proj", "q_a_proj"})
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,17 @@ def is_transposed(name: str, shape: Sequence[int], hidden: int | None) -> bool:
     its inputs as rows, as Paddle stores linears."""
     joins_both = not _JOINT_PROJECTIONS.isdisjoint(name.split("."))
     return joins_both and hidden is not None and tuple(shape) == (2 * hidden, hidden)
+
+
+def are_transposed(shapes: Mapping[str, Sequence[int]], hidden: int | None) -> bool:
+    """Return whether most linears of a main model that take the hidden state are stored with it as
+    rows. Square ones tell nothing."""
+    as_rows: Counter[bool] = Counter()
+    for name, shape in shapes.items():
+        if len(shape) == 2 and not _TAKING.isdisjoint(name.split(".")):
+            rows, columns = (size == hidden for size in shape)
+            as_rows[rows] += rows != columns
+    return as_rows[True] > as_rows[False]
 
 
 def mtp_modules(names: Iterable[str], layers: int | None) -> list[NamedModule]:

@@ -25,6 +25,12 @@ GROUP_SIZES = (32, 64, 128)  # columns per int4 scale
 # Last name components of an fp8 scale. The released name says inverse, but the scale multiplies.
 NATIVE_SCALE = "weight_scale_inv"
 COMPRESSED_SCALE = "weight_scale"
+# Last name components of a linear's codes in any format, each with those of scales that go with it.
+SCALES_OF_CODES: Mapping[str, tuple[str, ...]] = {
+    "weight": (COMPRESSED_SCALE, NATIVE_SCALE, "scale", "scales", "weight_scale_2"),
+    "weight_packed": (COMPRESSED_SCALE,),
+    "qweight": ("scales",),
+}
 SCALE_DTYPES = (DType.F32, DType.F8_E8M0)  # of fp8: engines widen a power of two as they load it
 
 # Rows and columns of a tensor on disk; a vector has rows alone.

@@ -59,8 +59,12 @@ class Alternative:
 
     @property
     def helps(self) -> bool:
-        """False where nearly every draft is still refused: the variant is less wrong by chance."""
-        return self.other is None or self.other >= LEAST_ACCEPTED
+        """False where nearly every draft is still refused: the variant is less wrong by chance. Of
+        the many exchanges of experts one is so at any acceptance: more must be accepted by it."""
+        if self.other is None or self.own is None:
+            return True
+        rises = self.other > self.own or isinstance(self.variant, Variant)
+        return self.other >= LEAST_ACCEPTED and rises
 
     @property
     def explained(self) -> str:
@@ -88,7 +92,8 @@ def alternatives(corpus: Corpus) -> list[Alternative]:
         if gain is not None:
             other, own = (acceptance(each, depth) for each in drafts)
             tried.append(Alternative(variant, gain, own=own, other=other))
-    experts = expert_variants(corpus, _clamped(unchanged_drafts[1].scores[0]))
+    first = unchanged_drafts[1]
+    experts = expert_variants(corpus, _clamped(first.scores[0]), own_hit=first.hit[0])
     return _best_first([*tried, *_compared(corpus, experts)])
 
 
@@ -103,7 +108,13 @@ def _compared(corpus: Corpus, variants: Iterable[ScoredVariant]) -> Iterator[Alt
         anchors, depth = corpus.everywhere, variant.depth
         gain = _gain(corpus, variant.scores, variant.before, anchors=anchors, depth=depth)
         if gain is not None:
-            yield Alternative(variant, gain)
+            room = corpus.texts.room(anchors, depth)
+            own, other = (_share(hit, room) for hit in (variant.hit_before, variant.hit))
+            yield Alternative(variant, gain, own=own, other=other)
+
+
+def _share(hit: torch.Tensor | None, room: torch.Tensor) -> float | None:
+    return None if hit is None else float(hit[room].float().mean())
 
 
 def _best_first(tried: Iterable[Alternative]) -> list[Alternative]:

@@ -15,7 +15,7 @@ from mtp_export.verify.evidence.corpus import Corpus
 from mtp_runtime.drafters.base import ScoredVariant
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.moe import Moe
-from mtp_runtime.teacher_forcing import DraftInputs, draft_states, token_scores
+from mtp_runtime.teacher_forcing import WORST_SCORE, DraftInputs, best_and_score, draft_states
 
 # More experts than this are too many to try one by one: 256 have 32640 pairs.
 MOST_EXPERTS = 16
@@ -30,9 +30,12 @@ class _AddsNothing:
 
 
 @torch.inference_mode()
-def expert_variants(corpus: Corpus, own: torch.Tensor) -> Iterator[ScoredVariant]:
-    """Every variant, scored at depth 1 in all rows; own [A]: scores of the module as it is. Yields
-    nothing for a dense module, or one of more than MOST_EXPERTS."""
+def expert_variants(
+    corpus: Corpus, own: torch.Tensor, own_hit: torch.Tensor
+) -> Iterator[ScoredVariant]:
+    """Every variant, scored at depth 1 in all rows; own, own_hit [A]: scores of the module as it
+    is, and where it drafts the target's best token. Yields nothing for a dense module, or one of
+    more than MOST_EXPERTS."""
     module, anchors = corpus.module, corpus.everywhere
     moe = module.layer.feed_forward
     if not isinstance(moe, Moe) or moe.routed_experts > MOST_EXPERTS:
@@ -44,10 +47,11 @@ def expert_variants(corpus: Corpus, own: torch.Tensor) -> Iterator[ScoredVariant
     wanted = corpus.choices[anchors.rows + 1]
     for change, cause, moved in _changed(moe, normed):
         rows = moved.any(dim=1).nonzero()[:, 0]
-        scores = own.clone()
-        x = module.head.normed(whole[rows] + moved[rows])
-        scores[rows.cpu()] = token_scores(module.head, x, wanted[rows.cpu()])
-        yield ScoredVariant("experts", change, cause, scores, own)
+        scores, hit = own.clone(), own_hit.clone()
+        x, places = module.head.normed(whole[rows] + moved[rows]), rows.cpu()
+        best, score = best_and_score(module.head, x, wanted[places])
+        scores[places], hit[places] = score.clamp(min=WORST_SCORE), best == wanted[places]
+        yield ScoredVariant("experts", change, cause, scores, own, hit=hit, hit_before=own_hit)
 
 
 def _changed(moe: Moe, normed: torch.Tensor) -> Iterator[tuple[str, str, torch.Tensor]]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mtp_checkpoints.containers.base import CONFIG_NAME, TensorInfo
 from mtp_checkpoints.errors import MtpExportError, UnsupportedError
 from mtp_checkpoints.formats import mixes_groups_with_fp8
+from mtp_checkpoints.formats.base import SCALES_OF_CODES
 from mtp_checkpoints.layouts.base import DraftReading, Engine
 from mtp_checkpoints.quantization.absent import with_absent_listed, with_projection_listed
 from mtp_checkpoints.quantization.mismatches import Mismatch
@@ -122,7 +123,7 @@ def _stored_of(
 
 def _weight_of_module(promised: StoredModel, module: str) -> StoredWeight | None:
     """The weight that a module's tensors hold in another form than promised."""
-    for suffix in ("weight", "weight_packed", "qweight"):
+    for suffix in SCALES_OF_CODES:
         if (weight := promised.weight_of.get(f"{module}.{suffix}")) is not None:
             return weight
     return None

@@ -6,14 +6,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
 from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.errors import MtpExportError
 from mtp_checkpoints.families.base import FLOATS, Role
-from mtp_checkpoints.formats import UNQUANTIZED
-from mtp_checkpoints.quantization.method import modules_of
+from mtp_checkpoints.formats import UNQUANTIZED, WeightFormat
+from mtp_checkpoints.formats.base import SCALES_OF_CODES
+from mtp_checkpoints.quantization.method import QuantConfig, modules_of
 from mtp_checkpoints.quantization.methods import METHODS, quant_config_of
 from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight
 from mtp_export.verify.check import Problem
@@ -60,7 +62,7 @@ class ListedDraft:
         tensor = self.tensors.get(f"{module}.weight")
         if tensor is not None:
             return tensor.dtype in FLOATS
-        codes = (f"{module}.{last}" for last in ("weight_packed", "qweight"))
+        codes = (f"{module}.{last}" for last in SCALES_OF_CODES)
         return False if any(name in self.tensors for name in codes) else None
 
     def _lacking(self, weights: list[StoredWeight]) -> Iterator[Problem]:
@@ -91,13 +93,9 @@ class ListedDraft:
 
     def _acts(self, key: str, entry: object) -> bool:
         """True for an entry without which a matrix of the module has another format."""
-        value = self.quantization[key]
-        rest: Any = [one for one in value if one != entry]
-        if isinstance(value, dict):
-            rest = {name: value[name] for name in rest}
         try:
             own = quant_config_of(self.quantization)
-            less = quant_config_of({**self.quantization, key: rest})
+            less = quant_config_of(_without(self.quantization, key, entry))
             modules = {_module_of(w): w.weight.role for w in self.described.weights.values()}
             return any(own.format_of(m, r) != less.format_of(m, r) for m, r in modules.items())
         except MtpExportError:
@@ -122,21 +120,75 @@ class ListedDraft:
             yield Problem(alike[0].tensors[0].name, words)
 
     def _to_blame(self, weight: StoredWeight) -> str:
-        """The entry without which a module would be quantized; "" where no single one is."""
-        fields = self.quantization.items() if isinstance(self.quantization, dict) else ()
-        for key, value in fields:
-            for entry in value if isinstance(value, list | dict) else ():
-                rest: Any = [one for one in value if one != entry]
-                if isinstance(value, dict):
-                    rest = {name: value[name] for name in rest}
-                try:
-                    config = quant_config_of({**self.quantization, key: rest})
-                    form = config.format_of(_module_of(weight), weight.weight.role)
-                except MtpExportError:
-                    continue
-                if form is not None:
-                    return f"{entry} in {key}"
+        """The entry without which a module would be quantized; "" where no single one is.
+
+        A list may have hundreds of entries: those that leave the module out by themselves are tried
+        alone, and each config is read once for all modules.
+        """
+        for entry in self._listed:
+            if entry.may_leave_out(weight) and entry.is_to_blame_for(weight):
+                return f"{entry.entry} in {entry.key}"
         return ""
+
+    @cached_property
+    def _listed(self) -> list[_Entry]:
+        fields = self.quantization.items() if isinstance(self.quantization, dict) else ()
+        return [
+            _Entry(self.quantization, key, entry)
+            for key, value in fields
+            for entry in (value if isinstance(value, list | dict) else ())
+        ]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One entry of a list or object in a quantization_config."""
+
+    quantization: Mapping[str, Any]
+    key: str
+    entry: Any
+
+    def may_leave_out(self, weight: StoredWeight) -> bool:
+        """False for an entry of a list that does not leave a module out by itself."""
+        return not isinstance(self.quantization[self.key], list) or (
+            _format_of(self._alone, weight) is None
+        )
+
+    def is_to_blame_for(self, weight: StoredWeight) -> bool:
+        """True for an entry without which a module would be quantized."""
+        return self._without is not None and _format_of(self._without, weight) is not None
+
+    @cached_property
+    def _alone(self) -> QuantConfig | None:
+        return _read({**self.quantization, self.key: [self.entry]})
+
+    @cached_property
+    def _without(self) -> QuantConfig | None:
+        return _read(_without(self.quantization, self.key, self.entry))
+
+
+def _without(quantization: Mapping[str, Any], key: str, entry: object) -> dict[str, Any]:
+    """Return a quantization_config without an entry of the list or object of a key."""
+    value = quantization[key]
+    rest: Any = [one for one in value if one != entry]
+    if isinstance(value, dict):
+        rest = {name: value[name] for name in rest}
+    return {**quantization, key: rest}
+
+
+def _read(quantization: Mapping[str, Any]) -> QuantConfig | None:
+    try:
+        return quant_config_of(quantization)
+    except MtpExportError:
+        return None
+
+
+def _format_of(config: QuantConfig | None, weight: StoredWeight) -> WeightFormat | None:
+    """Return the format of a weight's linear; None where it is not quantized, or none is told."""
+    try:
+        return None if config is None else config.format_of(_module_of(weight), weight.weight.role)
+    except MtpExportError:
+        return None
 
 
 def _is_for_mtp(entry: str, first: int) -> bool:

@@ -14,6 +14,7 @@ from mtp_checkpoints.families.signs import (
     Announced,
     NamedModule,
     announced,
+    are_transposed,
     count_field,
     expert_gaps,
     experts_of,
@@ -27,6 +28,7 @@ from mtp_checkpoints.families.signs import (
     projection_in_main,
     renamed,
 )
+from mtp_checkpoints.formats.base import SCALES_OF_CODES
 from mtp_checkpoints.quantization.native import describe, quantization_of
 from mtp_checkpoints.quantization.stored import stored_model
 from mtp_checkpoints.quantization.tools import Tool, habit_of, tool_of
@@ -175,10 +177,7 @@ def _complete(found: Found) -> Item:
     names = [name for module in found.modules for name in module.tensors]
     if found.has_main and lacks_projection(names):
         problems.append(Problem(names[0], causes.no_projection(names[0])))
-    for name in names:
-        shape = found.tensors[name].shape
-        if found.has_main and is_transposed(name, shape, hidden_size(found.config)):
-            problems.append(Problem(name, causes.transposed(name, list(shape))))
+    problems += _transposed(found, names)
     experts = experts_of(found.config)
     for module in found.modules:
         for gap in expert_gaps(module.tensors, experts):
@@ -193,12 +192,18 @@ def _complete(found: Found) -> Item:
     return replace(item, repair=found.repair) if problems else item
 
 
-# Last components of the names of codes and of the scales that belong to them.
-_SCALES = {
-    "weight_packed": ("weight_scale",),
-    "qweight": ("scales",),
-    "weight": ("weight_scale", "weight_scale_inv", "scale", "scales", "weight_scale_2"),
-}
+def _transposed(found: Found, names: Sequence[str]) -> list[Problem]:
+    """Projections that are stored with their inputs as rows; where the main model's linears are
+    too, that is one problem of the whole checkpoint."""
+    hidden = hidden_size(found.config)
+    shapes = {name: found.tensors[name].shape for name in names}
+    wrong = [name for name in names if found.has_main and is_transposed(name, shapes[name], hidden)]
+    main = {name: one.shape for name, one in found.tensors.items() if name not in shapes}
+    if wrong and are_transposed(main, hidden):
+        return [Problem(wrong[0], causes.WHOLE_IN_PADDLE_LAYOUT)]
+    return [Problem(name, causes.transposed(name, list(shapes[name]))) for name in wrong]
+
+
 _CODES = frozenset({"F8_E4M3", "F8_E5M2", "I8", "U8", "I32", "U32"})
 
 
@@ -211,10 +216,10 @@ def _unpaired(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, str]]:
     for name, tensor in tensors.items():
         module, _, last = name.rpartition(".")
         siblings = last_of[module]
-        if tensor.dtype in _CODES and siblings.isdisjoint(_SCALES.get(last, siblings)):
+        if tensor.dtype in _CODES and siblings.isdisjoint(SCALES_OF_CODES.get(last, siblings)):
             yield name, causes.codes_without_scale(name, str(tensor.dtype))
-        weights = [codes for codes, scales in _SCALES.items() if last in scales]
-        if weights and siblings.isdisjoint((*_SCALES, "blocks")):
+        weights = [codes for codes, scales in SCALES_OF_CODES.items() if last in scales]
+        if weights and siblings.isdisjoint((*SCALES_OF_CODES, "blocks")):
             yield name, causes.scale_without_codes(name)
 
 

@@ -71,12 +71,13 @@ def _halves(weight: WeightOnDisk) -> Item:
         first, second = _measured_halves(weight)
     except ValueError as error:
         return not_tested(name, f"it cannot be decoded: {error}", subject=weight.name)
-    ratio = max(first.size, second.size) / max(min(first.size, second.size), 1e-30)
+    smaller, larger = sorted((first.size, second.size))
+    ratio = f" ({larger / smaller:.1f} times)" if smaller else ""
     return judged(
         name,
         max(first.zeros, second.zeros) <= gates.ZERO_SHARE,
         causes.half_zeroed(weight.name, "first" if first.zeros > second.zeros else "second"),
-        figure=f"{first.size:.3g} and {second.size:.3g} ({ratio:.1f} times);"
+        figure=f"{first.size:.3g} and {second.size:.3g}{ratio};"
         f" {first.zeros:.0%} and {second.zeros:.0%} zeros",
         bound=f"≤ {gates.ZERO_SHARE:.0%} zeros",
         subject=weight.name,

@@ -88,6 +88,12 @@ def transposed(name: str, shape: list[int]) -> str:
     return f"{name} is stored transposed, {shape}: engines but Paddle's read {shape[::-1]}"
 
 
+WHOLE_IN_PADDLE_LAYOUT = (
+    "the whole checkpoint stores its linears with inputs as rows, as Paddle does: no other engine"
+    " reads it. Convert it into the released layout, or serve it with Paddle"
+)
+
+
 def codes_without_scale(name: str, dtype: str) -> str:
     return f"{name} holds {dtype} codes, and no scale is beside it"
 
