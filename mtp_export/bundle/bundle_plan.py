@@ -23,7 +23,7 @@ from mtp_export.bundle.options import BundleOptions, Share, divided
 from mtp_export.bundle.run import ShardJob
 from mtp_export.bundle.split import SplitOptions
 from mtp_export.bundle.tied_weights import TiedCopies
-from mtp_export.plan import COPY, Copy, PartPlan, Step, Transform
+from mtp_export.plan import Copy, PartPlan, Step, Transform
 
 # Measured resident memory: the program with its headers and plan, and what the compiled kernels and
 # torch add where a plan needs them.
@@ -124,11 +124,6 @@ class BundlePlan:
     def written_steps(self) -> tuple[Step, ...]:
         """Steps whose outputs are written, in order."""
         return tuple(step for part in self.parts for shard in part.written for step in shard.steps)
-
-    @property
-    def computed_bytes(self) -> int:
-        """Bytes of the tensors that are not plain copies."""
-        return sum(step.size_bytes for step in self.written_steps if step.operation != COPY)
 
     @cached_property
     def tied(self) -> TiedCopies:

@@ -38,10 +38,10 @@ class Log:
 
     losses: list[list[float]] = field(default_factory=list)
 
-    def means(self, share: float = 0.05) -> list[tuple[float, float]]:
-        """Return the first depth's loss by step, smoothed over a share of the steps."""
+    def means(self) -> list[tuple[float, float]]:
+        """Return the first depth's loss by step, smoothed over 5 % of the steps."""
         first = [losses[0] for losses in self.losses]
-        width = max(1, int(len(first) * share))
+        width = max(1, int(0.05 * len(first)))
         return [
             (float(at + width), math.fsum(first[at : at + width]) / width)
             for at in range(0, len(first) - width + 1, width)

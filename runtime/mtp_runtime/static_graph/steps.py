@@ -181,11 +181,6 @@ class StaticSteps:
         )
         self._replays: dict[Bucket, Replay] = {}
 
-    @property
-    def buckets(self) -> list[Bucket]:
-        """Buckets that have a graph."""
-        return list(self._replays)
-
     def __call__(self, tokens: torch.Tensor, layout: BatchLayout) -> States:
         """Return the hidden states of every row."""
         bucket = Bucket.of(layout, self._largest.requests)

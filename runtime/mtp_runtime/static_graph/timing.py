@@ -15,6 +15,7 @@ from mtp_runtime.models.model import Model
 from mtp_runtime.static_graph.steps import Graphs, steps_by
 
 CONTEXT_TOKENS = 256
+_PASSES = 15
 
 
 @dataclass(frozen=True)
@@ -26,16 +27,14 @@ class Way:
 
 
 @torch.inference_mode()
-def step_seconds(
-    ways: Mapping[str, Way], *, requests: int, page_size: int, passes: int = 15
-) -> dict[str, float]:
+def step_seconds(ways: Mapping[str, Way], *, requests: int, page_size: int) -> dict[str, float]:
     """Return the median seconds of a step of one token per request, by way.
 
     Tokens are random, so that each pass picks experts of its own; the cache holds CONTEXT_TOKENS.
     """
     generator = torch.Generator().manual_seed(0)
     vocab = min(way.model.config.vocab for way in ways.values())
-    tokens = torch.randint(2, vocab, (passes + 2, requests), generator=generator)
+    tokens = torch.randint(2, vocab, (_PASSES + 2, requests), generator=generator)
     steps = {name: _step(way, requests, page_size) for name, way in ways.items()}
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for row in tokens:
