@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,7 +80,7 @@ class Drafting:
         ),
     )
     speculate_max_ngram_size: int = field(
-        default=3,
+        default=LLMOptions.speculate_max_ngram_size,
         metadata=option("Maximum length of an n-gram.", Panel.SPECULATION, metavar="N"),
     )
     adaptive: bool = field(
@@ -111,7 +110,7 @@ class Drafting:
         ),
     )
     draft_stop_entropy: float = field(
-        default=math.inf,
+        default=LLMOptions.draft_stop_entropy,
         metadata=option(
             "Entropy above which no further token is drafted.",
             Panel.DRAFTS,
@@ -135,10 +134,10 @@ class Runtime:
     """Options of every command that decodes."""
 
     device: str = field(
-        default="cpu",
+        default=LLMOptions.device,
         metadata=option("cpu, cuda or npu.", Panel.PERFORMANCE, metavar="NAME"),
     )
-    dtype: str = field(default="float32", metadata=DTYPE)
+    dtype: str = field(default=LLMOptions.dtype, metadata=DTYPE)
     deterministic: bool = field(
         default=False,
         metadata=option("Make tokens independent of batch and drafts.", Panel.PERFORMANCE),

@@ -12,9 +12,9 @@ from mtp_checkpoints.errors import UnsupportedError, UsageError
 from mtp_export.commands.output import remark
 from mtp_export.commands.runtime import BUNDLE, Runtime
 from mtp_export.options import Panel, option, parse_size
+from mtp_runtime.config import LLMOptions
 
 _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client")
-_CHUNK_TOKENS = 256
 
 
 def _switch(text: str) -> bool:
@@ -72,11 +72,12 @@ class Limits:
     """Options of the batch, its cache and its prompts."""
 
     max_batch_size: int = field(
-        default=128,
+        default=LLMOptions.max_batch_size,
         metadata=option("Requests per step.", Panel.LIMITS, metavar="N", low=1, high=128),
     )
     max_tokens_per_batch: int = field(
-        default=2048, metadata=option("Tokens per step.", Panel.LIMITS, metavar="N", low=1)
+        default=LLMOptions.max_step_tokens,
+        metadata=option("Tokens per step.", Panel.LIMITS, metavar="N", low=1),
     )
     max_queued_requests: int = field(
         default=512,
@@ -94,15 +95,15 @@ class Limits:
     enable_chunked_prefill: bool = field(
         default=True,
         metadata=option(
-            f"Compute prompts {_CHUNK_TOKENS} tokens per step, beside decoding; else as many as a"
-            " step takes.",
+            f"Compute prompts {LLMOptions.prefill_chunk} tokens per step, beside decoding;"
+            " else as many as a step takes.",
             Panel.PROMPTS,
             metavar="BOOL",
             parser=_switch,
         ),
     )
     block_size: int = field(
-        default=64,
+        default=LLMOptions.page_size,
         metadata=option(
             "Tokens per page of cache.", Panel.LIMITS, metavar="N", low=1, high=1 << 16
         ),
@@ -114,7 +115,7 @@ class Limits:
             Panel.LIMITS,
             metavar="SIZE",
             parser=parse_size,
-            show_default="a cache of 32768 tokens",
+            show_default=f"a cache of {LLMOptions.cache_tokens} tokens",
         ),
     )
 
@@ -152,7 +153,9 @@ def serve(options: ServeCommand, context: typer.Context) -> None:
         max_batch_size=limits.max_batch_size,
         max_step_tokens=limits.max_tokens_per_batch,
         prefill_chunk=(
-            _CHUNK_TOKENS if limits.enable_chunked_prefill else limits.max_tokens_per_batch
+            LLMOptions.prefill_chunk
+            if limits.enable_chunked_prefill
+            else limits.max_tokens_per_batch
         ),
         prefix_cache=limits.enable_prefix_cache,
         page_size=limits.block_size,
