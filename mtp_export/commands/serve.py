@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from shlex import quote
 
 import typer
 
 from mtp_checkpoints.errors import UnsupportedError, UsageError
-from mtp_export.commands.output import remark
+from mtp_export.commands.output import plain_console, remark
 from mtp_export.commands.runtime import BUNDLE, Runtime
 from mtp_export.options import Panel, option, parse_size
 from mtp_runtime.config import LLMOptions
@@ -161,8 +163,41 @@ def serve(options: ServeCommand, context: typer.Context) -> None:
         page_size=limits.block_size,
         max_memory_bytes=limits.max_memory,
     )
-    server = Server(llm, ServerOptions(name, place.api_key, limits.max_queued_requests))
-    run_server(server, address, lambda url: remark(f"Serving {name} on {url}"))
+    has_key, waiting = place.api_key is not None, limits.max_queued_requests
+    server = Server(llm, ServerOptions(name, place.api_key, waiting, tell=remark))
+    run_server(
+        server,
+        address,
+        announce=lambda url: _announce(_banner(url, name, has_key=has_key)),
+        take_leave=lambda: remark(f"Stopped: {_count(server.metrics.served)} served."),
+    )
+
+
+def _banner(url: str, name: str, *, has_key: bool) -> str:
+    """Return where the server is, and a request to try it with."""
+    body = json.dumps({"model": name, "prompt": "def read(", "max_tokens": 48})
+    headers = ["'Content-Type: application/json'"]
+    if has_key:
+        headers.append('"Authorization: Bearer $MTP_EXPORT_API_KEY"')
+    curl = " \\\n            ".join(
+        [f"curl {url}/v1/completions", *(f"-H {header}" for header in headers), f"-d {quote(body)}"]
+    )
+    return (
+        f"Page      {url}/\n"
+        f"API       {url}/v1   (model: {name})\n"
+        f"Metrics   {url}/metrics\n"
+        f"Try       {curl}\n"
+        "Ctrl-C stops it."
+    )
+
+
+def _announce(banner: str) -> None:
+    """Print a banner unwrapped, so that its command can be copied."""
+    plain_console(stderr=True).print(banner, highlight=False, soft_wrap=True)
+
+
+def _count(requests: int) -> str:
+    return f"{requests} request{'' if requests == 1 else 's'}"
 
 
 def _require_packages() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 
 from mtp_checkpoints.errors import MtpExportError
 from mtp_export import __version__
+from mtp_export.serve.activity import SECONDS_BETWEEN_LINES, Activity
 from mtp_export.serve.engine_thread import EngineThread
 from mtp_export.serve.errors import ApiError
 from mtp_export.serve.forms import ChatForm, CompletionForm, Facts, Form
@@ -48,11 +49,13 @@ _PAGE_HEADERS = {
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Options of a server: its name of the model, its key, and how many requests may wait."""
+    """Options of a server: its name of the model, its key, how many requests may wait, and where it
+    tells what it does while it is busy."""
 
     model_name: str
     api_key: str | None = None
     max_queued_requests: int = 512
+    tell: Callable[[str], object] | None = None
 
 
 class Server:
@@ -62,6 +65,7 @@ class Server:
         self._llm = llm
         self._name = options.model_name
         self._started = int(time.time())
+        self._tell = options.tell
         self._page = (files("mtp_export.serve") / "page.html").read_text(encoding="utf-8")
         self.metrics = ServerMetrics(llm.engine, options.model_name)
         most = llm.engine.config.max_batch_size + options.max_queued_requests
@@ -91,10 +95,19 @@ class Server:
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         self.engine.start()
         await run_in_threadpool(list)  # imports what the first request would wait for
+        telling = asyncio.create_task(self._tell_activity())
         try:
             yield
         finally:
+            telling.cancel()
             await self.engine.stop()
+
+    async def _tell_activity(self) -> None:
+        activity = Activity(self._llm.engine)
+        while self._tell is not None:
+            await asyncio.sleep(SECONDS_BETWEEN_LINES)
+            if line := activity.line(SECONDS_BETWEEN_LINES):
+                self._tell(line)
 
     async def _index(self, request: HttpRequest) -> Response:
         return HTMLResponse(self._page, headers=_PAGE_HEADERS)

@@ -20,6 +20,7 @@ class ServerMetrics:
 
     def __init__(self, engine: Engine, model_name: str) -> None:
         self.registry = CollectorRegistry()
+        self.served = 0  # requests that ended by themselves, each choice of them for one
         self.registry.register(_EngineCounts(engine, model_name))
         own = (model_name, "0")
         self._finished = self._counter("request_success", "Requests that ended.", "finished_reason")
@@ -49,6 +50,7 @@ class ServerMetrics:
         if request.finish_reason is not None:
             self._finished.labels(*self._own, request.finish_reason).inc()
         if request.finish_reason not in (None, "abort"):
+            self.served += 1
             self._whole.observe(metrics.finished_seconds - metrics.arrival_seconds)
 
     def _counter(self, name: str, words: str, label: str) -> Counter:

@@ -10,13 +10,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from mtp_checkpoints.errors import Interrupted, IoError, UsageError
+from mtp_checkpoints.errors import IoError, UsageError
 from mtp_export.serve.app import Server
 from mtp_export.serve.engine_thread import END_SECONDS, THREAD_NAME
 from mtp_export.serve.errors import unavailable
@@ -137,9 +138,15 @@ def _refusal() -> bytes:
     return b"\r\n".join([*head, b"", bytes(response.body)])
 
 
-def run_server(server: Server, address: Address, announce: Callable[[str], object]) -> None:
+def run_server(
+    server: Server,
+    address: Address,
+    *,
+    announce: Callable[[str], object],
+    take_leave: Callable[[], object],
+) -> None:
     """Serve until SIGTERM or Ctrl-C: no new connections then, and an end when all requests have
-    theirs. announce is called with the server's URL when it listens.
+    theirs. announce is called with the server's URL when it listens, take_leave at the end.
 
     Where a thread does not end in time, it ends the process. Raises IoError where the address
     cannot be listened on.
@@ -149,18 +156,17 @@ def run_server(server: Server, address: Address, announce: Callable[[str], objec
         shown = f"[{host}]" if ":" in host else host
         announce(f"http://{shown}:{port}")
         # uvicorn raises the signal that ended it once more, for whoever handled it before.
-        before, code = signal.signal(signal.SIGTERM, _ended), 0
+        before = signal.signal(signal.SIGTERM, _ended)
         try:
-            HttpServer(server, address.shutdown_seconds).run(sockets=[listener])
-        except KeyboardInterrupt:
-            code = Interrupted.exit_code
-            raise
+            with suppress(KeyboardInterrupt):
+                HttpServer(server, address.shutdown_seconds).run(sockets=[listener])
+            take_leave()
         finally:
             signal.signal(signal.SIGTERM, before)
-            _leave_threads(code)
+            _leave_threads()
 
 
-def _leave_threads(code: int) -> None:
+def _leave_threads() -> None:
     """End the process where a thread works on: Python's own end would wait for it, or end what it
     computes with under it."""
     end = time.monotonic() + END_SECONDS
@@ -170,7 +176,7 @@ def _leave_threads(code: int) -> None:
     if any(thread.is_alive() for thread in others):
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
+        os._exit(0)
 
 
 def listening(address: Address) -> socket.socket:

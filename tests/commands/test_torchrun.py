@@ -163,11 +163,10 @@ def end_all(processes: list[subprocess.Popen[str]]) -> None:
 
 def serving(process: subprocess.Popen[str]) -> str:
     """Wait until rank 0 serves; return its address."""
+    from serve.running import announced_port
+
     assert process.stderr is not None
-    for line in process.stderr:
-        if line.startswith("Serving"):
-            return line.split()[-1]
-    raise AssertionError("it does not serve")
+    return f"http://127.0.0.1:{announced_port(process.stderr)}"
 
 
 def healthy(url: str) -> None:

@@ -6,7 +6,7 @@ import http.client
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +14,8 @@ from typing import Any
 from mtp_export.serve.app import Server, ServerOptions
 from mtp_export.serve.run import Address, HttpServer, listening
 from mtp_runtime import LLM
+
+BANNER_END = "Ctrl-C stops it."
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,17 @@ def running(llm: LLM, **options: Any) -> Iterator[Running]:
         thread.join(30)
         listener.close()
         assert not thread.is_alive()
+
+
+def announced_port(lines: Iterable[str]) -> int:
+    """The port of the banner that a server prints when it listens, read to its end."""
+    port = 0
+    for line in lines:
+        if line.startswith("Page "):
+            port = int(line.strip().rstrip("/").rpartition(":")[2])
+        if line.startswith(BANNER_END):
+            return port
+    raise AssertionError("it does not serve")
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:

@@ -25,7 +25,7 @@ from cases import nightly_but
 from mtp_export.serve.limits import MAX_BODY_BYTES
 from serve.conftest import FIXTURE
 from serve.hostile import KINDS, VALUES, places, put
-from serve.running import Client
+from serve.running import BANNER_END, Client, announced_port
 from serve.watched import WATCH
 
 # The bounds that docs/serve.md states, in bytes and in seconds of computing. Others wait for less
@@ -106,10 +106,10 @@ def watched(folder: Path) -> Iterator[Watched]:
             command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
         )
     try:
-        while "Serving" not in (shown := (folder / "stderr").read_text()):
+        while BANNER_END not in (shown := (folder / "stderr").read_text()):
             assert process.poll() is None, shown
             time.sleep(0.05)
-        server = Watched(process, int(shown.rpartition(":")[2]))
+        server = Watched(process, announced_port(shown.splitlines()))
         assert send(server.port, "/v1/completions", b"{}") == 400  # it runs, with all it imports
         process.send_signal(WATCH)
         yield server

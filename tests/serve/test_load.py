@@ -19,7 +19,7 @@ import pytest
 
 from mtp_runtime import LLM, SamplingParams
 from serve.conftest import FIXTURE
-from serve.running import Client, Running, wait_for
+from serve.running import Client, Running, announced_port, wait_for
 
 WORDS = ["sea", "wind", "of", "story", "night", "light", "to", "for", "in", "stone", "cold", "a"]
 SAMPLES_PER_MINUTE = 12
@@ -121,8 +121,7 @@ def in_a_process() -> Iterator[tuple[subprocess.Popen[str], int]]:
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     try:
-        line = next(line for line in process.stderr if "Serving" in line)
-        yield process, int(line.rpartition(":")[2])
+        yield process, announced_port(process.stderr)
     finally:
         process.terminate()
         process.wait(120)

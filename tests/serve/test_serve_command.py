@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
 import socket
 
 import pytest
 
 from cases import run_program
 from mtp_export.commands import serve
+from mtp_export.serve import app
+from mtp_export.serve.activity import Activity
 from mtp_export.serve.run import Address, listening
+from mtp_runtime import LLM, SamplingParams
+from mtp_runtime.models.load import Loaded
 from serve.conftest import FIXTURE
+from serve.running import BANNER_END, running, wait_for
 
 
 def test_without_its_packages_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,3 +60,47 @@ def test_replies_are_sent_at_once() -> None:
             connection, _ = listener.accept()
         with connection:
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+
+
+def test_the_banner_says_where_to_look_and_what_to_try() -> None:
+    """Its command is one that a shell takes."""
+    banner = serve._banner("http://127.0.0.1:8000", "it's", has_key=False)
+    first, second, third, *command, last = banner.splitlines()
+    assert first.split() == ["Page", "http://127.0.0.1:8000/"]
+    assert second == "API       http://127.0.0.1:8000/v1   (model: it's)"
+    assert third.split() == ["Metrics", "http://127.0.0.1:8000/metrics"]
+    assert last == BANNER_END and max(map(len, banner.splitlines())) <= 80
+    words = shlex.split(" ".join(line.removesuffix("\\") for line in command))
+    assert words[:3] == ["Try", "curl", "http://127.0.0.1:8000/v1/completions"]
+    assert words[3:5] == ["-H", "Content-Type: application/json"]
+    assert json.loads(words[-1]) == {"model": "it's", "prompt": "def read(", "max_tokens": 48}
+    assert "$MTP_EXPORT_API_KEY" in serve._banner("http://x", "m", has_key=True)
+
+
+def test_a_line_tells_of_busy_seconds(loaded: Loaded) -> None:
+    llm = LLM(FIXTURE, loaded=loaded, speculate_method="mtp")
+    activity = Activity(llm.engine)
+    assert activity.line(10.0) is None
+    llm.generate(["def read("], SamplingParams(max_tokens=40, ignore_eos=True))
+    drafted, accepted = sum(llm.engine.totals.drafted), sum(llm.engine.totals.accepted)
+    share = f"{accepted / drafted:.2f}"
+    assert activity.line(10.0) == f"0 running, 0 waiting, 4 tokens/s, acceptance {share}"
+    assert activity.line(10.0) is None
+    (request,) = llm.requests(["def read("], [SamplingParams(max_tokens=40, use_drafts=False)])
+    llm.engine.add(request)
+    assert activity.line(10.0) == "0 running, 1 waiting, 0 tokens/s"
+    llm.engine.step()
+    llm.engine.step()
+    assert activity.line(1.0) == "1 running, 0 waiting, 2 tokens/s"
+
+
+def test_a_server_tells_of_its_activity(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "SECONDS_BETWEEN_LINES", 0.1)
+    told: list[str] = []
+    llm = LLM(FIXTURE, loaded=loaded, speculate_method="mtp")
+    with running(llm, tell=told.append) as server:
+        client = server.client()
+        client.post("/v1/completions", prompt="def read(", max_tokens=40)
+        client.close()
+        wait_for(lambda: any("acceptance 0." in line for line in told))
+    assert re.match(r"\d running, 0 waiting, \d+ tokens/s", told[0])
