@@ -24,7 +24,7 @@ class _Counts:
 
 
 class Activity:
-    """What an engine did since the last line."""
+    """Requests and rates of an engine since the last line."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

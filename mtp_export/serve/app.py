@@ -142,6 +142,7 @@ class Server:
             "created": self._started,
             "owned_by": "mtp-export",
             "max_model_len": self._llm.engine.model.config.max_positions,
+            "draft_tokens": self._llm.engine.config.speculation.draft_tokens,
         }
 
     def _check_model(self, name: str | None) -> None:

@@ -93,8 +93,9 @@ class StreamOptions(_Body):
 class _Asked(_Body):
     """Fields that both kinds of requests have.
 
-    speculation is ours: each choice then says which of its tokens were drafted. user is ignored;
-    penalties are there for clients that always send them, as 0.
+    speculation and use_drafts are ours: with the first each choice says which of its tokens were
+    drafted; the second, where it is false, decodes plainly. user is ignored; penalties are there
+    for clients that always send them, as 0.
     """
 
     default_tokens: ClassVar[int | None] = None
@@ -120,6 +121,7 @@ class _Asked(_Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     speculation: bool = False
+    use_drafts: bool = True
     user: Name | None = None
     frequency_penalty: Zero = 0
     presence_penalty: Zero = 0
@@ -167,6 +169,7 @@ class _Asked(_Body):
                 min_tokens=self.min_tokens,
                 logprobs=shown,
                 prompt_logprobs=shown if self.echoes else None,
+                use_drafts=self.use_drafts,
             )
             for choice in range(self.n)
         ]

@@ -20,6 +20,41 @@ _OPTIONS = (
     "--remote-debugging-pipe",
 )
 
+# Texts of a page that have less contrast than 4.5 : 1 with what is behind them (WCAG 2, 1.4.3), and
+# pictures that have no name.
+FLAWS = """(() => {
+  const parts = (colour) => colour.match(/[\\d.]+/g).map(Number);
+  const light = (colour) => {
+    const [r, g, b] = parts(colour).map((c) => {
+      c /= 255;
+      return c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
+    });
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const behind = (node) => {
+    for (; node; node = node.parentElement) {
+      const colour = getComputedStyle(node).backgroundColor, own = parts(colour);
+      if (own.length < 4 || own[3] > 0) return colour;
+    }
+    return getComputedStyle(document.body).backgroundColor;
+  };
+  const found = [], texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (texts.nextNode()) {
+    const text = texts.currentNode.textContent.trim(), owner = texts.currentNode.parentElement;
+    const isShown = owner.getClientRects().length && !owner.closest(":disabled, script, style");
+    if (!text || !isShown) continue;
+    const [one, other] = [light(getComputedStyle(owner).color), light(behind(owner))];
+    const ratio = (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05);
+    if (ratio < 4.5) found.push(ratio.toFixed(2) + ": " + text.slice(0, 40));
+  }
+  for (const picture of document.querySelectorAll("svg, img, canvas, [role=img]")) {
+    const names = ["aria-label", "aria-labelledby", "alt", "aria-hidden"];
+    const isNamed = names.some((name) => picture.getAttribute(name));
+    if (!isNamed) found.push(picture.outerHTML.slice(0, 80));
+  }
+  return found;
+})()"""
+
 
 class Browser:
     """A browser with one page."""
@@ -66,6 +101,11 @@ class Browser:
             deviceScaleFactor=1,
             mobile=is_phone,
         )
+
+    def scheme(self, name: str) -> None:
+        """Show pages as where light, or dark, is preferred."""
+        feature = {"name": "prefers-color-scheme", "value": name}
+        self._call("Emulation.setEmulatedMedia", features=[feature])
 
     def open(self, url: str) -> None:
         self._call("Page.navigate", url=url)

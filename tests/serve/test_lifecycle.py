@@ -197,6 +197,10 @@ def test_speculation_is_shown_where_it_is_asked_for(client: Client, served: Runn
     ]
     assert streamed == whole["speculation"]
     assert "speculation" not in client.post("/v1/completions", **body).json["choices"][0]
+    plain = client.post("/v1/completions", **body, speculation=True, use_drafts=False).json
+    (choice,) = plain["choices"]
+    assert choice["text"] == whole["text"]
+    assert {token["draft_position"] for token in choice["speculation"]} == {0}
 
 
 def test_many_clients_some_of_whom_hang_up(served: Running, plain: LLM) -> None:

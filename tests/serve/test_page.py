@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from serve.browser import PROGRAM, Browser
+from serve.browser import FLAWS, PROGRAM, Browser
 from serve.running import Client, Running, wait_for
 
 UNTIL_ENDED = """new Promise(done => setInterval(() => {
@@ -93,3 +95,84 @@ def test_a_refusal_is_shown(browser: Browser, served: Running) -> None:
     browser.run("""new Promise(done => setInterval(() => {
       if (document.getElementById("note").className === "bad") done(); }, 20))""")
     assert "positions" in browser.run("document.getElementById('note').textContent")
+
+
+def wait_until(browser: Browser, condition: str) -> None:
+    """Wait until an expression of the page is true."""
+    browser.run(f"new Promise(done => setInterval(() => {{ if ({condition}) done(); }}, 20))")
+
+
+def text_of(browser: Browser, name: str) -> str:
+    return str(browser.run(f"document.getElementById({name!r}).textContent"))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_everything_can_be_read(scheme: str, width: int, browser: Browser, served: Running) -> None:
+    """An answer with its marks, a refusal, a command to copy: on a phone too, in the dark too."""
+    browser.messages.clear()
+    browser.size(width, 800, is_phone=width < 600)
+    browser.scheme(scheme)
+    browser.open(served.url)
+    wait_until(browser, "document.querySelectorAll('#legend span').length")
+    assert text_of(browser, "legend").endswith("draft 1draft 2")  # K of this server is 2
+    browser.run("document.getElementById('copy').click()")
+    browser.run("document.getElementById('send').click()")
+    browser.run(UNTIL_ENDED)
+    heights = """[...document.querySelectorAll('#legend span')]
+      .map(mark => getComputedStyle(mark).borderBottomWidth)"""
+    assert browser.run(heights) == ["1px", "2px"]
+    assert browser.run(FLAWS) == []
+    assert browser.run("document.documentElement.scrollWidth <= innerWidth")
+    if folder := os.environ.get("PICTURES"):
+        browser.picture(Path(folder) / f"page-{scheme}-{width}.png")
+    browser.run("note('The server is not reached.', true)")
+    assert browser.run(FLAWS) == []
+    browser.run("document.getElementById('note').style.color = '#777f89'")
+    assert len(browser.run(FLAWS)) == 1  # it can fail
+    assert browser.messages == []
+
+
+@pytest.mark.nightly
+def test_the_gain_is_measured_beside_plain_decoding(browser: Browser, served: Running) -> None:
+    browser.size(1280, 800, is_phone=False)
+    browser.open(served.url)
+    wait_until(browser, "!document.getElementById('compare').hidden")
+    browser.run("document.getElementById('compare').click()")
+    note = "document.getElementById('note').textContent"
+    wait_until(browser, f"/plain decoding|too busy/.test({note})")
+    if "too busy" not in (said := text_of(browser, "note")):
+        assert re.fullmatch(r"\d+\.\dx plain decoding \(\d+ tokens/s\), same text", said)
+        assert text_of(browser, "own-gain") == said.split()[0]
+    assert browser.run("document.querySelectorAll('#answer .d1').length") > 0
+    if folder := os.environ.get("PICTURES"):
+        browser.picture(Path(folder) / "page-compared.png")
+
+
+@pytest.mark.nightly
+def test_the_copied_command_asks_for_the_same(
+    browser: Browser, client: Client, served: Running
+) -> None:
+    browser.open(served.url)
+    wait_until(browser, "document.getElementById('model').textContent === 'tiny'")
+    browser.run("document.getElementById('prompt').value = \"it's a\\nstory\"")
+    browser.run("document.getElementById('key').value = 'secret'")
+    browser.run("document.getElementById('copy').click()")
+    command = browser.run("document.getElementById('curl').value")
+    words = shlex.split(command.replace("\\\n", ""))
+    assert words[:2] == ["curl", f"{served.url}/v1/completions"]
+    assert words[5] == "Authorization: Bearer $MTP_EXPORT_API_KEY" and "secret" not in command
+    body = json.loads(words[-1])
+    assert body == {"model": "tiny", "prompt": "it's a\nstory", "max_tokens": 128, "temperature": 0}
+    assert client.post("/v1/completions", **body).status == 200
+
+
+@pytest.mark.nightly
+def test_ctrl_enter_generates(browser: Browser, served: Running) -> None:
+    browser.open(served.url)
+    browser.run("document.getElementById('tokens').value = '4'")
+    browser.run("""document.getElementById('prompt').dispatchEvent(
+      new KeyboardEvent('keydown', { key: 'Enter', ctrlKey: true, bubbles: true }))""")
+    browser.run(UNTIL_ENDED)
+    assert text_of(browser, "own-tokens") == "4"
