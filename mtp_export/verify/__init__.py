@@ -40,6 +40,7 @@ CHECKS: dict[str, Check] = {
             *("weights.load_report", "weights.load_report:extra_drafts"),
             *("weights.value_checks", "weights.mtp_values"),
         ),
+        remote_places=("weights.value_checks", "weights.mtp_values"),
     ),
     "weights": Check("Weights against source", Level.WEIGHTS, ("weights.comparison",)),
     "greedy": Check("Greedy equality", Level.RUN, ("decoding.greedy",)),
@@ -71,7 +72,7 @@ def check_result(name: str, check: Check, context: Context) -> CheckResult:
     items = _collected(_left_out(check, context), bundle)
     if not items:
         with torch_threads_for(_hidden_size(check, context)):
-            for place in check.places:
+            for place in check.places if context.is_local else check.remote_places or check.places:
                 items += _collected(_items(place, context), bundle)
     items = [with_repair(context, item) for item in items]
     seconds = time.monotonic() - start
@@ -95,8 +96,9 @@ def _left_out(check: Check, context: Context) -> Iterator[Item]:
         requested = context.options.level.name.lower()
         yield not_tested(WHOLE_CHECK, f"--level {requested} leaves it out")
     elif check.level > Level.FILES and not context.is_local:
-        why = "nothing but headers is downloaded: verify a copy on this machine"
-        yield not_tested(WHOLE_CHECK, why)
+        # Asked for by its name alone: a module may have gigabytes.
+        if not check.remote_places or context.options.level is not Level.WEIGHTS:
+            yield not_tested(WHOLE_CHECK, context.why_not_downloaded)
     elif check.level is Level.RUN:
         reason = context.why_not_run if check.whole_model else context.why_not_opened
         if reason is not None:

@@ -46,13 +46,15 @@ class Check:
     places are modules relative to mtp_export.verify, of which run(context) yields items as they are
     known, or "module:function" for another function. An exception ends the items of its place
     alone. A module is imported when it starts, so that level files needs no torch. whole_model: the
-    check holds the model in memory, which not every machine can.
+    check holds the model in memory, which not every machine can. remote_places are those that the
+    bytes of a remote MTP module suffice for.
     """
 
     title: str
     level: Level
     places: tuple[str, ...]
     whole_model: bool = True
+    remote_places: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 from mtp_checkpoints.errors import MtpExportError
 from mtp_checkpoints.layouts import TARGETS, likely_target
 from mtp_checkpoints.layouts.base import Target
-from mtp_checkpoints.sources.byte_source import ByteSource, local_path
+from mtp_checkpoints.sources.addresses import download_command
+from mtp_checkpoints.sources.byte_source import Address, ByteSource, local_path
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP, RELEASED, open_checkpoint
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export import __version__
 from mtp_export.paths import refuse_overlaps
-from mtp_export.progress import ShowProgress
+from mtp_export.progress import ShowProgress, format_bytes
+from mtp_export.verify.check import Level
 from mtp_export.verify.evidence.parts import (
     OpenedPlace,
     Part,
@@ -119,6 +121,20 @@ class Context:
         return all(place is None or isinstance(place, Path) for place in places)
 
     @property
+    def why_not_downloaded(self) -> str:
+        """The reason why no bytes of a remote place are read, with what does it."""
+        places = (self.options.bundle, self.options.mtp)
+        commands = [download_command(place) for place in places if isinstance(place, Address)]
+        copy = f"verify a copy on this machine ({'; '.join(commands)})"
+        if self.options.level is Level.WEIGHTS or self.mtp is None:
+            return f"nothing but headers is downloaded for it: {copy}"
+        size_bytes = sum(tensor.size_bytes for tensor in self.mtp.tensors.values())
+        return (
+            f"nothing but headers is downloaded: --level weights reads the MTP module's"
+            f" {format_bytes(size_bytes)} and writes nothing; for all of it, {copy}"
+        )
+
+    @property
     def ranks(self) -> Group:
         """The processes that take part, or this one alone."""
         from mtp_runtime.parallel.group import LONE
@@ -193,6 +209,12 @@ class Context:
         return tuple(found)
 
     @cached_property
+    def read_layouts(self) -> tuple[PartLayout, ...]:
+        """The layouts of the parts whose bytes are read: of a remote place, the MTP part's."""
+        local = {part.name for part in self.parts if isinstance(part.place, Path)}
+        return tuple(one for one in self.layouts if one.name == MTP or one.name in local)
+
+    @cached_property
     def source_weights(self) -> SourceWeights | None:
         """The source's weights, None without a source. Raises as stored_model."""
         return None if self.source is None else SourceWeights.of(self.source)
@@ -207,7 +229,7 @@ class Context:
         return Walks(
             options=self.options,
             checkpoints=self.checkpoints,
-            layouts=self.layouts,
+            layouts=self.read_layouts,
             recorded=(self.manifest or {}).get("parts", {}),
             source=source,
             identity=self.identity,

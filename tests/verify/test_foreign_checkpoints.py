@@ -14,7 +14,18 @@ from safetensors.torch import load_file, save_file
 from cases import Outcome, edit_json, export, run_program, tree
 from hub_server import HubServer
 from mtp_checkpoints.layouts import TARGETS
-from verify.foreign import DEEPSEEK, GLM, GLM_MTP, INDEX, headers, quantized, rewritten, without
+from quantized_by_others import read_all
+from verify.foreign import (
+    DEEPSEEK,
+    GLM,
+    GLM_MTP,
+    INDEX,
+    Tensors,
+    headers,
+    quantized,
+    rewritten,
+    without,
+)
 
 Item = dict[str, Any]
 PRESENCE = "MTP modules announced and there"
@@ -244,10 +255,44 @@ def test_a_repository_is_judged_by_its_headers_alone(
         assert outcome.code == 0, outcome.err
         checks = {check["name"]: check for check in json.loads(outcome.out)["checks"]}
         assert checks["files"]["status"] == "pass"
-        assert "nothing but headers" in checks["ledger"]["items"][0]["cause"]
+        for name in ("ledger", "weights", "acceptance"):
+            words = checks[name]["items"][0]["cause"]
+            assert "nothing but headers is downloaded: --level weights reads the MTP mod" in words
+            assert "(hf download acme/good --local-dir DIR)" in words
         outcome = run_program("verify", "hf://acme/lost", "--quiet")
         assert outcome.code == 7
         assert "graft --main hf://acme/lost" in outcome.err
+
+
+def test_the_weights_of_a_repository_s_mtp_module_are_read_by_ranges(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Little else is downloaded, and nothing is written."""
+
+    def not_finite(stored: Tensors) -> None:
+        stored[f"{GLM_MTP}self_attn.q_proj.weight"][3, 5] = float("nan")
+
+    bad = rewritten(GLM, tmp_path / "bad", not_finite)
+    mtp = sum(t.nbytes for name, t in read_all(GLM).items() if name.startswith(GLM_MTP))
+    server, level = HubServer(), ("--level", "weights", "--quiet", "--json")
+    server.serve("acme/good", GLM)
+    server.serve("acme/bad", bad)
+    before = tree(tmp_path)
+    with server.running():
+        monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
+        outcome = run_program("verify", "hf://acme/good", *level)
+        assert outcome.code == 0, outcome.err
+        received = sum(request.sent_bytes for request in server.log if request.status == 206)
+        assert mtp < received < 2.2 * mtp  # small linears are read again for their blocks
+        checks = {check["name"]: check for check in json.loads(outcome.out)["checks"]}
+        items = {item["name"]: item for item in checks["ledger"]["items"]}
+        assert items["mtp: finite values, sound scales"]["status"] == "pass"
+        assert items["mtp: halves of eh_proj"]["status"] == "pass"
+        assert items["main: tensors"]["cause"] == "the MTP module's bytes alone are downloaded"
+        assert "hf download" in checks["weights"]["items"][0]["cause"]
+        outcome = run_program("verify", "hf://acme/bad", *level)
+        assert outcome.code == 7 and "self_attn.q_proj" in outcome.err
+    assert tree(tmp_path) == before
 
 
 def test_a_place_without_either_is_refused(tmp_path: Path) -> None:

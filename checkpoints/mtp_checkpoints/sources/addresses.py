@@ -39,6 +39,17 @@ def place_of(text: str) -> Place:
     return Address(text) if _SEPARATOR in text else Path(text)
 
 
+def download_command(address: Address) -> str:
+    """Return the command that copies a remote checkpoint into a folder, in words where it is no
+    repository of the Hub."""
+    scheme, _, rest = address.text.partition(_SEPARATOR)
+    if scheme != "hf":
+        return f"copy {address} to DIR"
+    name, _, revision = "/".join(rest.split("/")[:2]).partition("@")
+    pinned = f" --revision {revision}" if revision else ""
+    return f"hf download {name}{pinned} --local-dir DIR"
+
+
 def byte_source(place: Place) -> ByteSource:
     """Return the files at a place (InvalidInputError for a missing folder or repository, IoError).
 

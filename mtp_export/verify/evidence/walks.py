@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-from mtp_checkpoints.sources.byte_source import local_path
+from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.sources.disk_queue import DiskQueue, disk_depth
+from mtp_checkpoints.sources.remote_source import READERS
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_checkpoints.weights.weight_values import WeightOnDisk, weights_on_disk
 from mtp_export.bundle.options import Share
@@ -82,7 +84,7 @@ class Walks:
     def _walked(self, part: str, plan: WalkPlan) -> PartWalk:
         with (
             self.show_progress(f"{part}: tensors", plan.size_bytes) as progress,
-            DiskQueue(disk_depth(local_path(self.options.bundle))) as queue,
+            DiskQueue(_depth_of(self.checkpoints[part].path)) as queue,
         ):
             return plan.run(self.options.workers, queue, progress)
 
@@ -100,3 +102,8 @@ class Walks:
             weights=list(zip(weights, sources, strict=True)),
             others=[tensors[name] for name in hashed if name not in known],
         )
+
+
+def _depth_of(place: Place) -> int:
+    """Reads that are best under way at once."""
+    return disk_depth(place) if isinstance(place, Path) else READERS

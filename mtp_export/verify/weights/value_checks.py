@@ -26,11 +26,13 @@ if TYPE_CHECKING:
 
 def run(context: Context) -> Iterator[Item]:
     """One pass over every tensor of each part, then the parts beside each other."""
-    found = context.layouts
+    found, followed = context.read_layouts, {layout.name for layout in context.layouts}
     for part in context.parts:
-        if part.name not in [layout.name for layout in found]:
+        if part.name not in followed:
             why = "its config or index cannot be followed: see check files"
             yield not_tested(f"{part.name}: tensors", why)
+        elif part.name not in {layout.name for layout in found}:
+            yield not_tested(f"{part.name}: tensors", "the MTP module's bytes alone are downloaded")
     facts = {layout.name: context.walks.of(layout.name).facts for layout in found}
     every = [fact for part in facts.values() for fact in part]
     for layout in found:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
-from mtp_checkpoints.sources.addresses import byte_source, place_of
+from mtp_checkpoints.sources.addresses import byte_source, download_command, place_of
 from mtp_checkpoints.sources.byte_source import (
     Address,
     ByteFile,
@@ -150,3 +150,16 @@ def test_only_local_files_have_a_path() -> None:
     error = caught.value
     assert (error.what, str(error.where)) == ("This takes a local file or folder", "hf://a/b")
     assert str(error.todo).startswith("Download it first")
+
+
+@pytest.mark.parametrize(
+    ("address", "command"),
+    [
+        ("hf://org/name", "hf download org/name --local-dir DIR"),
+        ("hf://org/name@v1/sub", "hf download org/name --revision v1 --local-dir DIR"),
+        ("hf://org/name@v1", "hf download org/name --revision v1 --local-dir DIR"),
+        ("s3://bucket/model", "copy s3://bucket/model to DIR"),
+    ],
+)
+def test_the_command_that_copies_a_checkpoint(address: str, command: str) -> None:
+    assert download_command(Address(address)) == command
