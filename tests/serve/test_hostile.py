@@ -46,17 +46,18 @@ while not select.select([sys.stdin], [], [], 0.02)[0]:
     seconds.append(time.monotonic() - start)
 print(json.dumps(seconds))
 """
-# Requests that may be made and take much: they are answered, or refused for what they ask.
+# Requests that may be made and take much: they are answered, or refused for what they ask. Many of
+# their answers are long and their prompts short: attention to a long one takes minutes itself.
 LARGE: tuple[dict[str, Any], ...] = (
     {
         "prompt": ["a b c d"] * 128,
         "max_tokens": 4,
         "stop": [f"{'a' * 1022}{n:02}" for n in range(64)],
     },
-    {"prompt": [5] * 2000, "n": 6, "logprobs": 20, "echo": True, "max_tokens": 1},
-    {"prompt": [5] * 2000, "logprobs": 20, "echo": True, "max_tokens": 1, "stream": True},
+    {"prompt": [5] * 250, "n": 48, "logprobs": 20, "echo": True, "max_tokens": 1},
+    {"prompt": [5] * 1000, "logprobs": 20, "echo": True, "max_tokens": 1, "stream": True},
     {"prompt": "a", "n": 128, "logprobs": 20, "max_tokens": 40, "ignore_eos": True},
-    {"prompt": [5] * 1000, "n": 128, "max_tokens": 1, "echo": True},
+    {"prompt": [5] * 250, "n": 128, "max_tokens": 1, "echo": True},
 )
 
 
@@ -121,7 +122,7 @@ def watched(folder: Path) -> Iterator[Watched]:
 def send(port: int, path: str, body: bytes) -> int:
     """Send a body, as often as the server has no room for it; return the status."""
     while True:
-        client = Client(port, seconds=600)
+        client = Client(port, seconds=1800)
         reply = client.ask("POST", path, body, Content_Type="application/json")
         client.close()
         if reply.status != 503:

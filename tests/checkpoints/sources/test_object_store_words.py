@@ -443,3 +443,11 @@ def test_an_object_without_etag(etag: str | None, store: SimpleNamespace) -> Non
     assert error.where == PLACE / "config.json"
     assert error.expected == "an ETag, by which a change of the object is noticed"
     assert error.found == "none"
+
+
+def test_objects_are_told_apart_by_their_addresses() -> None:
+    """As the files of a folder are, whatever a store tells of them."""
+    store: Any = object()
+    renamed = ObjectFile(WHERE, name="b", size_bytes=1, version="d", store=store)
+    assert file_of() == renamed and hash(file_of()) == hash(renamed)
+    assert file_of() != file_of(place=PLACE / "model.safetensors")

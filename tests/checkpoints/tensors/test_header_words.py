@@ -11,8 +11,8 @@ import pytest
 
 from cases import write_shard
 from mtp_checkpoints.containers.base import ShardHeader, check_tensor_name
-from mtp_checkpoints.containers.safetensors_header import read_header
-from mtp_checkpoints.dtypes import DType
+from mtp_checkpoints.containers.safetensors_header import file_layout, read_header
+from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.sources.local_folder import LocalFolder
 
@@ -262,3 +262,18 @@ def test_names_that_are_safe(name: str) -> None:
 def test_names_that_are_not(name: str) -> None:
     with pytest.raises(ValueError, match="^unsafe tensor name"):
         check_tensor_name(name)
+
+
+def test_what_is_written_of_a_header() -> None:
+    """Of torch's tensors, one behind the other, from a multiple of 8 bytes on."""
+    layout = file_layout([OutputTensor("a", DType.F32, (2, 3)), OutputTensor("b", DType.U8, ())])
+    length = int.from_bytes(layout.head[:8], "little")
+    assert json.loads(layout.head[8:]) == {
+        "__metadata__": {"format": "pt"},
+        "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+        "b": {"dtype": "U8", "shape": [], "data_offsets": [24, 25]},
+    }
+    start = 8 + length
+    assert len(layout.head) == start and start % 8 == 0 and layout.head[-1:] in (b" ", b"}")
+    assert layout.places == {"a": range(start, start + 24), "b": range(start + 24, start + 25)}
+    assert layout.size_bytes == start + 25
