@@ -205,6 +205,22 @@ def tile_rounded_to_zero(checkpoint: Checkpoint) -> None:
     checkpoint.set(name, codes.to(torch.float8_e4m3fn))
 
 
+def experts_fused(checkpoint: Checkpoint) -> None:
+    """All experts in one tensor of each kind, as transformers 5 holds them."""
+    count = checkpoint.config["n_routed_experts"]
+    for last in ("gate_proj", "up_proj", "down_proj"):
+        names = [f"mlp.experts.{number}.{last}.weight" for number in range(count)]
+        checkpoint.set(f"mlp.experts.{last}", torch.stack([checkpoint.of(name) for name in names]))
+    gate_up = [checkpoint.of(f"mlp.experts.{last}") for last in ("gate_proj", "up_proj")]
+    checkpoint.set("mlp.experts.gate_up_proj", torch.cat(gate_up, 1))
+    lose(r"experts\.(\d+|gate_proj|up_proj)(\.|$)")(checkpoint)
+
+
+def copy_of_a_smaller_vocabulary(checkpoint: Checkpoint) -> None:
+    embedding = checkpoint.tensors["model.embed_tokens.weight"]
+    checkpoint.set("embed_tokens.weight", embedding[:-8])
+
+
 def copy_of_another(last: str) -> Damage:
     """A copy of embedding or head as another vocabulary orders it."""
 
@@ -235,6 +251,22 @@ def without_file(name: str) -> FolderDamage:
         (folder / name).unlink()
 
     return damage
+
+
+def lfs_pointer(name: str) -> FolderDamage:
+    """A clone without the large files."""
+
+    def damage(folder: Path) -> None:
+        oid = "oid sha256:" + 32 * "ab"
+        (folder / name).write_text(f"version https://git-lfs.github.com/spec/v1\n{oid}\nsize 9\n")
+
+    return damage
+
+
+def indexed_as_bin(folder: Path) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"] = dict.fromkeys(index["weight_map"], "pytorch_model-00001-of-00002.bin")
+    (folder / INDEX).write_text(json.dumps(index))
 
 
 def cut(name: str) -> FolderDamage:

@@ -245,6 +245,48 @@ DAMAGED = (
         words=("set num_hidden_layers to 3",),
     ),
     Folder(
+        "without its quantization_config",
+        deepseek,
+        damages.config(quantization_config=None),
+        words=("has no quantization_config", _without("graft")),
+    ),
+    Folder(
+        "count as text",
+        glm(),
+        damages.config(num_nextn_predict_layers="1"),
+        words=("says num_nextn_predict_layers '1'",),
+    ),
+    Folder(
+        "under the name of a compiled module",
+        glm(),
+        rename([(r"^model\.", "model._orig_mod.")]),
+        words=(r"begin with model\._orig_mod, where",),
+    ),
+    Folder(
+        "experts in one tensor",
+        glm(),
+        damages.experts_fused,
+        words=("holds all experts in one tensor", "graft .*--replace"),
+    ),
+    Folder(
+        "copy of a smaller vocabulary",
+        glm(),
+        damages.copy_of_a_smaller_vocabulary,
+        words=("leave this copy out", _without("graft")),
+    ),
+    Folder(
+        "a pointer of Git LFS",
+        glm(),
+        words=("model-00002-of-00002", "git lfs pull"),
+        written=damages.lfs_pointer("model-00002-of-00002.safetensors"),
+    ),
+    Folder(
+        "index of another upload",
+        glm(),
+        words=("index of another upload",),
+        written=damages.indexed_as_bin,
+    ),
+    Folder(
         "lost by MLX",
         glm(),
         damages.lost_by_mlx,

@@ -91,6 +91,14 @@ def _weight_map(source: ByteSource) -> dict[str, str] | None:
         name, file_name = next(
             entry for entry in weight_map.items() if not _is_plain_file_name(entry[1])
         )
+        if isinstance(file_name, str) and _is_plain_file_name(f"{file_name}{SUFFIX}"):
+            raise InvalidInputError(
+                f"The index names a file of another kind for tensor {name}",
+                where=path,
+                expected=f"a *{SUFFIX} file",
+                found=file_name,
+                todo=f"It is the index of another upload: write that of the *{SUFFIX} files",
+            )
         raise InvalidInputError(
             f"The index puts tensor {name} at a path outside the folder",
             where=path,

@@ -131,6 +131,9 @@ def _checked(file: ByteFile, header: bytes, data: range) -> tuple[TensorInfo, ..
     return _check_coverage(_tensors(file, entries, data.start), data.start, data.stop)
 
 
+_LFS_POINTER = b"version https://git-lfs."
+
+
 def _read_raw(file: OpenFile) -> bytes:
     """Read the header's bytes, whose number the first eight bytes tell."""
     if file.size_bytes < _LENGTH_BYTES:
@@ -141,6 +144,12 @@ def _read_raw(file: OpenFile) -> bytes:
         )
     header_bytes = int.from_bytes(file.read(0, _LENGTH_BYTES), "little")
     available = file.size_bytes - _LENGTH_BYTES
+    if file.read(0, min(len(_LFS_POINTER), file.size_bytes)) == _LFS_POINTER:
+        raise _HeaderError(
+            "A shard is a pointer of Git LFS, not the file that it stands for",
+            "a safetensors file: `git lfs pull` brings it, or the Hub's own client",
+            f"{file.size_bytes} bytes of text",
+        )
     if header_bytes > available:
         raise _HeaderError(
             "A shard's header is longer than the file",

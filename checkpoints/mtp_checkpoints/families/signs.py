@@ -33,6 +33,7 @@ _BY_NAME = re.compile(r"(?:^|\.)((?:mtp|nextn)(?:_[a-z_]+)?)\.(?:layers\.)?(?:(\
 _LAYER = re.compile(
     r"^((?:language_model\.|model\.|transformer\.|backbone\.)*layers)\.(\d{1,6})\.", re.ASCII
 )
+_FUSED_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj", ".experts.w13", ".experts.w2")
 _EXPERT = re.compile(r"^(.*\.experts)\.(\d{1,6})\.(.*)$", re.ASCII)
 # Modules that join the embedding and the hidden state, by the last component of their names.
 _PROJECTIONS = frozenset(
@@ -115,9 +116,21 @@ def announced(config: Mapping[str, Any]) -> Announced | None:
 
 
 def count_field(config: Mapping[str, Any]) -> str:
-    """Return the field of a config.json that counts MTP modules, whatever it says; "" for none."""
-    fields = (f"{prefix}{name}" for prefix, own in _configs(config) for name in own)
-    return next((field for field in fields if field.rpartition(".")[2] in COUNT_FIELDS), "")
+    """Return the field of a config.json that counts MTP modules, with what it says; "" for none."""
+    for prefix, own in _configs(config):
+        for name in COUNT_FIELDS:
+            if name in own:
+                return f"{prefix}{name} {str(own[name])[:100]!r}"
+    return ""
+
+
+def fused_experts(tensors: Mapping[str, Sequence[int]]) -> str | None:
+    """Return the first of some tensors, by their shapes, that holds all experts of a layer; None
+    where there is none."""
+    for name, shape in tensors.items():
+        if len(shape) == 3 and name.removesuffix(".weight").endswith(_FUSED_EXPERTS):
+            return name
+    return None
 
 
 def main_layers(config: Mapping[str, Any]) -> int | None:

@@ -122,7 +122,7 @@ HF = Target(
             draft_reading=DraftReading(
                 by_main_config=False,
                 reason=f"SGLang knows the draft's layer as {SGLANG_DRAFT}, which entries of ignore"
-                " and the like must match, and rewrites them literally",
+                " and the like must match",
                 layer_name=SGLANG_DRAFT,
                 unquantized_beside=frozenset({NvFp4.storage}),  # of its models/*_nextn.py
             ),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_checkpoints.containers.base import CONFIG_NAME, TensorInfo
 from mtp_checkpoints.errors import MtpExportError, UnsupportedError
+from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.formats import mixes_groups_with_fp8
 from mtp_checkpoints.formats.base import SCALES_OF_CODES
 from mtp_checkpoints.layouts.base import DraftReading, Engine
@@ -144,6 +145,9 @@ def _by_module(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, TensorI
     return modules
 
 
+_COPIED = (Role.EMBEDDING, Role.HEAD)
+
+
 def _precision(weight: StoredWeight, stored_as: Mapping[str, TensorInfo]) -> Problem:
     """The problem of a weight in another form than quantization_config makes an engine expect."""
     name = weight.tensors[0].name
@@ -161,6 +165,11 @@ def _precision(weight: StoredWeight, stored_as: Mapping[str, TensorInfo]) -> Pro
         words = causes.stray_tensors(module, _shown(stray))
     elif stored_as.keys() == wanted.keys():
         words = causes.another_dtype_or_shape(module, stored, _promised(weight))
+        if weight.weight.mtp_layer is not None and weight.weight.role in (
+            Role.EMBEDDING,
+            Role.HEAD,
+        ):
+            words += causes.COPY_NOT_NEEDED
     else:
         words = causes.another_storage(
             module, stored=stored, storage=weight.storage, expected=_promised(weight)
@@ -226,7 +235,8 @@ def _left_out(layout: PartLayout, repair: str) -> Item:
     figure = f"{len(stored.weights):,} weights"
     problems = listed.problems()
     item = verdict("mtp: left out of quantization as stored", problems, figure)
-    return replace(item, repair=repair) if problems else item
+    # A graft reads a main model by the same quantization_config, which then is what lacks.
+    return replace(item, repair=repair) if problems and stored.quantization else item
 
 
 def _readers(context: Context) -> list[Engine]:
@@ -261,22 +271,23 @@ def _as_read(name: str, layout: PartLayout, config: Any, reading: DraftReading) 
     rename: Callable[[str], str] = str
     keeps_patterns = reading.layer_name in layout.stored.family.patterns.mtp_names
     layers = tuple(sorted({f"model.layers.{spec.mtp_layer}" for spec in specs}))
+    reason = reading.reason
     if reading.layer_name is not None:
         rename = partial(_with_layer_name, layers, reading.layer_name)
         if not keeps_patterns:
             config = json.loads(rename(json.dumps(config)))
+            reason = f"{reason}, with {layers[0]} in them replaced as it is written"
         tensors = {rename(key): tensor for key, tensor in tensors.items()}
     try:
         read = layout.stored.reread(config, rename)
     except MtpExportError as error:
-        cause = causes.misread_by_engine(reading.reason, error)
+        cause = causes.misread_by_engine(reason, error)
         return failed(name, cause, subject="config.json")
     renamed = (reading.layer_name,) if reading.layer_name else ()
     problems = ListedDraft(read, tensors, config, renamed or layers).problems()
     if problems:  # of which each tensor's are the consequence
         problems = [
-            Problem(one.subject, causes.misread_by_engine(reading.reason, one.words))
-            for one in problems
+            Problem(one.subject, causes.misread_by_engine(reason, one.words)) for one in problems
         ]
         return verdict(name, problems, f"{len(specs):,} weights")
     presence, precision = _sorted_out(tensors, read)
@@ -288,7 +299,7 @@ def _as_read(name: str, layout: PartLayout, config: Any, reading: DraftReading) 
     problems = presence + precision
     if problems:  # the reason once, before all of them
         first = problems[0]
-        words = causes.misread_by_engine(reading.reason, first.words)
+        words = causes.misread_by_engine(reason, first.words)
         problems[0] = Problem(first.subject, words)
     return verdict(name, problems, f"{len(specs):,} weights")
 

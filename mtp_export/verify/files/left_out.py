@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import islice
 from typing import Any
 
-from mtp_checkpoints.containers.base import TensorInfo
+from mtp_checkpoints.containers.base import CONFIG_NAME, TensorInfo
 from mtp_checkpoints.errors import MtpExportError
 from mtp_checkpoints.families.base import FLOATS, Role
 from mtp_checkpoints.formats import UNQUANTIZED, WeightFormat
@@ -116,8 +116,11 @@ class ListedDraft:
         for weight in weights:
             by_entry.setdefault(self._to_blame(weight), []).append(weight)
         for entry, alike in by_entry.items():
-            words = causes.left_out_though_quantized(len(alike), _module_of(alike[0]), entry)
-            yield Problem(alike[0].tensors[0].name, words)
+            words = causes.left_out_though_quantized(
+                len(alike), _module_of(alike[0]), entry, has_config=bool(self.quantization)
+            )
+            name = alike[0].tensors[0].name
+            yield Problem(name if self.quantization else CONFIG_NAME, words)
 
     def _to_blame(self, weight: StoredWeight) -> str:
         """The entry without which a module would be quantized; "" where no single one is.

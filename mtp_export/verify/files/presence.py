@@ -18,6 +18,7 @@ from mtp_checkpoints.families.signs import (
     count_field,
     expert_gaps,
     experts_of,
+    fused_experts,
     has_layers,
     hidden_size,
     is_transposed,
@@ -112,6 +113,14 @@ class Found:
         except MtpExportError:  # config_match says why
             return ()
 
+    @property
+    def wanted_anywhere(self) -> Collection[str]:
+        """Names of all tensors of a model of a known family; none of another."""
+        try:
+            return stored_model(self.config).tensors
+        except MtpExportError:  # config_match says why
+            return ()
+
     @cached_property
     def tool(self) -> Tool | None:
         return tool_of(self.config, self.context.files.names())
@@ -161,6 +170,9 @@ def _none_there(name: str, found: Found, wanted: Announced) -> Item:
     if folder is not None:
         words = causes.not_in_folder(str(folder), str(wanted))
         return failed(name, words, figure=figure, subject=str(folder), repair=found.repair)
+    if (other := renamed(found.wanted_anywhere, found.tensors)) is not None:
+        words = causes.renamed(other.wanted, other.found, other.count)
+        return failed(name, words, figure=figure, subject="config.json", repair=found.repair)
     habit = habit_of(found.tool) if found.tool else ""
     writer = str(found.tool or "")
     words = causes.lost(str(wanted), writer, habit, can_graft=bool(found.repair))
@@ -185,6 +197,9 @@ def _complete(found: Found) -> Item:
     problems += [
         Problem(name, words) for name, words in _unpaired({n: found.tensors[n] for n in names})
     ]
+    fused = fused_experts({name: found.tensors[name].shape for name in names})
+    if fused is not None and any(_FIRST_EXPERT in name for name in found.wanted_names):
+        problems.insert(0, Problem(fused, causes.fused(fused)))
     if (other := renamed(found.wanted_names, names)) is not None:
         words = causes.renamed(other.wanted, other.found, other.count)
         problems.insert(0, Problem(names[0], words))
@@ -204,6 +219,7 @@ def _transposed(found: Found, names: Sequence[str]) -> list[Problem]:
     return [Problem(name, causes.transposed(name, list(shapes[name]))) for name in wrong]
 
 
+_FIRST_EXPERT = ".experts.0."
 _CODES = frozenset({"F8_E4M3", "F8_E5M2", "I8", "U8", "I32", "U32"})
 
 

@@ -39,11 +39,19 @@ def _mtp_names(context: Context) -> Collection[str]:
     part = context.part(MTP)
     if context.is_bundle or part is None or part.checkpoint is None:
         return ()
+    tensors = part.checkpoint.tensors
     try:
-        wanted = context.layout(part).stored.tensors
+        stored = context.layout(part).stored
     except MtpExportError:  # config_match says why
-        wanted = {}
-    return {*part.checkpoint.tensors, *wanted}
+        return tensors.keys()
+    copies = {pair.mtp_name for pair in stored.family.shared}
+    # The original's is no larger or smaller: engines take the main model's.
+    resized = {
+        name
+        for name in copies & tensors.keys() & stored.tensors.keys()
+        if tensors[name].shape != stored.tensors[name].shape
+    }
+    return {*tensors, *stored.tensors} - resized
 
 
 def graft_command(context: Context) -> str:

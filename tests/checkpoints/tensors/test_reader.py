@@ -107,6 +107,15 @@ def test_an_index_without_map(weight_map: Any, folder: Path) -> None:
 LONG = "x" * 244 + ".safetensors"
 
 
+def test_an_index_of_files_of_another_kind(folder: Path) -> None:
+    edit_json(folder / INDEX, lambda index: index["weight_map"].update(c="one.bin"))
+    error = refusal(folder)
+    assert error.what == "The index names a file of another kind for tensor c"
+    assert (error.where, error.found) == (folder / INDEX, "one.bin")
+    assert error.expected == "a *.safetensors file"
+    assert error.todo == "It is the index of another upload: write that of the *.safetensors files"
+
+
 @pytest.mark.parametrize(
     "file_name",
     [
@@ -114,7 +123,6 @@ LONG = "x" * 244 + ".safetensors"
         None,
         "a/one.safetensors",
         "..\\one.safetensors",
-        "one.bin",
         "a\n.safetensors",
         LONG,
         "é" * 122 + "x.safetensors",

@@ -81,6 +81,9 @@ def stray_tensors(module: str, stray: str) -> str:
     )
 
 
+COPY_NOT_NEEDED = " (engines take the main model's: leave this copy out)"
+
+
 def another_dtype_or_shape(module: str, stored: str, expected: str) -> str:
     return f"{module} holds {stored}, expected {expected}"
 
@@ -116,12 +119,17 @@ def projection_quantized(module: str) -> str:
     )
 
 
-def left_out_though_quantized(count: int, module: str, entry: str) -> str:
-    """entry: what leaves it out, "" where that is not one entry."""
+def left_out_though_quantized(count: int, module: str, entry: str, *, has_config: bool) -> str:
+    """entry: what leaves it out, "" where that is not one entry. has_config: there is a
+    quantization_config."""
     blame = f" ({entry})" if entry else ""
+    left_out, mend = f"quantization_config leaves them out{blame}", ""
+    if not has_config:
+        left_out = "config.json has no quantization_config"
+        mend = ": put the one back that they were quantized with"
     return (
         f"{count} matrices of the MTP module, such as {module}, are stored quantized, and"
-        f" quantization_config leaves them out{blame}, so that engines build them unquantized"
+        f" {left_out}, so that engines build them unquantized{mend}"
     )
 
 

@@ -11,11 +11,11 @@ def another_kind(kind: str, sign: str) -> str:
 
 
 def not_announced(count: int, field: str) -> str:
-    """field: the one of config.json that counts modules and says 0, "" where it has none."""
+    """field: the one of config.json that counts modules, with what it says, "" for none."""
     modules = "an MTP module is" if count == 1 else f"{count} MTP modules are"
     said, put = "has no field that counts any", "put the original's back"
     if field:
-        said, put = f"says {field} 0", f"set it to {count}"
+        said, put = f"says {field}", f"set it to {count}"
     else:
         put += f" (num_nextn_predict_layers, mtp_num_hidden_layers or the like, {count})"
     return (
@@ -81,6 +81,13 @@ def renamed(wanted: str, found: str, count: int) -> str:
     return (
         f"tensors of the module are there under other names ({count}): they begin with"
         f" {found or 'nothing'}, where engines look for {wanted or 'nothing'}"
+    )
+
+
+def fused(name: str) -> str:
+    return (
+        f"{name} holds all experts in one tensor, as transformers 5 saves them, and engines look"
+        " for each by its number: save it with the released names"
     )
 
 
