@@ -14,6 +14,7 @@ from mtp_export.commands.compiling import announced_compiling
 from mtp_export.commands.failures import failure_of
 from mtp_export.commands.garbage import gc_paused
 from mtp_export.commands.registry import COMMANDS, after_interrupt, command_named, program
+from mtp_export.commands.retries import announced_retries
 from mtp_export.commands.standard_streams import guarded_streams
 
 # Commands that torchrun may start: those that rank 0 runs while the other ranks follow it, and one
@@ -27,7 +28,7 @@ def exit_code(arguments: Sequence[str]) -> int:
     with guarded_streams():
         try:
             try:
-                with announced_compiling():
+                with announced_compiling(), announced_retries():
                     return _run(given)
             finally:
                 sys.stdout.flush()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -95,6 +96,8 @@ def failure(error: Exception, where: Address) -> MtpExportError:
         other = of.NO_ACCESS if status in NO_ACCESS else of.ERROR_STATUS
         known = (answer for kind, answer in _ANSWERS.items() if isinstance(error, kind))
         return next(known, other).at(where, f"HTTP {status}")
+    if _is_unknown_name(error):
+        return of.UNKNOWN_NAME.at(where, f"no address for {_host(error)}")
     kind = of.UNREACHABLE if isinstance(error, _UNREACHABLE) else of.BROKEN_OFF
     return kind.at(where, str(error) or type(error).__name__)
 
@@ -110,16 +113,42 @@ def _attempt(where: Address) -> Iterator[None]:
 
 def _failed(error: Exception, where: Address) -> AttemptFailed:
     if not isinstance(error, HfHubHTTPError | _BadStatus):
+        is_unknown = _is_unknown_name(error)
+        words = "name not known" if is_unknown else type(error).__name__
         return AttemptFailed(
-            failure(error, where), is_final=not isinstance(error, (*_NETWORK, _Cut))
+            failure(error, where),
+            is_final=not isinstance(error, (*_NETWORK, _Cut)),
+            cause=f"{_host(error)}: {words}",
+            is_unknown_name=is_unknown,
         )
     response, is_bad = error.response, isinstance(error, _BadStatus)
     refusal = of.STORAGE_GIVES_NOTHING.at(where, f"HTTP {response.status_code}")
     said = refusal if is_bad else failure(error, where)
     if response.status_code in _TRANSIENT:
-        return AttemptFailed(said, told_seconds=_told_seconds(response.headers))
+        told_seconds = _told_seconds(response.headers)
+        cause = f"{_host(error)}: HTTP {response.status_code}"
+        return AttemptFailed(said, told_seconds=told_seconds, cause=cause)
     # A link to the storage has expired, and is signed anew; the Hub's own word is final.
     return AttemptFailed(said, is_final=not is_bad)
+
+
+def _is_unknown_name(error: BaseException | None) -> bool:
+    """Return True for an error that a failed lookup of a name led to."""
+    seen = 0
+    while error is not None and seen < 16:
+        if isinstance(error, socket.gaierror):
+            return True
+        error, seen = error.__cause__ or error.__context__, seen + 1
+    return False
+
+
+def _host(error: Exception) -> str:
+    """Return the server that a request went to."""
+    asked: Any = getattr(error, "response", error)
+    try:
+        return str(asked.request.url.host)
+    except (AttributeError, RuntimeError):  # an error that names no request
+        return urlsplit(hub_endpoint()).hostname or "the Hub"
 
 
 def _told_seconds(headers: Mapping[str, str]) -> float:

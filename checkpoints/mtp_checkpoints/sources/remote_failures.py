@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from mtp_checkpoints.errors import InvalidInputError, IoError, MtpExportError
-from mtp_checkpoints.sources.transfers import RETRIES
+from mtp_checkpoints.sources.transfers import NAME_RETRIES, RETRIES
 
-AGAIN = "Run the same command again: it goes on where it stopped"
+AGAIN = "Run the same command again: an export goes on where it stopped"
 LOG_IN = "log in with hf auth login, or set HF_TOKEN"
 _ATTEMPTS = f"an answer within {RETRIES + 1} attempts"
 
@@ -72,6 +72,12 @@ UNREACHABLE = Failure(
     "The Hub cannot be reached",
     _ATTEMPTS,
     f"Check the network, the proxy and HF_ENDPOINT. {AGAIN}",
+)
+UNKNOWN_NAME = Failure(
+    IoError,
+    "The Hub's name cannot be looked up",
+    f"an address for it within {NAME_RETRIES + 1} attempts",
+    f"Check the network, the DNS and HF_ENDPOINT. {AGAIN}",
 )
 BROKEN_OFF = Failure(
     IoError,

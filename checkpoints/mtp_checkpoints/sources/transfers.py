@@ -3,6 +3,7 @@ it stopped."""
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +11,10 @@ from typing import TypeVar
 
 from mtp_checkpoints.errors import MtpExportError
 
+logger = logging.getLogger(__name__)  # of attempts that follow, at level INFO
+
 RETRIES = 5  # failed attempts in a row, without a byte in between
+NAME_RETRIES = 1
 FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.5, 8.0
 _MAX_TOLD_SECONDS = 600.0  # the Hub's windows of rate limits are 300 seconds long
 
@@ -22,21 +26,30 @@ T = TypeVar("T")
 class AttemptFailed(Exception):
     """A request failed. error is what to tell the user if no other attempt succeeds.
 
-    is_final: another one is of no use. told_seconds: how long the server asks to wait.
+    is_final: another one is of no use. told_seconds: how long the server asks to wait. cause: the
+    failure in a few words, without secrets. is_unknown_name: the server's name cannot be looked up.
     """
 
     def __init__(
-        self, error: MtpExportError, *, is_final: bool = False, told_seconds: float = 0.0
+        self,
+        error: MtpExportError,
+        *,
+        is_final: bool = False,
+        told_seconds: float = 0.0,
+        cause: str = "",
+        is_unknown_name: bool = False,
     ) -> None:
         super().__init__(error.what)
         self.error, self.is_final, self.told_seconds = error, is_final, told_seconds
+        self.cause, self.is_unknown_name = cause or error.what, is_unknown_name
 
 
 class _Patience:
-    """Waits between failed attempts; gives up after RETRIES of them without progress."""
+    """Waits between failed attempts; gives up after RETRIES of them without progress, and of a
+    first request whose server's name is not known, after NAME_RETRIES."""
 
-    def __init__(self, pause: Pause) -> None:
-        self._pause, self._failures = pause, 0
+    def __init__(self, pause: Pause, *, is_under_way: bool = False) -> None:
+        self._pause, self._failures, self._is_under_way = pause, 0, is_under_way
 
     def reset(self) -> None:
         """Note progress: the connection works."""
@@ -46,11 +59,16 @@ class _Patience:
         """Wait for the next attempt, or raise what to tell the user."""
         backoff = min(FIRST_WAIT_SECONDS * 2.0**self._failures, MAX_WAIT_SECONDS)
         self._failures += 1
-        if failed.is_final or self._failures > RETRIES:
+        gives_up_early = failed.is_unknown_name and not self._is_under_way
+        retries = min(NAME_RETRIES, RETRIES) if gives_up_early else RETRIES
+        if failed.is_final or self._failures > retries:
             raise failed.error from failed.__cause__
         # Readers that failed together do not return together.
         seconds = failed.told_seconds + backoff * random.uniform(0.5, 1.0)
-        self._pause(min(seconds, _MAX_TOLD_SECONDS))
+        seconds = min(seconds, _MAX_TOLD_SECONDS)
+        attempt = f"attempt {self._failures + 1} of {retries + 1} in {seconds:.1f} s"
+        logger.info("%s; %s", failed.cause, attempt)
+        self._pause(seconds)
 
 
 def patiently(attempt: Callable[[], T]) -> T:
@@ -70,7 +88,7 @@ def transfer(
 
     stream yields the bytes of a span, all of them unless it raises AttemptFailed.
     """
-    patience = _Patience(pause)
+    patience = _Patience(pause, is_under_way=True)
     position = span.start
     while position < span.stop:
         try:

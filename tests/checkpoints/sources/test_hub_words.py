@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import httpx2
 import pytest
 from huggingface_hub import HfApi
@@ -37,6 +39,18 @@ def answer(
     """An error as huggingface_hub raises it, with words that may be secret."""
     request = httpx2.Request("GET", f"{url}?signature=secret")
     return kind("secret words", response=httpx2.Response(status, request=request))
+
+
+def unknown_name() -> Exception:
+    """The error of a lookup that failed, as the HTTP client wraps it."""
+    try:
+        try:
+            raise socket.gaierror(-3, "Temporary failure in name resolution")
+        except socket.gaierror as error:
+            request = httpx2.Request("GET", f"{ENDPOINT}/api?signature=secret")
+            raise httpx2.ConnectError("[Errno -3]", request=request) from error
+    except httpx2.ConnectError as error:
+        return error
 
 
 def wrapped(error: Exception) -> RuntimeError:
@@ -99,6 +113,9 @@ FAILURES: dict[str, tuple[Exception, Kind, str, str]] = {
         for kind in (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.ProxyError)
         for said in ("no route", "")
     },
+    "no name": (
+        unknown_name(), IoError, "The Hub's name cannot be looked up", "no address for hub.example"
+    ),
     **{
         f"broken off: {said!r}": (
             httpx2.ReadError(said),
@@ -131,7 +148,7 @@ UPLOADS: dict[str, tuple[Exception, Kind, str, str]] = {
 }
 
 
-AGAIN = "Run the same command again: it goes on where it stopped"
+AGAIN = "Run the same command again: an export goes on where it stopped"
 LOG_IN = "log in with hf auth login, or set HF_TOKEN"
 ATTEMPTS = "an answer within 6 attempts"
 # By what an error says: what was expected, and what to do.
@@ -164,6 +181,10 @@ ADVICE: dict[str, tuple[str, str]] = {
     "The Hub cannot be reached": (
         ATTEMPTS,
         f"Check the network, the proxy and HF_ENDPOINT. {AGAIN}",
+    ),
+    "The Hub's name cannot be looked up": (
+        "an address for it within 2 attempts",
+        f"Check the network, the DNS and HF_ENDPOINT. {AGAIN}",
     ),
     "The connection to the Hub broke off several times": (ATTEMPTS, f"Check the network. {AGAIN}"),
     "The Hub's storage serves no bytes of a file": (ATTEMPTS, f"Wait a while. {AGAIN}"),

@@ -11,7 +11,7 @@ from mtp_checkpoints.sources import transfers
 from mtp_checkpoints.sources.transfers import AttemptFailed, patiently, transfer
 
 
-def failed(what: str = "broken", **facts: float) -> AttemptFailed:
+def failed(what: str = "broken", **facts: float | str) -> AttemptFailed:
     return AttemptFailed(IoError(what), **facts)  # type: ignore[arg-type]
 
 
@@ -59,6 +59,36 @@ def test_what_a_server_asks_to_wait_comes_on_top_but_not_for_ever(waits: list[fl
     with pytest.raises(IoError):
         patiently(lambda: _raise(next(answers)))
     assert waits == [10.5, 600.0]
+
+
+def test_a_name_that_is_not_known_is_looked_up_twice(waits: list[float]) -> None:
+    """But six times where bytes are on their way: a night's transfer outlives such a minute."""
+    unknown = failed(is_unknown_name=True)
+    with pytest.raises(IoError):
+        patiently(lambda: _raise(unknown))
+    assert waits == [0.5]
+    waits.clear()
+
+    def stream(span: range) -> Iterator[bytes]:
+        raise unknown
+        yield b""
+
+    with pytest.raises(IoError):
+        transfer(stream, range(9), lambda data: None, waits.append)
+    assert len(waits) == 5
+
+
+def test_every_further_attempt_is_logged(
+    waits: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", transfers.__name__)
+    answers = iter([failed(cause="huggingface.co: HTTP 503", told_seconds=2.0), failed("broken")])
+    with pytest.raises(IoError):
+        patiently(lambda: _raise(next(answers, failed(is_final=True))))
+    assert caplog.messages == [
+        "huggingface.co: HTTP 503; attempt 2 of 6 in 2.5 s",
+        "broken; attempt 3 of 6 in 1.0 s",
+    ]
 
 
 def _raise(error: Exception) -> None:

@@ -1,0 +1,31 @@
+"""Announcement on stderr that a request over a network failed and is made again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from mtp_export.commands.output import remark
+
+_LOGGER = "mtp_checkpoints.sources.transfers"  # by its name: most commands need no network
+
+
+class _Announcer(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        """Say why a request failed, and when it is made again."""
+        remark(record.getMessage())
+
+
+@contextmanager
+def announced_retries() -> Iterator[None]:
+    """Announce requests that are made again while the block runs."""
+    logger, announcer = logging.getLogger(_LOGGER), _Announcer()
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(announcer)
+    try:
+        yield
+    finally:
+        logger.removeHandler(announcer)
+        logger.setLevel(before)
