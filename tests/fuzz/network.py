@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -113,7 +114,9 @@ def _edited(answer: Answer, random: Random) -> Answer:
         return _shortened(answer, random)
     if isinstance(value, dict | list) and value:
         edit_value(value, random)
-    return status, json.dumps(value).encode(), headers
+    # A server may well name another host, and the client asks it: not from here.
+    edited = re.sub(r"(?<=://)[\d.]+(?=:\d)", "127.0.0.1", json.dumps(value))
+    return status, edited.encode(), headers
 
 
 def _shortened(answer: Answer, random: Random) -> Answer:
