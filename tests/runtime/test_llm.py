@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -17,6 +18,7 @@ from mtp_checkpoints.errors import MtpExportError, UsageError
 from mtp_export.commands import decoding_figures
 from mtp_runtime import LLM, RequestMetrics, SamplingParams, TokenEvent, summarise
 from mtp_runtime import llm as llm_module
+from mtp_runtime.config import EngineConfig, LLMOptions, SpeculationConfig
 from mtp_runtime.memory import bound_device, cache_tokens_within, resident_bytes
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.models.model import Model
@@ -145,6 +147,59 @@ def test_options_of_other_kinds_are_refused(trained: Path) -> None:
     ):
         with pytest.raises(UsageError, match=words):
             LLM(trained, **options)  # type: ignore[arg-type]
+
+
+def test_an_option_that_there_is_not_is_refused_before_loading(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="'page_sizes'"):
+        LLM(tmp_path / "nothing", page_sizes=16)
+
+
+def test_every_option_of_the_engine_reaches_it() -> None:
+    options = LLMOptions(
+        max_batch_size=3,
+        page_size=16,
+        cache_tokens=4096,
+        prefill_chunk=8,
+        max_step_tokens=9,
+        prefix_cache=True,
+        speculate_method="mtp",
+        speculate_max_draft_token_num=2,
+        speculate_max_ngram_size=5,
+        speculate_verify_window=4,
+        speculate_max_candidate_len=6,
+        acceptance="relaxed",
+        relaxed_top_n=7,
+        relaxed_margin=0.5,
+        adaptive=True,
+        draft_temperature=[0.75],
+        draft_stop_entropy=1.5,
+    )
+    speculation = SpeculationConfig(
+        method="mtp",
+        max_draft_tokens=2,
+        max_ngram_size=5,
+        verify_window=4,
+        max_candidate_len=6,
+        acceptance="relaxed",
+        relaxed_top_n=7,
+        relaxed_margin=0.5,
+        adaptive=True,
+        draft_temperature=(0.75,),
+        draft_stop_entropy=1.5,
+    )
+    sizes = EngineConfig(
+        max_batch_size=3,
+        page_size=16,
+        cache_tokens=4096,
+        prefill_chunk=8,
+        max_step_tokens=9,
+        prefix_cache=True,
+    )
+    assert options.engine() == replace(sizes, speculation=speculation)
+    assert LLMOptions().engine() == EngineConfig()
+    assert LLMOptions(k_schedule=[[1, 2]], speculate_method="mtp").engine() == EngineConfig(
+        speculation=SpeculationConfig("mtp", k_schedule=((1, 2),))
+    )
 
 
 def test_a_prompt_of_ids_is_one_prompt(llm: LLM) -> None:
