@@ -325,6 +325,13 @@ DAMAGED = (
         ("eh_proj", "half|zero"),
     ),
     Folder(
+        "one half of eh_proj for both",
+        glm(),
+        each(r"eh_proj", lambda tensor: tensor.chunk(2, 1)[0].repeat(1, 2)),
+        "weights",
+        ("both halves of .*eh_proj", "graft .*--replace"),
+    ),
+    Folder(
         "half of eh_proj rounded to zero",
         glm(),
         damages.eh_proj_rounded_by_rows,

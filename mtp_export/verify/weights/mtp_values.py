@@ -65,7 +65,8 @@ class _Half:
 
 
 def _halves(weight: WeightOnDisk) -> Item:
-    """Neither half of a projection's columns, of embedding and hidden state, is zeroed."""
+    """Neither half of a projection's columns, of embedding and hidden state, is zeroed or taken for
+    the other."""
     name = f"mtp: halves of {weight.stored.weight.name.rpartition('.')[0].rpartition('.')[2]}"
     try:
         first, second = _measured_halves(weight)
@@ -73,10 +74,12 @@ def _halves(weight: WeightOnDisk) -> Item:
         return not_tested(name, f"it cannot be decoded: {error}", subject=weight.name)
     smaller, larger = sorted((first.size, second.size))
     ratio = f" ({larger / smaller:.1f} times)" if smaller else ""
+    zeroed = "first" if first.zeros > second.zeros else "second"
+    alike = first == second and first.size > 0  # sums over every element of each
     return judged(
         name,
-        max(first.zeros, second.zeros) <= gates.ZERO_SHARE,
-        causes.half_zeroed(weight.name, "first" if first.zeros > second.zeros else "second"),
+        max(first.zeros, second.zeros) <= gates.ZERO_SHARE and not alike,
+        causes.halves_alike(weight.name) if alike else causes.half_zeroed(weight.name, zeroed),
         figure=f"{first.size:.3g} and {second.size:.3g}{ratio};"
         f" {first.zeros:.0%} and {second.zeros:.0%} zeros",
         bound=f"≤ {gates.ZERO_SHARE:.0%} zeros",

@@ -88,6 +88,13 @@ def half_zeroed(tensor: str, half: str) -> str:
     )
 
 
+def halves_alike(tensor: str) -> str:
+    return (
+        f"both halves of {tensor}'s columns hold the same: one was written for both, and drafts see"
+        " one of embedding and hidden state alone"
+    )
+
+
 def block_zeroed(tensor: str, share: float, row: int, column: int) -> str:
     return (
         f"{share:.0%} of a block of {tensor} is zero (from row {row}, column {column} on): its"
