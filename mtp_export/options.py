@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from mtp_checkpoints.sources.addresses import place_of
+from mtp_checkpoints.sources.addresses import SOURCES, place_of
 from mtp_checkpoints.sources.byte_source import Place
 
 METADATA = "option"
@@ -52,9 +52,10 @@ class Option:
 
     flag is given where it is not the field's name. A bool that is True by default has one that
     turns it off. parser takes the text of a value and raises ValueError; choices are the texts that
-    there are. low and high bound a number. default is the text of the field's default and
-    show_default what --help shows of it, where they are not the default itself. access is there for
-    every path.
+    there are, suggestions some of them. low and high bound a number. default is the text of the
+    field's default and show_default what --help shows of it, where they are not the default itself.
+    access is there for every path. short is a second, short name. An option that shows something
+    and exits has no environment variable, as the others have.
     """
 
     help: str
@@ -63,12 +64,15 @@ class Option:
     metavar: str | None = None
     parser: Callable[[str], Any] | None = None
     choices: Sequence[str] = ()
+    suggestions: Sequence[str] = ()
     low: int | None = None
     high: int | None = None
     default: str | None = None
     show_default: bool | str = True
-    envvar: str | None = None
+    show_envvar: bool = False
     is_argument: bool = False
+    short: str | None = None
+    shows_and_exits: bool = False
     access: Access | None = None
 
 
@@ -121,6 +125,11 @@ def parse_path(text: str) -> Path:
 def parse_source(text: str) -> Place:
     """Return the path of a folder, or the address of a repository."""
     return place_of(text) if text else parse_path(text)
+
+
+def known_addresses(given: Option) -> Sequence[str]:
+    """Return the beginnings of addresses that an option takes; none for one of other values."""
+    return [f"{scheme}://" for scheme in SOURCES] if given.parser is parse_source else []
 
 
 def parse_cluster(text: str) -> str:

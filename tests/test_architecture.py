@@ -41,6 +41,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "mtp_checkpoints.dtypes",
         "mtp_checkpoints.named_tuples",
         "mtp_checkpoints.quiet",
+        "mtp_checkpoints.suggestions",
     ),
     ("mtp_checkpoints.families", "mtp_checkpoints.sources"),
     ("mtp_checkpoints.containers",),

@@ -35,18 +35,27 @@ class MtpExportError(Exception):
         self.todo = todo
         super().__init__(self.paragraph())
 
+    @property
+    def hint(self) -> str:
+        """The end of the paragraph that says what to do; nothing where nobody knows."""
+        return "" if self.todo is None else _printable(_sentence(self.todo))
+
     def paragraph(self) -> str:
         """Return the message as one paragraph; parts that were not given are left out."""
-        parts = [self.what.rstrip(".")]
+        parts = [self.what]
         if self.where is not _NOT_GIVEN:
-            parts[0] += f" ({self.where})"
+            parts[0] = f"{self.what.rstrip('.')} ({self.where})"
         if self.expected is not _NOT_GIVEN:
             parts.append(f"Expected {self.expected}")
         if self.found is not _NOT_GIVEN:
             parts.append(f"Found {self.found}")
         if self.todo is not None:
-            parts.append(self.todo.rstrip("."))
-        return _clipped(_printable(_clipped(". ".join(parts) + ".")))
+            parts.append(self.todo)
+        return _clipped(_printable(_clipped(" ".join(map(_sentence, parts)))))
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith("?") else text.rstrip(".") + "."
 
 
 def _printable(text: str) -> str:

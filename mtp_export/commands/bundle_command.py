@@ -36,7 +36,7 @@ from mtp_export.commands.bundle_tables import (
 from mtp_export.commands.output import (
     DRY_RUN,
     REPORT,
-    DebugReporting,
+    QuietReporting,
     json_text,
     print_result,
     remark,
@@ -54,7 +54,10 @@ class Making:
     target: str = field(
         default="hf",
         metadata=option(
-            f"Loader of the MTP part: {', '.join(target_names())}.", Panel.CONTENT, metavar="NAME"
+            f"Loader of the MTP part: {', '.join(target_names())}.",
+            Panel.CONTENT,
+            metavar="ENGINE",
+            choices=target_names(),
         ),
     )
     content: ContentOptions = ContentOptions()
@@ -79,7 +82,7 @@ class Making:
     run: RunOptions = RunOptions()
     dry_run: bool = field(default=False, metadata=DRY_RUN)
     report: Path | None = field(default=None, metadata=REPORT)
-    reporting: DebugReporting = DebugReporting()
+    reporting: QuietReporting = QuietReporting()
 
     def bundle(self, input_dir: Place, output_dir: Path, part: Part = Part.BOTH) -> BundleOptions:
         """Return the options of a bundle (UsageError where some contradict each other)."""

@@ -1,4 +1,4 @@
-"""mtp-export without a command: export a checkpoint as a bundle."""
+"""mtp-export export, and mtp-export without a command: export a checkpoint as a bundle."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mtp_export.bundle.request import Request
 from mtp_export.commands.bundle_command import PART, Making, PlannedBundle
 from mtp_export.commands.bundle_tables import effort, parts_table, result_facts, resumed
 from mtp_export.commands.garbage import gc_paused
-from mtp_export.commands.output import heading
+from mtp_export.commands.output import heading, json_text
 from mtp_export.options import Access, Panel, option, path_option, source_option
 
 
@@ -45,25 +45,45 @@ class ExportCommand:
     )
     part: Part = field(default=Part.BOTH, metadata=PART)
     making: Making = Making()
+
+
+@dataclass(frozen=True)
+class ProgramOptions:
+    """Options of the program without a command: those of an export, and the version's."""
+
+    exporting: ExportCommand = ExportCommand()
     version: bool = field(
-        default=False, metadata=option("Show the version and exit.", Panel.ALL_COMMANDS)
+        default=False,
+        metadata=option(
+            "Show the version and exit.", Panel.ALL_COMMANDS, short="-V", shows_and_exits=True
+        ),
     )
 
 
-def export(options: ExportCommand, context: typer.Context) -> None:
-    """Export a DeepSeek-V3-class checkpoint as a bundle: main model and MTP module in folders of
-    their own. The commands below quantize, verify, run and inspect what is there."""
+def without_command(options: ProgramOptions, context: typer.Context) -> None:
+    """Export, quantize and verify DeepSeek-V3-class checkpoints with their MTP module."""
     if options.version:
-        print(f"mtp-export {__version__}")
+        _print_version(as_json=options.exporting.making.reporting.as_json)
         return
     if context.invoked_subcommand is not None:
         _refuse_options_before(context, context.invoked_subcommand)
         return
+    export(options.exporting)
+
+
+def _print_version(*, as_json: bool) -> None:
+    facts = {"name": "mtp-export", "version": __version__}
+    print(json_text(facts) if as_json else " ".join(facts.values()), end="" if as_json else "\n")
+
+
+def export(options: ExportCommand) -> None:
+    """Export a DeepSeek-V3-class checkpoint as a bundle: main model and MTP module in folders of
+    their own. It is what mtp-export does without a command too."""
     if options.input_dir is None or options.output_dir is None:
         raise UsageError(
             "An export needs both folders",
             expected="--input-dir SRC --output-dir OUT",
-            todo="See mtp-export --help",
+            todo="See mtp-export export --help",
         )
     making = options.making
     bundle = making.bundle(options.input_dir, options.output_dir, options.part)

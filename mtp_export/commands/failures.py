@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import NamedTuple
 
@@ -9,10 +10,12 @@ from mtp_checkpoints.errors import Interrupted, IoError, MtpExportError, Resourc
 
 
 class Failure(NamedTuple):
-    """A message for stderr, and the exit code of the program."""
+    """A message for stderr, the exit code of the program, and the end of the message that says what
+    to do."""
 
     message: str
     exit_code: int
+    hint: str = ""
 
 
 def failure_of(error: BaseException, after_interrupt: str | None = None) -> Failure:
@@ -25,7 +28,7 @@ def failure_of(error: BaseException, after_interrupt: str | None = None) -> Fail
     if isinstance(error, Interrupted):
         return Failure(" ".join(filter(None, [str(error), after_interrupt])), error.exit_code)
     if isinstance(error, MtpExportError):
-        return Failure(str(error), error.exit_code)
+        return Failure(str(error), error.exit_code, error.hint)
     if isinstance(error, MemoryError):
         return failure_of(ResourceError("Out of memory", todo="Lower --max-memory or --workers"))
     torch = sys.modules.get("torch")
@@ -38,3 +41,23 @@ def failure_of(error: BaseException, after_interrupt: str | None = None) -> Fail
         found = error.strerror or repr(error)
         return failure_of(IoError(f"Reading or writing failed{file}", found=found))
     return Failure(f"Internal error: {error!r}. Please report it, with the output of --debug.", 1)
+
+
+def print_failure(failure: Failure, said: str) -> None:
+    """Print a failure on stderr: as one paragraph, on a terminal with what to do on a line of its
+    own, and in colours unless NO_COLOR is set. said: the word before the message, or nothing."""
+    message, hint = failure.message, failure.hint
+    is_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    if not is_terminal:
+        print(f"mtp-export: {said}{message}", file=sys.stderr)
+        return
+    is_split = bool(hint) and message.endswith(f" {hint}")
+    if is_split:
+        message = message.removesuffix(f" {hint}")
+    red, dim, end = (
+        ("", "", "") if os.environ.get("NO_COLOR") else ("\x1b[31m", "\x1b[2m", "\x1b[0m")
+    )
+    word = f"{red}{said.strip()}{end} " if said else ""
+    print(f"mtp-export: {word}{message}", file=sys.stderr)
+    if is_split:
+        print(f"{dim}hint: {hint}{end}", file=sys.stderr)

@@ -13,7 +13,7 @@ from mtp_export.bundle.build import BundleResult
 from mtp_export.bundle.shares import finish_shares, shared_plan, shared_request
 from mtp_export.commands import bundle_tables, export, graft, quantize
 from mtp_export.commands.garbage import gc_paused
-from mtp_export.commands.output import REPORT, DebugReporting, json_text, print_result
+from mtp_export.commands.output import REPORT, QuietReporting, json_text, print_result
 from mtp_export.commands.report_files import try_reports
 from mtp_export.options import Access, argument, parse_path
 from mtp_export.paths import refuse_overlaps, refuse_unprintable
@@ -38,7 +38,7 @@ class FinishCommand:
         )
     )
     report: Path | None = field(default=None, metadata=REPORT)
-    reporting: DebugReporting = DebugReporting()
+    reporting: QuietReporting = QuietReporting()
 
 
 def finish(options: FinishCommand) -> None:

@@ -22,7 +22,7 @@ from mtp_export.commands.decoding_figures import (
     rates_line,
 )
 from mtp_export.commands.garbage import gc_paused
-from mtp_export.commands.output import Reporting, plain_console, print_result
+from mtp_export.commands.output import QuietReporting, plain_console, print_result
 from mtp_export.commands.runtime import BUNDLE, Runtime
 from mtp_export.options import Access, Panel, option, path_option
 
@@ -41,12 +41,18 @@ class Sampling:
 
     max_new_tokens: int = field(
         default=64,
-        metadata=option("Maximum new tokens per prompt.", Panel.DECODING, metavar="N"),
+        metadata=option(
+            "Maximum new tokens per prompt.", Panel.DECODING, metavar="N", low=1, high=1 << 30
+        ),
     )
     temperature: float = field(
         default=0.0,
         metadata=option(
-            "Temperature; 0 takes the most probable token.", Panel.DECODING, metavar="X"
+            "Temperature; 0 takes the most probable token.",
+            Panel.DECODING,
+            metavar="X",
+            low=0,
+            high=100,
         ),
     )
     top_p: float = field(
@@ -55,6 +61,8 @@ class Sampling:
             "Probability mass of the most probable tokens to sample from.",
             Panel.DECODING,
             metavar="X",
+            low=0,
+            high=1,
         ),
     )
     top_k: int = field(
@@ -110,7 +118,7 @@ class GenerateCommand:
     )
     sampling: Sampling = Sampling()
     runtime: Runtime = Runtime()
-    reporting: Reporting = Reporting()
+    reporting: QuietReporting = QuietReporting()
 
 
 def generate(options: GenerateCommand, context: typer.Context) -> None:
@@ -191,7 +199,7 @@ def _compared(llm: LLM, decoding: Decoding) -> Comparison:
 
 
 def _print_figures(
-    llm: LLM, requests: Sequence[Request], elapsed: Elapsed, reporting: Reporting
+    llm: LLM, requests: Sequence[Request], elapsed: Elapsed, reporting: QuietReporting
 ) -> None:
     """Print the rates of a run, and the acceptance of its drafts."""
     from mtp_runtime import summarise

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.tensors.bundle_folder import RELEASED
 from mtp_export.commands.garbage import gc_paused
-from mtp_export.commands.output import FiguresTable, Reporting, heading, print_result
+from mtp_export.commands.output import FiguresTable, QuietReporting, heading, print_result
 from mtp_export.inspection import Inspection
 from mtp_export.inspection import inspect as inspect_checkpoint
 from mtp_export.options import Access, argument, parse_source
@@ -27,7 +27,7 @@ class InspectCommand:
             "Checkpoint folder, or hf://org/name\\[@revision].", "SRC", parse_source, Access.READ
         )
     )
-    reporting: Reporting = Reporting()
+    reporting: QuietReporting = QuietReporting()
 
 
 def inspect(options: InspectCommand) -> None:

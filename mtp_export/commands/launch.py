@@ -25,7 +25,12 @@ class LaunchCommand:
 
     bundle: Path = field(metadata=BUNDLE)
     engine: str = field(
-        metadata=option(f"One of {', '.join(names_that_serve())}.", Panel.PLACEMENT, metavar="NAME")
+        metadata=option(
+            f"One of {', '.join(names_that_serve())}.",
+            Panel.PLACEMENT,
+            metavar="ENGINE",
+            choices=names_that_serve(),
+        )
     )
     nodes: int = field(
         default=1, metadata=option("Number of machines.", Panel.PLACEMENT, metavar="N", low=1)
@@ -62,12 +67,6 @@ def launch(options: LaunchCommand) -> None:
     drafts too."""
     bundle, engine, nodes = options.bundle, options.engine, options.nodes
     refuse_unprintable(bundle)
-    if engine not in names_that_serve():
-        raise UsageError(
-            "There is no such engine",
-            expected=f"--engine {', '.join(names_that_serve())}",
-            found=engine,
-        )
     if options.tp is None and nodes > 1:
         raise UsageError("Several machines need --tp", expected="the devices of all of them")
     if options.node >= nodes:

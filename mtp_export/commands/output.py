@@ -14,6 +14,8 @@ from rich.text import Text
 from mtp_export.options import Access, Panel, option, path_option
 
 _ANY_WIDTH = 1 << 16
+# Of every command; the program itself reads it.
+DEBUG = option("Show the traceback of an error.", Panel.REPORT)
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Reporting:
         default=False, metadata=option("Print the result as JSON.", Panel.REPORT, "--json")
     )
     quiet: bool = False
+    debug: bool = field(default=False, metadata=DEBUG)
 
 
 @dataclass(frozen=True)
@@ -32,16 +35,8 @@ class QuietReporting(Reporting):
     """Reporting of a command that can be quiet."""
 
     quiet: bool = field(
-        default=False, metadata=option("Show no progress and no table.", Panel.REPORT)
-    )
-
-
-@dataclass(frozen=True)
-class DebugReporting(QuietReporting):
-    """Reporting of a command whose --help has --debug too, which the program itself reads."""
-
-    debug: bool = field(
-        default=False, metadata=option("Show the traceback of an error.", Panel.REPORT)
+        default=False,
+        metadata=option("Show no progress and no table.", Panel.REPORT, short="-q"),
     )
 
 

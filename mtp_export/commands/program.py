@@ -10,10 +10,22 @@ from collections.abc import Sequence
 import typer
 
 from mtp_checkpoints.errors import Interrupted, UsageError
+from mtp_checkpoints.suggestions import did_you_mean
 from mtp_export.commands.compiling import announced_compiling
-from mtp_export.commands.failures import failure_of
+from mtp_export.commands.completion import (
+    COMPLETION_OPTIONS,
+    COMPLETION_VARIABLE,
+    install_or_show,
+)
+from mtp_export.commands.failures import failure_of, print_failure
 from mtp_export.commands.garbage import gc_paused
-from mtp_export.commands.registry import COMMANDS, after_interrupt, command_named, program
+from mtp_export.commands.registry import (
+    ALIASES,
+    COMMANDS,
+    after_interrupt,
+    command_named,
+    program,
+)
 from mtp_export.commands.retries import announced_retries
 from mtp_export.commands.standard_streams import guarded_streams
 
@@ -39,7 +51,7 @@ def exit_code(arguments: Sequence[str]) -> int:
                 traceback.print_exc()
             failure = failure_of(error, after_interrupt(given))
             said = "" if failure.exit_code == Interrupted.exit_code else "error: "
-            print(f"mtp-export: {said}{failure.message}", file=sys.stderr)
+            print_failure(failure, said)
             return failure.exit_code
 
 
@@ -77,22 +89,54 @@ def _run(arguments: Sequence[str]) -> int:
 
 def _run_alone(arguments: Sequence[str], group: object = None) -> int:
     """Run a command in this process; group: those that follow."""
+    given = _as_command(arguments)
+    if given and given[0].partition("=")[0] in COMPLETION_OPTIONS:
+        install_or_show(given, program())
     try:
-        if arguments and arguments[0] in COMMANDS:
-            words = f"mtp-export {arguments[0]}"
+        if given and given[0] in COMMANDS:
+            words = f"mtp-export {given[0]}"
             with gc_paused():
-                command = command_named(arguments[0])
-            code = command.main(
-                list(arguments[1:]), standalone_mode=False, prog_name=words, obj=group
-            )
+                command = command_named(given[0])
+            code = command.main(given[1:], standalone_mode=False, prog_name=words, obj=group)
         else:
             with gc_paused():
                 whole = program()
-            code = whole.main(list(arguments), standalone_mode=False, prog_name="mtp-export")
+            code = whole.main(given, standalone_mode=False, prog_name="mtp-export")
     except typer.TyperException as error:
-        raise UsageError(" ".join(error.format_message().split())) from None
+        raise usage_error_of(error) from None
     except typer.Abort as error:  # which Typer makes of an EOFError
         raise error.__cause__ or KeyboardInterrupt from None
     if code == Interrupted.exit_code:  # Typer returns it for Ctrl-C
         raise KeyboardInterrupt
     return code if isinstance(code, int) else 0
+
+
+def _as_command(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with help in its one form, and a command by its own name (UsageError for
+    a command that there is not)."""
+    first, *others = arguments or [""]
+    if first == "help":
+        return _as_command([*others[:1], "--help"])
+    if not first and COMPLETION_VARIABLE not in os.environ:
+        return ["--help"]
+    name = ALIASES.get(first, first)
+    if name and not name.startswith("-") and name not in COMMANDS:
+        raise UsageError(
+            f"{name!r} is no command",
+            todo=did_you_mean(name, (*COMMANDS, *ALIASES)) or "See mtp-export help",
+        )
+    return [name, *others] if name else []
+
+
+def usage_error_of(error: typer.TyperException) -> UsageError:
+    """Return what Typer refuses as an error of this program: without words of its reader's, and
+    with the option that was meant."""
+    message = " ".join(error.format_message().split()).replace("Value error, ", "")
+    context, wrong = getattr(error, "ctx", None), getattr(error, "option_name", None)
+    if wrong is None or context is None:
+        return UsageError(message)
+    known = [name for parameter in context.command.params for name in parameter.opts]
+    return UsageError(
+        f"{context.command_path} has no option {wrong}",
+        todo=did_you_mean(wrong, known) or f"See {context.command_path} --help",
+    )

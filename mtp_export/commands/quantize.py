@@ -58,7 +58,9 @@ class QuantizeCommand:
     precision: Precision = Precision()
     list_pairs: bool = field(
         default=False,
-        metadata=option("Show the precision table and exit.", Panel.PRECISION, "--list"),
+        metadata=option(
+            "Show the precision table and exit.", Panel.PRECISION, "--list", shows_and_exits=True
+        ),
     )
 
 

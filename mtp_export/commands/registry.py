@@ -1,5 +1,5 @@
-"""The program: an export, or one of its commands, each imported when it is asked for, so that no
-run waits for those of others."""
+"""The program: one of its commands, or an export without one, each imported when it is asked for,
+so that no run waits for those of others."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from typing import Any
 
 from typer.core import TyperCommand
 
+from mtp_export.commands.help_page import epilog_of, print_help
 from mtp_export.commands.typed_command import QuickGroup, typed_command, typed_group
 
 # Each is a function of the module of its name; help lists them in this order.
 COMMANDS = (
-    *("quantize", "graft", "tune", "finish", "verify"),
+    *("export", "quantize", "graft", "tune", "finish", "verify"),
     *("generate", "serve", "compile", "launch", "inspect", "push"),
 )
+ALIASES: dict[str, str] = {}
 # Those that, as an export does, go on where Ctrl-C stopped them when they run again.
-RESUMED = ("quantize", "graft", "tune", "finish", "push")
+RESUMED = ("export", "quantize", "graft", "tune", "finish", "push")
 _KEEPS = ("--stream", "--share")  # options of a verification that keep what it found
 
 
@@ -42,15 +44,16 @@ def after_interrupt(arguments: Sequence[str]) -> str | None:
 @cache
 def command_named(name: str) -> TyperCommand:
     """Return one of COMMANDS, as Typer runs it."""
-    return typed_command(getattr(import_module(f"mtp_export.commands.{name}"), name))
+    run = getattr(import_module(f"mtp_export.commands.{name}"), name)
+    return typed_command(run, epilog_of(name))
 
 
 @cache
 def program() -> QuickGroup:
     """Return the export, with COMMANDS behind it."""
-    from mtp_export.commands.export import export  # half of the start of an inspect
+    from mtp_export.commands.export import without_command  # half of the start of an inspect
 
-    return typed_group(export, _Group)
+    return typed_group(without_command, _Group)
 
 
 class _Commands(Mapping[str, TyperCommand]):
@@ -70,3 +73,8 @@ class _Group(QuickGroup):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.commands = _Commands()  # type: ignore[assignment]
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the commands, examples and the options without a command; those of an export are
+        in its own help."""
+        print_help({name: command_named(name).get_short_help_str(100) for name in COMMANDS})

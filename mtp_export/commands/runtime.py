@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from mtp_runtime.parallel.group import Group
 
 BUNDLE = argument("Bundle or checkpoint.", "BUNDLE", parse_path, Access.READ)
-DTYPE = option("float32 or bfloat16.", Panel.PERFORMANCE, metavar="NAME")
+DTYPE = option(
+    "float32 or bfloat16.", Panel.PERFORMANCE, metavar="DTYPE", choices=("float32", "bfloat16")
+)
 _MODELS = tuple(name for name, kind in DRAFTERS.items() if kind.needs_draft_model)
 _IN_FOLDERS = listed((*_MODELS, *extra_drafts()), "and")
 
@@ -68,6 +70,7 @@ class Drafting:
             f"{listed(DRAFTERS)}; auto is mtp where the bundle has a module, else none.",
             Panel.SPECULATION,
             metavar="NAME",
+            choices=("auto", *DRAFTERS),
         ),
     )
     speculate_max_draft_token_num: int | None = field(
@@ -135,7 +138,12 @@ class Runtime:
 
     device: str = field(
         default=LLMOptions.device,
-        metadata=option("cpu, cuda or npu.", Panel.PERFORMANCE, metavar="NAME"),
+        metadata=option(
+            "cpu, cuda or npu.",
+            Panel.PERFORMANCE,
+            metavar="NAME",
+            suggestions=("cpu", "cuda", "npu"),
+        ),
     )
     dtype: str = field(default=LLMOptions.dtype, metadata=DTYPE)
     deterministic: bool = field(

@@ -11,7 +11,7 @@ from shlex import quote
 import typer
 
 from mtp_checkpoints.errors import UnsupportedError, UsageError
-from mtp_export.commands.output import plain_console, remark
+from mtp_export.commands.output import DEBUG, plain_console, remark
 from mtp_export.commands.runtime import BUNDLE, Runtime
 from mtp_export.options import Panel, option, parse_size
 from mtp_runtime.config import LLMOptions
@@ -45,7 +45,7 @@ class Listening:
             "Key that clients must send; without one only this machine is served.",
             Panel.SERVER,
             metavar="KEY",
-            envvar="MTP_EXPORT_API_KEY",
+            show_envvar=True,
         ),
     )
     served_model_name: str | None = field(
@@ -130,6 +130,7 @@ class ServeCommand:
     server: Listening = Listening()
     limits: Limits = Limits()
     runtime: Runtime = Runtime()
+    debug: bool = field(default=False, metadata=DEBUG)
 
 
 def serve(options: ServeCommand, context: typer.Context) -> None:

@@ -12,8 +12,8 @@ from rich.console import Group, RenderableType
 from mtp_export.commands.output import (
     DRY_RUN,
     REPORT,
-    DebugReporting,
     FiguresTable,
+    QuietReporting,
     heading,
     json_text,
     print_result,
@@ -42,7 +42,7 @@ class TuneCommand:
             "Write a plot of the losses.", Panel.REPORT, "FILE.svg", access=Access.WRITTEN
         ),
     )
-    reporting: DebugReporting = DebugReporting()
+    reporting: QuietReporting = QuietReporting()
 
 
 def tune(options: TuneCommand) -> None:

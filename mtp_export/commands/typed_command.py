@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache, reduce
@@ -15,15 +16,28 @@ from typing import Annotated, Any, Literal, cast, get_args, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from mtp_export.options import METADATA, Access, Option, Panel
+from mtp_checkpoints.errors import UsageError
+from mtp_checkpoints.suggestions import did_you_mean
+from mtp_export.options import METADATA, Access, Option, Panel, known_addresses
 from mtp_export.paths import refuse_overlaps
 
 _NUMBERS = {
     int: re.compile(r"0|[1-9]\d{0,17}", re.ASCII),
     float: re.compile(r"\d+(\.\d+)?", re.ASCII),
 }
+_SWITCHES = {"1": True, "true": True, "yes": True, "on": True} | {
+    "0": False,
+    "false": False,
+    "no": False,
+    "off": False,
+}
 UNUSUAL = object()
-SETTINGS: dict[str, Any] = {"rich_markup_mode": "rich", "pretty_exceptions_enable": False}
+SETTINGS: dict[str, Any] = {
+    "rich_markup_mode": "rich",
+    "pretty_exceptions_enable": False,
+    "context_settings": {"help_option_names": ["-h", "--help"]},
+}
+_SAYS_LITTLE = (None, "NAME", "CHOICE", "MODE")  # metavars that do not say what a value is
 
 
 @dataclass(frozen=True)
@@ -48,6 +62,29 @@ class Leaf:
         return self.option.flag or f"--{self.field.name.replace('_', '-')}"
 
     @property
+    def envvar(self) -> str | None:
+        """Environment variable that sets the option; None for arguments, and for options that show
+        something and exit."""
+        if self.option.is_argument or self.option.shows_and_exits:
+            return None
+        return "MTP_EXPORT_" + self.flag.removeprefix("--").replace("-", "_").upper()
+
+    @property
+    def choices(self) -> Sequence[str]:
+        """All values that there are, where they have names."""
+        kinds = get_args(self.hint) or (self.hint,)
+        enums = (kind for kind in kinds if inspect.isclass(kind) and issubclass(kind, Enum))
+        by_type = [] if self.option.parser else [str(each.value) for kind in enums for each in kind]
+        return self.option.choices or by_type
+
+    def completions(self, incomplete: str) -> list[str]:
+        """Return the values that begin as a text does, for the completion of a shell."""
+        known = self.choices or self.option.suggestions
+        if incomplete and not known:
+            known = known_addresses(self.option)
+        return [value for value in known if value.startswith(incomplete)]
+
+    @property
     def turns_off(self) -> bool:
         """True for a flag that makes the field False."""
         return self.hint is bool and self.field.default is True and self.option.parser is None
@@ -61,16 +98,20 @@ class Leaf:
             hint = Literal[tuple(given.choices)]
         settings: dict[str, Any] = {
             "help": given.help,
-            "metavar": given.metavar,
+            "metavar": "" if hint is bool and given.parser is None else given.metavar,
             "parser": None if given.parser is None else self.parsed,
             "rich_help_panel": given.panel or None,
             "show_default": given.show_default,
-            "envvar": given.envvar,
+            "envvar": self.envvar,
+            "show_envvar": given.show_envvar,
+            "autocompletion": self.completions,
             "min": given.low,
             "max": given.high,
         }
         info = (
-            typer.Argument(**settings) if given.is_argument else typer.Option(self.flag, **settings)
+            typer.Argument(**settings)
+            if given.is_argument
+            else typer.Option(*filter(None, [self.flag, given.short]), **settings)
         )
         if default is MISSING:
             default = inspect.Parameter.empty
@@ -82,6 +123,12 @@ class Leaf:
             default=default if given.default is None else given.default,
             annotation=Annotated[hint, info],
         )
+
+    def missing(self) -> UsageError:
+        """Return the refusal of a command without this option or argument."""
+        kind = "argument" if self.option.is_argument else "option"
+        expected = ", ".join(self.choices) or f"{self.option.help.rstrip('.')}".replace("\\[", "[")
+        return UsageError(f"Missing {kind} '{self.flag}'", expected=expected)
 
     def parsed(self, value: Any) -> Any:
         """Return the value of a text (typer.BadParameter); Typer gives defaults to parsers too."""
@@ -107,12 +154,46 @@ class Leaf:
         kinds = set(get_args(self.hint) or (self.hint,)) - {NoneType}
         if str in kinds or (bool in kinds and isinstance(value, bool)):
             return value
+        if bool in kinds:  # of an environment variable or a file
+            return _SWITCHES.get(str(value).lower(), UNUSUAL)
         for kind in kinds:
             if issubclass(kind, Enum):
                 return next((each for each in kind if value == each.value), UNUSUAL)
             if kind in _NUMBERS and _NUMBERS[kind].fullmatch(value):
                 return self._bounded(kind(value))
         return UNUSUAL
+
+    def refuse(self, value: Any, *, from_environment: bool) -> None:
+        """Refuse a text that Typer would not read either (UsageError), with what was meant."""
+        name = f"{self.flag} ({self.envvar})" if from_environment else self.flag
+        if self.choices and not isinstance(value, list | tuple):
+            if value not in self.choices:
+                metavar = self.option.metavar
+                kind = "value" if metavar in _SAYS_LITTLE else str(metavar).lower()
+                raise UsageError(
+                    f"{value!r} is no {kind} for {name}",
+                    expected=", ".join(self.choices),
+                    todo=did_you_mean(value, self.choices),
+                )
+        elif self.option.parser is not None:
+            try:
+                self.option.parser(value)
+            except ValueError as error:
+                raise UsageError(f"Option {name}: {error}") from None
+        elif self.option.low is not None or self.option.high is not None:
+            with suppress(ValueError, TypeError):
+                if self._bounded(float(value)) is not UNUSUAL:
+                    return
+            raise UsageError(f"{name} is out of range", expected=self._range, found=repr(value))
+        elif self.hint is bool:
+            raise UsageError(f"{name} is a switch", expected="1 or 0", found=repr(value))
+
+    @property
+    def _range(self) -> str:
+        low, high = self.option.low, self.option.high
+        if high is None:
+            return f"{low} or more"
+        return f"{high} or less" if low is None else f"{low} to {high}"
 
     def _bounded(self, number: float) -> Any:
         low, high = self.option.low, self.option.high
@@ -126,6 +207,17 @@ class QuickReading:
 
     leaves: Mapping[str, Leaf] = {}
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the words of the usage line: what must be given has no brackets."""
+        pieces = super().collect_usage_pieces(ctx)  # type: ignore[misc]
+        return [re.sub(r"[{}]", "", piece) for piece in pieces]
+
+    def get_help_option(self, ctx: Any) -> Any:
+        """Return the option of the help, a flag without a type."""
+        option = super().get_help_option(ctx)  # type: ignore[misc]
+        option.metavar = ""
+        return option
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Set the context's parameters, and return what is left of the arguments."""
         if not ctx.resilient_parsing and self._reads(ctx, list(args)):
@@ -135,6 +227,7 @@ class QuickReading:
     def _reads(self, ctx: Any, args: list[str]) -> bool:
         command = cast(TyperCommand, self)
         given, rest, _ = command.make_parser(ctx).parse_args(args=args)
+        missing: Leaf | None = None
         if rest:
             return False
         for parameter in sorted(command.get_params(ctx), key=lambda each: not each.is_eager):
@@ -145,11 +238,16 @@ class QuickReading:
                     parameter.callback(ctx, parameter, value)
                 continue
             if source.name != "DEFAULT":
-                value = leaf.usual(value)
-            if value is UNUSUAL or (value is None and parameter.required):
-                return False
+                given_value, value = value, leaf.usual(value)
+                if value is UNUSUAL:
+                    leaf.refuse(given_value, from_environment=source.name == "ENVIRONMENT")
+                    return False
+            if value is None and parameter.required:
+                missing = missing or leaf
             ctx.set_parameter_source(parameter.name, source)
             ctx.params[parameter.name] = value
+        if missing is not None:
+            raise missing.missing()
         return True
 
 
@@ -161,23 +259,37 @@ class QuickGroup(QuickReading, TyperGroup):
     """A group of commands that reads usual values itself."""
 
 
-def typed_command(run: Callable[..., None]) -> TyperCommand:
+def typed_command(run: Callable[..., None], epilog: str | None = None) -> TyperCommand:
     """Return the command of a function, which takes its options, a dataclass, and may take the
-    context too."""
+    context too; epilog: what follows its help."""
     app, leaves = typer.Typer(add_completion=False, **SETTINGS), _leaves_of(run)
-    app.command(cls=QuickCommand)(_callback(run, leaves))
-    command = cast(QuickCommand, typer.main.get_command(app))
-    command.leaves = {leaf.name: leaf for leaf in leaves}
-    return command
+    settings = SETTINGS["context_settings"]
+    app.command(cls=QuickCommand, epilog=epilog, context_settings=settings)(_callback(run, leaves))
+    return cast(QuickCommand, _with_leaves(typer.main.get_command(app), leaves))
 
 
 def typed_group(run: Callable[..., None], group: type[QuickGroup]) -> QuickGroup:
     """Return the command of a function, as typed_command does, with the commands of a group."""
     app, leaves = typer.Typer(cls=group, **SETTINGS), _leaves_of(run)
     app.callback(invoke_without_command=True)(_callback(run, leaves))
-    command = cast(QuickGroup, typer.main.get_command(app))
+    return cast(QuickGroup, _with_leaves(typer.main.get_command(app), leaves))
+
+
+def _with_leaves(command: Any, leaves: Sequence[Leaf]) -> Any:
+    """Return a command that knows its options; of one with several values, each is a line of its
+    environment variable."""
     command.leaves = {leaf.name: leaf for leaf in leaves}
+    for parameter in command.params:
+        if parameter.param_type_name == "argument":
+            parameter.display_type_rich = _no_type
+        elif parameter.multiple:
+            parameter.split_envvar_value = str.splitlines
     return command
+
+
+def _no_type(ctx: Any) -> str:
+    """Return nothing where Typer would write the type of an argument, whose name says it."""
+    return ""
 
 
 def _callback(run: Callable[..., None], leaves: Sequence[Leaf]) -> Callable[..., None]:

@@ -20,7 +20,7 @@ _DEFAULT_WORKERS = min(4, os.cpu_count() or 1)
 def parse_level(text: str) -> Level:
     """Return a depth by its name."""
     if text not in _LEVELS:
-        raise ValueError(f"{text!r} is not one of {', '.join(map(repr, _LEVELS))}.")
+        raise ValueError(f"{text!r} is not one of {', '.join(map(repr, _LEVELS))}")
     return _LEVELS[text]
 
 
@@ -72,6 +72,7 @@ class VerifyOptions:
             Panel.CHECKS,
             metavar="LEVEL",
             parser=parse_level,
+            choices=tuple(_LEVELS),
             default="all",
         ),
     )

@@ -242,7 +242,7 @@ def test_options_before_a_command_are_refused(option: tuple[str, ...], pristine:
 
 
 def test_without_arguments_it_says_what_it_needs() -> None:
-    outcome = run_program()
+    outcome = run_program("export")
     assert (outcome.code, outcome.err.count("\n")) == (2, 1)
     assert "--help" in outcome.err
 

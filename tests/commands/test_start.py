@@ -15,7 +15,7 @@ import pytest
 from cases import WHOLE_TILES, make_checkpoint, run_program
 from mtp_export import __version__
 from mtp_export.commands.program import exit_code
-from mtp_export.commands.registry import COMMANDS
+from mtp_export.commands.registry import COMMANDS, RESUMED
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
@@ -141,7 +141,7 @@ def test_ctrl_c_promises_what_the_command_keeps(
     words = [*filter(None, [command]), "--input-dir", "a b", "--output-dir", "x"]
     assert exit_code([*words, "--no-resume"]) == 130
     said = capsys.readouterr().err
-    if command in ("", "quantize", "graft", "tune", "finish", "push"):
+    if command in ("", *RESUMED):
         again = shlex.join(["mtp-export", *words])
         assert said == f"mtp-export: Interrupted. To go on:\n  {again}\n"
     elif command == "verify":

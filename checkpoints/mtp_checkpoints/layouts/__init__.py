@@ -14,6 +14,7 @@ from mtp_checkpoints.layouts.hf import HF
 from mtp_checkpoints.layouts.lightllm import LIGHTLLM
 from mtp_checkpoints.layouts.paddlenlp import PADDLENLP
 from mtp_checkpoints.layouts.xllm import XLLM
+from mtp_checkpoints.suggestions import did_you_mean
 from mtp_checkpoints.tensors.bundle_folder import bundle_target
 from mtp_checkpoints.tensors.manifest import MANIFEST_NAME
 
@@ -50,7 +51,10 @@ def target_of(name: str) -> Target:
         if any(engine.name == name for engine in target.engines):
             return target
     raise UsageError(
-        "Unknown target", expected=", ".join(target_names()), found=name, todo="Pick one of these"
+        "Unknown target",
+        expected=", ".join(target_names()),
+        found=name,
+        todo=did_you_mean(name, target_names()) or "Pick one of these",
     )
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.sources.byte_source import Address, ByteSource, Place
 from mtp_checkpoints.sources.local_folder import LocalFolder
+from mtp_checkpoints.suggestions import nearest
 
 _SEPARATOR = "://"
+HUB = f"hf{_SEPARATOR}"
 
 
 def _hub(address: Address) -> ByteSource:
@@ -58,7 +61,7 @@ def byte_source(place: Place) -> ByteSource:
     if isinstance(place, Path):
         if not place.is_dir():
             raise InvalidInputError(
-                "There is no checkpoint folder here", where=place, todo="Check the path"
+                "There is no checkpoint folder here", where=place, todo=_meant(place)
             )
         return LocalFolder(place)
     address = Address(str(place))
@@ -70,6 +73,19 @@ def byte_source(place: Place) -> ByteSource:
             expected="a folder, hf://org/name[@revision] for a repository of the Hub, or a bucket's"
             " s3://, gs:// or az:// address",
             found=f"{scheme}{_SEPARATOR}",
-            todo="Download the checkpoint first",
+            todo=_meant_scheme(address, scheme) or "Download the checkpoint first",
         )
     return SOURCES[scheme](address)
+
+
+def _meant(path: Path) -> str:
+    """Return what to do about a folder that is not there: its text may be a repository's name."""
+    looks_like_a_name = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(path))
+    is_below_nothing = looks_like_a_name and not path.parent.exists()
+    return f"Did you mean {HUB}{path}?" if is_below_nothing else "Check the path"
+
+
+def _meant_scheme(address: Address, scheme: str) -> str | None:
+    found = nearest(scheme, SOURCES)
+    rest = address.text.partition(_SEPARATOR)[2]
+    return None if found is None else f"Did you mean {found}{_SEPARATOR}{rest}?"

@@ -1,0 +1,248 @@
+"""Words that the program answers with: its page, examples, refusals with what was meant, settings
+from the environment, completion of shells."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from cases import run_program
+from mtp_export import __version__
+from mtp_export.commands.failures import Failure, print_failure
+from mtp_export.commands.help_page import EXAMPLES
+from mtp_export.commands.registry import COMMANDS, command_named
+from mtp_export.commands.typed_command import QuickReading
+
+DOCS = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",), ("help",)])
+def test_the_program_alone_shows_its_page(arguments: tuple[str, ...]) -> None:
+    outcome = run_program(*arguments)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert all(f"│ {command} " in outcome.out for command in COMMANDS)
+    lines = outcome.out.splitlines()
+    assert sum(line.startswith("  mtp-export ") for line in lines) == 5
+    assert "Documentation: docs/index.md" in " ".join(outcome.out.split())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_has_two_examples_that_fit_and_a_page(command: str) -> None:
+    *examples, page = EXAMPLES[command]
+    helped = run_program("help", command).out
+    assert helped == run_program(command, "-h").out == run_program(command, "--help").out
+    for example in examples:
+        assert f"   {example} " in helped, "it does not fit into a line of 80 columns"
+        parser = command_named(example.split()[1])
+        known = {name for parameter in parser.params for name in parameter.opts}
+        assert {word for word in example.split() if word.startswith("--")} <= known
+    assert f"Documentation: {page}" in helped and (DOCS / page).is_file()
+    assert "<bool>" not in helped and "{" not in helped.splitlines()[1]
+    assert "--debug" in helped and "MTP_EXPORT_OUTPUT_DIR" in helped
+
+
+def test_verify_names_its_exit_codes() -> None:
+    assert "7 a check failed" in " ".join(run_program("verify", "--help").out.split())
+
+
+def test_the_version_has_a_short_name_and_a_form_for_machines() -> None:
+    assert run_program("-V").out == f"mtp-export {__version__}\n"
+    facts = json.loads(run_program("--version", "--json").out)
+    assert facts == {"name": "mtp-export", "version": __version__}
+
+
+def test_an_export_has_a_name(pristine: Path, tmp_path: Path) -> None:
+    folders = ("--input-dir", pristine, "--output-dir", tmp_path / "out", "--dry-run", "--json")
+    named, alone = run_program("export", *folders), run_program(*folders)
+    assert named.code == alone.code == 0
+    assert json.loads(named.out) == json.loads(alone.out)
+
+
+REFUSALS = {
+    ("verfy", "x"): "'verfy' is no command. Did you mean verify?",
+    ("xyzzy",): "'xyzzy' is no command. See mtp-export help.",
+    ("help", "quantise"): "'quantise' is no command. Did you mean quantize?",
+    ("quantize", "--base-qant", "bf16"): (
+        "mtp-export quantize has no option --base-qant. Did you mean --base-quant?"
+    ),
+    ("quantize", "--base-quant", "int4"): (
+        "'int4' is no scheme for --base-quant. Expected a8w8_fp8_wint4, weight_only_int4, a8w8_fp8,"
+        " weight_only_int8, bf16, keep. Did you mean weight_only_int4?"
+    ),
+    ("launch", "x", "--engine", "vlm"): (
+        "'vlm' is no engine for --engine. Expected vllm, sglang, lightllm, xllm, paddlenlp, eagle."
+        " Did you mean vllm?"
+    ),
+    ("launch", "x"): (
+        "Missing option '--engine'. Expected vllm, sglang, lightllm, xllm, paddlenlp, eagle."
+    ),
+    (
+        "inspect",
+    ): "Missing argument 'SRC'. Expected Checkpoint folder, or hf://org/name[@revision].",
+    ("verify", "--level", "wieghts"): (
+        "'wieghts' is no level for --level. Expected files, weights, run, all."
+        " Did you mean weights?"
+    ),
+    (
+        "serve",
+        "x",
+        "--port",
+        "99999",
+    ): "--port is out of range. Expected 0 to 65535. Found '99999'.",
+    ("serve", "x", "--max-tokens-per-batch", "0"): (
+        "--max-tokens-per-batch is out of range. Expected 1 or more. Found '0'."
+    ),
+    ("generate", "x", "--max-new-tokens", "0"): (
+        "--max-new-tokens is out of range. Expected 1 to 1073741824. Found '0'."
+    ),
+    ("inspect", "deepseek-ai/DeepSeek-V3"): (
+        "There is no checkpoint folder here (deepseek-ai/DeepSeek-V3)."
+        " Did you mean hf://deepseek-ai/DeepSeek-V3?"
+    ),
+    ("--input-dir", "x", "--output-dir", "y", "--max-memory", "much"): (
+        "Option --max-memory: 'much' is no size: write for example 5GB, 4GiB or 4096."
+    ),
+    ("--install-completion", "fsh"): (
+        "Option --install-completion takes a shell that has completion. Expected bash, zsh, fish,"
+        " powershell, pwsh. Found fsh. Did you mean fish?"
+    ),
+}
+
+
+@pytest.mark.parametrize("arguments", REFUSALS, ids=" ".join)
+def test_a_wrong_word_is_answered_with_what_was_meant(arguments: tuple[str, ...]) -> None:
+    outcome = run_program(*arguments)
+    assert outcome.err == f"mtp-export: error: {REFUSALS[arguments]}\n"
+    assert (outcome.code, outcome.out) == (
+        3 if arguments[0] == "inspect" and arguments[1:] else 2,
+        "",
+    )
+
+
+class Terminal:
+    """A text stream that is a terminal."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> int:
+        self.text += text
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing waits."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("settings", "shown"),
+    [
+        ({}, "mtp-export: \x1b[31merror:\x1b[0m It failed.\n\x1b[2mhint: Do this.\x1b[0m\n"),
+        ({"NO_COLOR": "1"}, "mtp-export: error: It failed.\nhint: Do this.\n"),
+        ({"TERM": "dumb"}, "mtp-export: error: It failed. Do this.\n"),
+    ],
+)
+def test_a_terminal_gets_the_hint_on_its_own_line(
+    settings: dict[str, str], shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in ({"NO_COLOR": "", "TERM": "xterm"} | settings).items():
+        monkeypatch.setenv(name, value)
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    print_failure(Failure("It failed. Do this.", 2, "Do this."), "error: ")
+    assert terminal.text == shown
+
+
+def test_options_come_from_the_environment_after_the_command_line(
+    pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {
+        "MTP_EXPORT_INPUT_DIR": str(pristine),
+        "MTP_EXPORT_OUTPUT_DIR": str(tmp_path / "out"),
+        "MTP_EXPORT_PART": "mtp",
+        "MTP_EXPORT_DRY_RUN": "1",
+        "MTP_EXPORT_JSON": "true",
+    }
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    assert list(json.loads(run_program("export").out)["parts"]) == ["mtp"]
+    assert list(json.loads(run_program("export", "--part", "main").out)["parts"]) == ["main"]
+    monkeypatch.setenv("MTP_EXPORT_DRY_RUN", "perhaps")
+    assert (
+        "--dry-run (MTP_EXPORT_DRY_RUN) is a switch. Expected 1 or 0" in run_program("export").err
+    )
+    monkeypatch.setenv("MTP_EXPORT_DRY_RUN", "1")
+    monkeypatch.setenv("MTP_EXPORT_PART", "mian")
+    outcome = run_program("export")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert (
+        "'mian' is no part for --part (MTP_EXPORT_PART)" in outcome.err
+        and "mean main?" in outcome.err
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_option_has_its_own_variable(command: str) -> None:
+    leaves = cast(QuickReading, command_named(command)).leaves.values()
+    variables = [leaf.envvar for leaf in leaves if leaf.envvar is not None]
+    assert len(set(variables)) == len(variables)
+    without = {leaf.flag for leaf in leaves if leaf.envvar is None}
+    assert all(flag == "--list" or not flag.startswith("-") for flag in without)
+
+
+def test_several_values_are_lines_of_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    command: Any = command_named("generate")
+    prompt = next(each for each in command.params if each.name == "prompt")
+    monkeypatch.setenv("MTP_EXPORT_PROMPT", "def read(\nclass A")
+    assert prompt.value_from_envvar(None) == ["def read(", "class A"]
+
+
+@pytest.mark.parametrize(
+    ("shell", "place"),
+    [
+        ("bash", ".bash_completions/mtp-export.sh"),
+        ("zsh", ".zfunc/_mtp-export"),
+        ("fish", ".config/fish/completions/mtp-export.fish"),
+    ],
+)
+def test_completion_is_installed_for_the_shell_that_is_named(
+    shell: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    outcome = run_program("--install-completion", shell)
+    assert (outcome.code, outcome.err) == (0, "") and str(tmp_path / place) in outcome.out
+    script = (tmp_path / place).read_text()
+    assert f"complete_{shell}" in script
+    assert run_program(f"--show-completion={shell}").out.strip() == script.strip()
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("mtp-export launch x --engine v", "vllm"),
+        ("mtp-export quantize --target li", "lightllm"),
+        ("mtp-export verify --level w", "weights"),
+        ("mtp-export generate x --speculate-method eagle", "eagle eagle3"),
+        ("mtp-export generate x --dtype b", "bfloat16"),
+        ("mtp-export graft --main s", "s3://"),
+        ("mtp-export quantize --base-quant weight", "weight_only_int4 weight_only_int8"),
+    ],
+)
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_every_choice(
+    words: str, completed: str, shell: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("_MTP_EXPORT_COMPLETE", f"complete_{shell}")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
+    monkeypatch.setenv("_TYPER_COMPLETE_ARGS", words)
+    monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
+    outcome = run_program()
+    assert outcome.code == 0
+    assert all(each in outcome.out.replace("\\", "") for each in completed.split())
+    assert len(outcome.out.split()) <= 2 + len(completed.split()), outcome.out
