@@ -28,6 +28,7 @@ WHOLE = (
     "mtp_export/cluster/**/*.py",
     "mtp_export/verify/files/pairing.py",
     "mtp_export/verify/pairing_proof.py",
+    "mtp_export/verify/weights/unnamed_values.py",
     "mtp_export/verify/report/golden.py",
     "mtp_export/schemes/**/*.py",
     "runtime/mtp_runtime/acceptance/*.py",

@@ -38,9 +38,9 @@ CHECKS: dict[str, Check] = {
         Level.WEIGHTS,
         (
             *("weights.load_report", "weights.load_report:extra_drafts"),
-            *("weights.value_checks", "weights.mtp_values"),
+            *("weights.value_checks", "weights.mtp_values", "weights.unnamed_values"),
         ),
-        remote_places=("weights.value_checks", "weights.mtp_values"),
+        remote_places=("weights.value_checks", "weights.mtp_values", "weights.unnamed_values"),
     ),
     "weights": Check("Weights against source", Level.WEIGHTS, ("weights.comparison",)),
     "greedy": Check("Greedy equality", Level.RUN, ("decoding.greedy",)),

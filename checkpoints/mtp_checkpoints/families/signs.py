@@ -161,8 +161,14 @@ def _positive(config: Mapping[str, Any], *names: str) -> int | None:
 def is_transposed(name: str, shape: Sequence[int], hidden: int | None) -> bool:
     """Return whether a tensor is a projection of embedding and hidden state that is stored with
     its inputs as rows, as Paddle stores linears."""
-    joins_both = not _JOINT_PROJECTIONS.isdisjoint(name.split("."))
-    return joins_both and hidden is not None and tuple(shape) == (2 * hidden, hidden)
+    is_joint = is_joint_projection(name)
+    return is_joint and hidden is not None and tuple(shape) == (2 * hidden, hidden)
+
+
+def is_joint_projection(name: str) -> bool:
+    """Return whether a tensor is by its name of one projection of embedding and hidden state
+    together."""
+    return not _JOINT_PROJECTIONS.isdisjoint(name.split("."))
 
 
 def are_transposed(shapes: Mapping[str, Sequence[int]], hidden: int | None) -> bool:

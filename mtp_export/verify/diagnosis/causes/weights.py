@@ -79,6 +79,24 @@ def norm_centred_at_zero(tensor: str, negative: float) -> str:
     )
 
 
+def norm_unlike_main(tensor: str, *, centred: bool) -> str:
+    """centred: it lies around zero."""
+    own, main = ("w of 1 + w", "w") if centred else ("w", "w of 1 + w")
+    return (
+        f"{tensor} lies around {0 if centred else 1} and the main layers' norms of its name around"
+        f" {1 if centred else 0}: it holds the {own}, and engines take it for the {main}"
+    )
+
+
+def no_family(codes: int, tensors: int) -> str:
+    """codes: tensors of integers, whose numbers depend on their format."""
+    return (
+        f"there is no family for this model here: {codes:,} of {tensors:,} tensors that hold codes"
+        " or one number, scales that fit them, proportions, main layers stored in the module's"
+        " place and copies of embedding and head"
+    )
+
+
 def half_zeroed(tensor: str, half: str) -> str:
     """half: first or second."""
     return (
