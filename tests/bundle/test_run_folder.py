@@ -56,6 +56,19 @@ def test_strangers_are_refused(state: str, source: Path, unfinished: Path) -> No
     assert export(source, unfinished, *UNFINISHED, "--overwrite").code == 0
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_an_unfinished_run_of_other_options_is_given_up_where_that_is_asked_for(
+    source: Path, unfinished: Path, tmp_path: Path
+) -> None:
+    """The new run is then the one that goes on after a kill."""
+    other, fresh = (*UNFINISHED, "--target", "paddlenlp"), tmp_path / "fresh"
+    assert export(source, unfinished, *other).code == 8
+    assert run_in_a_fork(partial(export, source, unfinished, *other, "--overwrite"), 60) == 9
+    assert export(source, unfinished, *other).code == 0
+    assert export(source, fresh, *other).code == 0
+    assert tree(unfinished) == tree(fresh)
+
+
 @pytest.mark.parametrize("journal", ["whole", "damaged"])
 def test_what_an_unfinished_run_wrote_is_its_own(
     journal: str, source: Path, unfinished: Path
