@@ -34,6 +34,10 @@ MAX_MEMORY_BYTES = 1 << 30
 MAX_STALL_SECONDS = 0.2
 MAX_CALLBACK_SECONDS = 0.1
 CLIENTS = 8
+# Of the model and its cache, 140 kB a token; the prompts that fill it, so that no page of it counts
+# as memory of the requests that are measured.
+SERVER_MEMORY = "1100MB"
+FILLING = {"prompt": [[token] * 250 for token in range(3, 21)], "max_tokens": 1}
 # Asks for the health of the server at a port until its input ends, and tells how long that took.
 WATCHER = """
 import http.client, json, select, sys, time
@@ -101,7 +105,7 @@ class Watched:
 def watched(folder: Path) -> Iterator[Watched]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-m", "serve.watched", str(FIXTURE), "--port", "0"]
-    command += ["--shutdown-timeout", "1", "--enable-prefix-cache"]
+    command += ["--shutdown-timeout", "1", "--enable-prefix-cache", "--max-memory", SERVER_MEMORY]
     with (folder / "stderr").open("w") as errors:
         process = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
@@ -112,6 +116,7 @@ def watched(folder: Path) -> Iterator[Watched]:
             time.sleep(0.05)
         server = Watched(process, announced_port(shown.splitlines()))
         assert send(server.port, "/v1/completions", b"{}") == 400  # it runs, with all it imports
+        assert send(server.port, "/v1/completions", json.dumps(FILLING).encode()) == 200
         process.send_signal(WATCH)
         yield server
     finally:
