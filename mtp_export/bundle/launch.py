@@ -78,8 +78,11 @@ def native_scheme(config: Mapping[str, Any]) -> str:
         return KEEP
 
 
-def node_lines(bundle: Path, engine_name: str, placement: Placement | None) -> Iterator[str]:
-    """Yield the shell command of each machine that serves a finished bundle with an engine.
+def node_lines(
+    bundle: Path, engine_name: str, placement: Placement | None, draft_tokens: int = 1
+) -> Iterator[str]:
+    """Yield the shell command of each machine that serves a finished bundle with an engine, with so
+    many drafts per step.
 
     Raises UnsupportedError for an engine that does not read it, InvalidInputError for a bundle
     without one of its parts, UsageError for devices that the machines cannot share evenly.
@@ -92,11 +95,12 @@ def node_lines(bundle: Path, engine_name: str, placement: Placement | None) -> I
         )
     deployment, engine = _chosen(bundle, engine_name)
     assert engine.launch is not None, "engines of a deployment have one"
-    yield from _each_node(engine.launch, deployment, placement)
+    own = replace(deployment, draft_tokens=draft_tokens)
+    yield from _each_node(engine.launch, own, placement)
 
 
 def draft_lines(
-    bundle: Path, engine_name: str, placement: Placement | None
+    bundle: Path, engine_name: str, placement: Placement | None, draft_tokens: int = 1
 ) -> dict[str, list[str] | None]:
     """Return the shell commands of all machines for each extra draft of a finished bundle, by the
     draft's folder; None for one that the engine does not run. Raises as node_lines."""
@@ -106,7 +110,7 @@ def draft_lines(
         found = method, read_json_object(folder / CONFIG_NAME).get("model_type")
         launches = (d.launch for d in engine.extra_drafts if (d.method, d.model_type) == found)
         launch = next(launches, None)
-        own = replace(deployment, draft=method)
+        own = replace(deployment, draft=method, draft_tokens=draft_tokens)
         lines[method] = None if launch is None else [*_each_node(launch, own, placement)]
     return lines
 
@@ -125,8 +129,13 @@ def probe_of(bundle: Path, engine_name: str) -> str:
     return _chosen(bundle, engine_name)[1].probe
 
 
-def _chosen(bundle: Path, engine_name: str) -> tuple[Deployment, Engine]:
-    """Return a finished bundle as it is deployed with an engine."""
+def engines_of(bundle: Path) -> list[str]:
+    """Return the names of the engines that serve a finished bundle. Raises as node_lines."""
+    return [engine.name for engine in _served(bundle)[1]]
+
+
+def _served(bundle: Path) -> tuple[Deployment, list[Engine]]:
+    """Return a finished bundle as it is deployed, and the engines that serve it."""
     recorded = read_manifest(bundle)["options"]
     _check_schemes(bundle, recorded)
     if open_parts(bundle).mtp is None:
@@ -138,7 +147,12 @@ def _chosen(bundle: Path, engine_name: str) -> tuple[Deployment, Engine]:
         )
     target = target_of_bundle(bundle)
     native = native_scheme(read_json_object(bundle / MAIN / CONFIG_NAME))
-    deployment, engines = _deployed(recorded, wanted=target.name, native=native, folder=bundle)
+    return _deployed(recorded, wanted=target.name, native=native, folder=bundle)
+
+
+def _chosen(bundle: Path, engine_name: str) -> tuple[Deployment, Engine]:
+    """Return a finished bundle as it is deployed with an engine."""
+    deployment, engines = _served(bundle)
     for engine in engines:
         if engine.name == engine_name:
             return deployment, engine

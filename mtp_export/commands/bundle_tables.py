@@ -14,6 +14,7 @@ from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.launch import launch_lines
 from mtp_export.bundle.options import Share
 from mtp_export.bundle.preflight import needed_disk_bytes
+from mtp_export.commands.next_steps import next_steps
 from mtp_export.commands.output import FiguresTable, heading
 from mtp_export.plan import COPY, PartPlan
 from mtp_export.progress import format_bytes
@@ -55,7 +56,8 @@ def plan_facts(plan: BundlePlan) -> dict[str, Any]:
 
 def result_facts(result: BundleResult) -> dict[str, Any]:
     """Return the result of a run in bytes and seconds, and the commands that serve the bundle."""
-    facts = plan_facts(result.plan) | {"launch": launch_lines(result.plan)}
+    plan = result.plan
+    facts = plan_facts(plan) | {"next": next_steps(plan), "launch": launch_lines(plan)}
     seconds = {"seconds": round(result.seconds, 3)}
     if result.shares is not None:  # each has told how long it took
         return facts | {"shares": result.shares} | seconds

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 from mtp_checkpoints.errors import UnsupportedError, UsageError
 from mtp_checkpoints.layouts import names_that_serve
 from mtp_checkpoints.layouts.base import Placement
-from mtp_export.bundle.launch import draft_lines, node_lines, probe_of
+from mtp_export.bundle.launch import draft_lines, engines_of, node_lines, probe_of
 from mtp_export.commands.output import Reporting, print_result
 from mtp_export.commands.runtime import BUNDLE
-from mtp_export.options import Panel, option
+from mtp_export.options import Access, Panel, option, path_option
 from mtp_export.paths import refuse_unprintable
+from mtp_runtime.config import MAX_DRAFT_TOKENS
 
 
 @dataclass(frozen=True)
@@ -24,13 +26,35 @@ class LaunchCommand:
     """Options of mtp-export launch."""
 
     bundle: Path = field(metadata=BUNDLE)
-    engine: str = field(
+    engine: str | None = field(
+        default=None,
         metadata=option(
             f"One of {', '.join(names_that_serve())}.",
             Panel.PLACEMENT,
             metavar="ENGINE",
             choices=names_that_serve(),
-        )
+            show_default="the one that reads the bundle",
+        ),
+    )
+    k: int | None = field(
+        default=None,
+        metadata=option(
+            "Draft tokens per step.",
+            Panel.SPECULATION,
+            metavar="K",
+            low=1,
+            high=MAX_DRAFT_TOKENS,
+            show_default="1, or what --report recommends",
+        ),
+    )
+    report: Path | None = field(
+        default=None,
+        metadata=path_option(
+            "Report of mtp-export verify, to take the k that it recommends for its largest batch.",
+            Panel.SPECULATION,
+            "FILE.json",
+            access=Access.READ,
+        ),
     )
     nodes: int = field(
         default=1, metadata=option("Number of machines.", Panel.PLACEMENT, metavar="N", low=1)
@@ -65,7 +89,7 @@ class LaunchCommand:
 def launch(options: LaunchCommand) -> None:
     """Print, or run, the command that serves a bundle with an engine; print those of its extra
     drafts too."""
-    bundle, engine, nodes = options.bundle, options.engine, options.nodes
+    bundle, nodes = options.bundle, options.nodes
     refuse_unprintable(bundle)
     if options.tp is None and nodes > 1:
         raise UsageError("Several machines need --tp", expected="the devices of all of them")
@@ -73,16 +97,17 @@ def launch(options: LaunchCommand) -> None:
         raise UsageError(
             "There is no such machine", expected=f"--node below {nodes}", found=options.node
         )
+    engine, draft_tokens = options.engine or _only_engine(bundle), _draft_tokens(options)
     placement = None
     if options.tp is not None:
         placement = Placement(options.tp, nodes, head=quote(options.head))
-    lines = list(node_lines(bundle, engine, placement))
+    lines = list(node_lines(bundle, engine, placement, draft_tokens))
     if options.run:
         _become(lines[options.node], engine, probe_of(bundle, engine))
-    drafts = draft_lines(bundle, engine, placement)
+    drafts = draft_lines(bundle, engine, placement, draft_tokens)
     if options.reporting.as_json:
         facts = {"engine": engine, "commands": lines, "draft_commands": drafts}
-        print_result(facts, "", options.reporting)
+        print_result(facts | {"draft_tokens": draft_tokens}, "", options.reporting)
         return
     _show(lines, "draft mtp" if drafts else "")
     for method, own in drafts.items():
@@ -90,6 +115,40 @@ def launch(options: LaunchCommand) -> None:
             print(f"# draft {method}: {engine} has no command for it; mtp-export serve runs it")
         else:
             _show(own, f"draft {method}")
+
+
+def _only_engine(bundle: Path) -> str:
+    """Return the one engine that serves a bundle (UsageError where there is a choice)."""
+    engines = engines_of(bundle)
+    if len(engines) == 1:
+        return engines[0]
+    raise UsageError(
+        "Several engines serve this bundle" if engines else "No known engine serves this bundle",
+        where=bundle,
+        expected=f"--engine {' or --engine '.join(engines or names_that_serve())}",
+        found="no --engine",
+    )
+
+
+def _draft_tokens(options: LaunchCommand) -> int:
+    """Return the drafts per step that are asked for, or that a report recommends (UsageError where
+    it recommends none)."""
+    if options.k is not None or options.report is None:
+        return options.k or 1
+    from mtp_export.verify.report.reading import read_report
+
+    items = (item for result in read_report(options.report).results for item in result.items)
+    told = (item.data["recommended"] for item in items if "recommended" in item.data)
+    found: Mapping[str, Any] = next(told, {})
+    k = int(found[max(found, key=int)]["k"]) if found else 0
+    if not k:
+        raise UsageError(
+            "The report recommends no number of drafts",
+            where=options.report,
+            expected="one of a verification whose check speed was run and gained",
+            todo="Choose one by --k",
+        )
+    return k
 
 
 def _show(lines: Sequence[str], draft: str) -> None:

@@ -14,6 +14,7 @@ from rich.text import Text
 from mtp_export.options import Access, Panel, option, path_option
 
 _ANY_WIDTH = 1 << 16
+_NEXT = {"check": "Check it:  ", "try": "Try it:    "}
 # Of every command; the program itself reads it.
 DEBUG = option("Show the traceback of an error.", Panel.REPORT)
 
@@ -86,12 +87,15 @@ def json_text(facts: dict[str, Any]) -> str:
 def print_result(facts: dict[str, Any], table: RenderableType, reporting: Reporting) -> None:
     """Print a result on stdout, as JSON or as a table.
 
-    The commands that serve a bundle follow the table, unwrapped so that they can be copied.
+    The commands that follow a bundle, and those that serve it, come after the table, unwrapped so
+    that they can be copied.
     """
     if reporting.as_json:
         print(json_text(facts), end="")
     elif not reporting.quiet:
         show(table)
+        if steps := facts.get("next"):
+            print("", *(f"{_NEXT[kind]}{command}" for kind, command in steps.items()), sep="\n")
         for engine, line in facts.get("launch", {}).items():
             print(f"\nTo serve it with {engine}:\n{line}")
 

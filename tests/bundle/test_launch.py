@@ -16,6 +16,7 @@ from cases import WHOLE_TILES, edit_json, export, make_checkpoint, quantize, run
 from mtp_checkpoints.layouts import TARGETS
 from runtime.drafts import ffn_layout, write_eagle3, write_heads
 
+FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"
 AWKWARD = 'it\'s a "bundle" $(of) ; them'  # a folder name that a shell would take apart
 XLLM_FLAGS = [
     *("--num_speculative_tokens", "1", "--max_memory_utilization=0.90"),
@@ -221,7 +222,7 @@ def test_people_see_every_machine(pristine: Path, tmp_path: Path) -> None:
     ("options", "code", "words"),
     [
         (("--engine", "xllm"), 4, "--target xllm"),
-        (("--engine", "oracle"), 2, "--engine vllm, sglang"),
+        (("--engine", "oracle"), 2, "vllm, sglang"),
         (("--engine", "vllm", "--nodes", "3", "--tp", "16"), 2, "multiple of 3"),
         (("--engine", "vllm", "--nodes", "2"), 2, "--tp"),
         (("--engine", "vllm", "--node", "1"), 2, "--node below 1"),
@@ -361,3 +362,85 @@ def test_heads_of_medusa_are_vllms_alone(drafted: Path) -> None:
     assert speculation["method"] == "medusa"
     assert speculation["model"] == str(drafted / "parallel_heads")
     assert draft_commands(drafted, "sglang")["parallel_heads"] is None
+
+
+@pytest.mark.parametrize("target", ["vllm", "sglang", "lightllm", "xllm", "paddlenlp"])
+def test_k_is_the_number_of_drafts(target: str, tmp_path: Path) -> None:
+    """Of the one engine that reads the bundle, where none is named."""
+    source = make_checkpoint(tmp_path / "source", WHOLE_TILES)
+    assert export(source, tmp_path / "bundle", "--target", target).code == 0
+    words = {
+        "vllm": '"num_speculative_tokens": 3}',
+        "sglang": "--speculative-num-steps 3 --speculative-eagle-topk 1"
+        " --speculative-num-draft-tokens 4",
+        "lightllm": "--mtp_step 3",
+        "xllm": "--num_speculative_tokens 3",
+        "paddlenlp": "SPECULATE_MAX_DRAFT_TOKEN_NUM=3",
+    }
+    engine = () if target not in ("vllm", "sglang") else ("--engine", target)
+    outcome = run_program("launch", tmp_path / "bundle", *engine, "--k", "3")
+    assert outcome.code == 0 and words[target] in outcome.out, outcome
+
+
+def test_an_engine_is_named_where_there_is_a_choice(pristine: Path, tmp_path: Path) -> None:
+    export(pristine, tmp_path / "bundle")
+    outcome = run_program("launch", tmp_path / "bundle")
+    assert outcome.code == 2 and "--engine vllm or --engine sglang" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("recommended", "options", "k"),
+    [
+        ({"1": {"k": 3}, "4": {"k": 2}, "16": {"k": 4}}, (), 4),
+        ({"1": {"k": 3}}, ("--k", "2"), 2),
+        ({"1": {"k": 0}}, (), None),
+        (None, (), None),
+    ],
+)
+def test_a_report_recommends_k(
+    recommended: dict[str, Any] | None,
+    options: tuple[str, ...],
+    k: int | None,
+    pristine: Path,
+    tmp_path: Path,
+) -> None:
+    bundle, report = tmp_path / "bundle", tmp_path / "report.json"
+    export(pristine, bundle)
+    given = ("--level", "files", "--report", report)
+    assert run_program("verify", bundle, *given).code == 0
+    item = {"name": "recommended k", "status": "pass", "data": {"recommended": recommended}}
+    if recommended is not None:
+        edit_json(report, lambda facts: facts["checks"][0]["items"].append(item))
+    words = ("launch", bundle, "--engine", "vllm", "--json", "--report", report)
+    outcome = run_program(*words, *options)
+    if k is None:
+        assert outcome.code == 2 and "recommends no number of drafts" in outcome.err
+    else:
+        facts = json.loads(outcome.out)
+        assert facts["draft_tokens"] == k
+        assert f'"num_speculative_tokens": {k}' in facts["commands"][0]
+
+
+def test_a_bundle_ends_with_the_commands_that_check_and_try_it(
+    pristine: Path, tmp_path: Path
+) -> None:
+    """They run as they are printed, in a folder whose name a shell would take apart."""
+    output = tmp_path / AWKWARD
+    shown = export(pristine, output).out.splitlines()
+    (check,) = (line for line in shown if line.startswith("Check it:  "))
+    program, *words = shlex.split(check.removeprefix("Check it:  "))
+    assert words == ["verify", str(output), "--source", str(pristine), "--level", "weights"]
+    assert program == "mtp-export" and run_program(*words).code == 0
+    (pristine / "tokenizer.json").unlink()
+    facts = json.loads(export(pristine, tmp_path / "o", "--json").out)
+    assert facts["next"].keys() == {"check"}  # a prompt needs the tokenizer
+
+
+def test_a_bundle_with_a_tokenizer_can_be_tried(tmp_path: Path) -> None:
+    outcome = export(FIXTURE, tmp_path / "b", "--json")
+    bundle = tmp_path / "b"
+    tried = json.loads(outcome.out)["next"]["try"]
+    assert shlex.split(tried) == ["mtp-export", "generate", str(bundle), "--prompt", "def read("]
+    alone = json.loads(export(FIXTURE, tmp_path / "m", "--part", "mtp", "--json").out)
+    assert alone["next"].keys() == {"check"}
+    assert run_program(*shlex.split(alone["next"]["check"])[1:]).code == 0

@@ -47,7 +47,7 @@ class Deployment:
 
     experts_alike: either part stores its shared experts as its routed ones. placement None leaves
     the devices to the engine, or takes those of its guide. draft is the folder of the draft, mtp or
-    that of an extra draft.
+    that of an extra draft; draft_tokens are those of a step.
     """
 
     output_dir: Path
@@ -56,6 +56,7 @@ class Deployment:
     experts_alike: bool = True
     placement: Placement | None = None
     draft: str = "mtp"
+    draft_tokens: int = 1
 
     @property
     def main(self) -> str:

@@ -43,11 +43,11 @@ def _released(config: Mapping[str, Any], main_layers: int) -> Config:
 
 
 def vllm_launch(bundle: Deployment, method: str) -> str:
-    """Return the command that serves a bundle with one draft token by a method."""
+    """Return the command that serves a bundle with drafts by a method."""
     speculation = {
         "method": method,
         "model": str(bundle.folder(bundle.draft)),
-        "num_speculative_tokens": 1,
+        "num_speculative_tokens": bundle.draft_tokens,
     }
     settings = quote(json.dumps(speculation, ensure_ascii=False))
     return f"vllm serve {bundle.main} --speculative-config {settings}{_vllm_placement(bundle)}"
@@ -77,8 +77,8 @@ def _sglang(bundle: Deployment, algorithm: str) -> str:
         f"python -m sglang.launch_server --model-path {bundle.main}"
         f" --speculative-algorithm {algorithm}"
         f" --speculative-draft-model-path {quote(str(bundle.folder(bundle.draft)))}"
-        " --speculative-num-steps 1"
-        f" --speculative-eagle-topk 1 --speculative-num-draft-tokens 2{separate}"
+        f" --speculative-num-steps {bundle.draft_tokens} --speculative-eagle-topk 1"
+        f" --speculative-num-draft-tokens {bundle.draft_tokens + 1}{separate}"
         f"{_sglang_placement(bundle)}"
     )
 

@@ -10,7 +10,7 @@ _LAYOUT = SingleLayer("model.layers.0")
 def _launch(bundle: Deployment) -> str:
     return (
         f"python -m lightllm.server.api_server --model_dir {bundle.main} --mtp_mode eagle_with_att"
-        f" --mtp_draft_model_dir {bundle.mtp} --mtp_step 1{_placement(bundle)}"
+        f" --mtp_draft_model_dir {bundle.mtp} --mtp_step {bundle.draft_tokens}{_placement(bundle)}"
     )
 
 

@@ -42,8 +42,8 @@ def _launch(bundle: Deployment) -> str:
         f" /bin/bash -c -ex 'export CUDA_VISIBLE_DEVICES={gpus} && export MP_NUM={place.tp}"
         f" && export MP_NNODE={place.nodes} && export SPECULATE_MODEL_QUANT_TYPE={mtp_type}"
         " && export SPECULATE_METHOD=mtp && export SPECULATE_MODEL_PATH=/models-mtp"
-        " && export SPECULATE_MAX_DRAFT_TOKEN_NUM=1 && start_server $model_name"
-        " && tail -f /dev/null'"
+        f" && export SPECULATE_MAX_DRAFT_TOKEN_NUM={bundle.draft_tokens}"
+        " && start_server $model_name && tail -f /dev/null'"
     )
 
 

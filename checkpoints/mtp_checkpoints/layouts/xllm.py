@@ -44,7 +44,8 @@ def _launch(bundle: Deployment) -> str:
     return (
         f'for i in $(seq {first} {last}); do xllm --model {bundle.main} --devices="npu:{device}"'
         f" --port $((13222 + i)) --master_node_addr={place.head}:42123 --nnodes={place.tp}"
-        f' --draft_model {bundle.mtp} --draft_devices="npu:{device}" --num_speculative_tokens 1'
+        f' --draft_model {bundle.mtp} --draft_devices="npu:{device}"'
+        f" --num_speculative_tokens {bundle.draft_tokens}"
         " --max_memory_utilization=0.90 --max_tokens_per_batch=10000 --max_seqs_per_batch=256"
         " --enable_mla=true --block_size=128 --ep_size=1 --dp_size=1 --enable_prefix_cache=false"
         ' --enable_chunked_prefill=false --node_rank=$i > "xllm_$i.log" 2>&1 & done'
