@@ -36,7 +36,7 @@ from mtp_export.plan import Facts
 
 JOURNAL_NAME = ".mtp_export.journal"
 _SOURCE_FIELDS = ("source", "versions")  # fields of a run's identity
-_MAX_BYTES = 1 << 30  # a hundred times that of a bundle of 671B parameters
+_MAX_BYTES = 1 << 28  # twenty-five times that of a bundle of 671B parameters
 _OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _DIGEST_BYTES = 16
 _T = TypeVar("_T")

@@ -207,6 +207,9 @@ CASES: dict[str, Known] = {
     ),
     "a tensor without a checksum": Known("verify files", "bundle", each_checksum({}), 7),
     "a tensor's entry is a number": Known("verify files", "bundle", each_checksum(5), 7),
+    "a journal of 3 GB": Known(
+        "resume", "unfinished", hole("bundle/.mtp_export.journal", 3_000_000_000), 8
+    ),
     "a journal line is deep": Known("resume", "unfinished", journal(lambda _: _DEEP + b"\n"), 8),
     "a size in a request is text": Known("finish", "shares", asked("max_shard_bytes", "8000"), 3),
     "a size in a request is a float": Known("finish", "shares", asked("max_shard_bytes", 8e3), 3),
