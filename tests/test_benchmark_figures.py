@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from typing import Any
 
 import pytest
@@ -46,6 +47,22 @@ def test_export(name: str, first: str) -> None:
     shown = [float(figure) for figure in re.findall(r"[\d.]+", median)]
     assert shown == pytest.approx([facts["median_seconds"], *facts["seconds"]], abs=0.051)
     assert peak == f"{facts['peak_bytes'] / 1e6:,.0f} MB"
+
+
+def test_judging_a_repository() -> None:
+    facts = results("upload.json")
+    ((_, sent), (_, computed), (load, seconds), (_, peak)) = rows_of(
+        SECTIONS["Judging a repository"]
+    )
+    assert sent == f"{facts['sent_bytes'] / 1e6:.1f} MB"
+    assert facts["sent_bytes"] <= facts["bounds"]["megabytes"] * 1e6
+    assert computed == f"{facts['cpu_seconds']:.1f}"
+    shown = [float(figure) for figure in re.findall(r"[\d.]+", seconds)]
+    assert shown == pytest.approx(
+        [statistics.median(facts["seconds"]), *facts["seconds"]], abs=0.051
+    )
+    assert f"load {facts['load_average']:.0f}" in load
+    assert peak == f"{facts['peak_bytes'] / 1e6:.0f} MB"
 
 
 def test_sizes() -> None:
