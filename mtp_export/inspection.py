@@ -83,6 +83,14 @@ class Inspection:
         }
 
 
+def parts_of_bundle(place: Place) -> dict[str, Place]:
+    """Return the places of a bundle's parts by name; none of a folder that is no bundle."""
+    source = byte_source(place)
+    if MANIFEST_NAME not in source.names():
+        return {}
+    return {part: place / part for part in (MAIN, MTP) if source.names(part)}
+
+
 def inspect(place: Place) -> Inspection:
     """Inspect a checkpoint, or one part of a bundle, in any precision and for any target.
 

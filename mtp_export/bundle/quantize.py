@@ -156,6 +156,7 @@ def _choose(options: QuantizeOptions, stored: StoredModel) -> _Choice:
         mtp,
         base_stays_bf16=base == BF16 and stored.scheme == BF16,
         allow_untested=options.allow_untested_pair,
+        mtp_is_kept=options.mtp_quant == KEEP,
     )
     schemes = {"base": SCHEMES[base], "mtp": SCHEMES[mtp]}
     if options.int4_scope is Int4Scope.ALL:

@@ -40,7 +40,11 @@ def failure_of(error: BaseException, after_interrupt: str | None = None) -> Fail
         file = "" if error.filename is None else f" ({error.filename})"
         found = error.strerror or repr(error)
         return failure_of(IoError(f"Reading or writing failed{file}", found=found))
-    return Failure(f"Internal error: {error!r}. Please report it, with the output of --debug.", 1)
+    return Failure(
+        f"Internal error: {error!r}. Please report it, with the"
+        " output of --debug and of mtp-export env.",
+        1,
+    )
 
 
 def print_failure(failure: Failure, said: str) -> None:

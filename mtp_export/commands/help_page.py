@@ -68,6 +68,7 @@ EXAMPLES: dict[str, tuple[str, str, str]] = {
         "mtp-export inspect hf://org/name --json",
         "docs/cli.md",
     ),
+    "env": ("mtp-export env", "mtp-export env --json", "docs/cli.md"),
     "push": (
         "mtp-export push V3 org/name --report report.json --dry-run",
         "mtp-export push V3 org/name --report report.json",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rich.console import Group, RenderableType
+from rich.console import Group
 
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.tensors.bundle_folder import RELEASED
 from mtp_export.commands.garbage import gc_paused
 from mtp_export.commands.output import FiguresTable, QuietReporting, heading, print_result
-from mtp_export.inspection import Inspection
+from mtp_export.inspection import Inspection, parts_of_bundle
 from mtp_export.inspection import inspect as inspect_checkpoint
 from mtp_export.options import Access, argument, parse_source
 from mtp_export.progress import format_bytes
@@ -24,7 +24,10 @@ class InspectCommand:
 
     source: Place = field(
         metadata=argument(
-            "Checkpoint folder, or hf://org/name\\[@revision].", "SRC", parse_source, Access.READ
+            "Checkpoint or bundle: a folder, or hf://org/name\\[@revision].",
+            "SRC",
+            parse_source,
+            Access.READ,
         )
     )
     reporting: QuietReporting = QuietReporting()
@@ -34,13 +37,29 @@ def inspect(options: InspectCommand) -> None:
     """Show the contents of a checkpoint, from its headers alone."""
     source = options.source
     with gc_paused():
-        inspection = inspect_checkpoint(source)
-    print_result(inspection.as_json(), inspection_table(inspection), options.reporting)
+        parts = parts_of_bundle(source)
+        found = {name: inspect_checkpoint(place) for name, place in parts.items()}
+        inspection = None if found else inspect_checkpoint(source)
+    if inspection is not None:
+        print_result(inspection.as_json(), inspection_table(inspection), options.reporting)
+        _refuse_problems(source, inspection)
+        return
+    facts = {
+        "bundle": str(source),
+        "parts": {name: each.as_json() for name, each in found.items()},
+    }
+    table = Group(*(line for each in found.values() for line in inspection_table(each).renderables))
+    print_result(facts, table, options.reporting)
+    for name, each in found.items():
+        _refuse_problems(parts[name], each)
+
+
+def _refuse_problems(place: Place, inspection: Inspection) -> None:
     if inspection.problems:
-        inspection.problems[0].raise_as_error(source, len(inspection.problems) - 1)
+        inspection.problems[0].raise_as_error(place, len(inspection.problems) - 1)
 
 
-def inspection_table(inspection: Inspection) -> RenderableType:
+def inspection_table(inspection: Inspection) -> Group:
     """Return the contents of a checkpoint for people, by part and role."""
     table = FiguresTable()
     table.add_words("part", "role", "dtype")

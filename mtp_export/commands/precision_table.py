@@ -46,6 +46,7 @@ def pairs_table() -> RenderableType:
     """Return the supported pairs for people."""
     table = FiguresTable(box=SIMPLE_HEAD)
     table.pad_edge = table.show_edge = False
+    table.show_lines = True
     for name in ("precision", "on disk", "bits", "V3", "engines", "GPUs"):
         table.add_column(name, no_wrap=True)
     for row in pairs_facts()["pairs"]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 
+from mtp_checkpoints.errors import UsageError
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.formats import mixes_groups_with_fp8
 from mtp_checkpoints.layouts import target_of
@@ -25,7 +26,15 @@ from mtp_export.commands.bundle_tables import result_facts as bundle_facts
 from mtp_export.commands.garbage import gc_paused
 from mtp_export.commands.output import FiguresTable, heading, json_text, print_result
 from mtp_export.commands.precision_table import pairs_facts, pairs_table
-from mtp_export.options import Access, Panel, option, path_option, source_option
+from mtp_export.options import (
+    Access,
+    Panel,
+    argument,
+    option,
+    parse_source,
+    path_option,
+    source_option,
+)
 from mtp_export.paths import refuse_overlaps
 from mtp_export.progress import format_bytes
 from mtp_export.schemes import SCHEMES
@@ -37,6 +46,10 @@ _WORST_TENSORS = 3
 class QuantizeCommand:
     """Options of mtp-export quantize."""
 
+    source: Place | None = field(
+        default=None,
+        metadata=argument("The same as --input-dir.", "BUNDLE", parse_source, Access.READ),
+    )
     input_dir: Place | None = field(
         default=None,
         metadata=source_option(
@@ -73,7 +86,8 @@ def quantize(options: QuantizeCommand) -> None:
         reports.write({"--report": lambda: json_text(facts)})
         print_result(facts, pairs_table(), making.reporting)
         return
-    source, output, opened = options.input_dir or default_input(), options.output_dir, None
+    output, opened = options.output_dir, None
+    source = _given_source(options) or default_input()
     if output is None:
         output, opened = default_output(source, options.precision)
     bundle = making.bundle(source, output, options.part)
@@ -86,6 +100,16 @@ def quantize(options: QuantizeCommand) -> None:
     result = planned.run()
     if result is not None:
         planned.report(result_facts(result), result_table(result))
+
+
+def _given_source(options: QuantizeCommand) -> Place | None:
+    if options.source is not None and options.input_dir is not None:
+        raise UsageError(
+            "The input is given twice",
+            expected="BUNDLE or --input-dir",
+            found=f"{options.source} and {options.input_dir}",
+        )
+    return options.input_dir if options.source is None else options.source
 
 
 def result_facts(result: BundleResult) -> dict[str, Any]:

@@ -17,9 +17,9 @@ from mtp_export.commands.typed_command import QuickGroup, typed_command, typed_g
 # Each is a function of the module of its name; help lists them in this order.
 COMMANDS = (
     *("export", "quantize", "graft", "tune", "finish", "verify"),
-    *("generate", "serve", "compile", "launch", "inspect", "push"),
+    *("generate", "serve", "compile", "launch", "inspect", "push", "env"),
 )
-ALIASES: dict[str, str] = {}
+ALIASES = {"doctor": "env"}
 # Those that, as an export does, go on where Ctrl-C stopped them when they run again.
 RESUMED = ("export", "quantize", "graft", "tune", "finish", "push")
 _KEEPS = ("--stream", "--share")  # options of a verification that keep what it found

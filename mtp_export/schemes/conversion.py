@@ -8,8 +8,15 @@ from dataclasses import dataclass
 from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.errors import UnsupportedError
-from mtp_checkpoints.formats import FORMATS, Fp8Block, Fp8Channel, Unquantized, WeightFormat
-from mtp_checkpoints.formats.base import NATIVE_SCALE
+from mtp_checkpoints.formats import (
+    FORMATS,
+    Fp8Block,
+    Fp8Channel,
+    Unquantized,
+    WeightFormat,
+    has_groups,
+)
+from mtp_checkpoints.formats.base import GROUP_SIZES, NATIVE_SCALE
 from mtp_checkpoints.quantization.method import PartStorage
 from mtp_checkpoints.quantization.stored import StoredWeight
 from mtp_export.plan import Step, copy_step
@@ -94,5 +101,14 @@ def _check(weight: TensorInfo, target: WeightFormat) -> None:
             where=weight.path,
             expected=f"K divisible by {target.k_divisor}, {target.k_unit}",
             found=f"[N, K] = {list(weight.shape)}",
-            todo="Nothing was written. Choose another --group-size or scheme",
+            todo=_fit(weight.shape[1], target),
         )
+
+
+def _fit(columns: int, target: WeightFormat) -> str:
+    """Return what to do about columns that a format cannot divide: the group sizes that can."""
+    known = reversed(GROUP_SIZES) if has_groups([target.storage]) else ()
+    sizes = [size for size in known if columns % size == 0]
+    others = f" (or {', '.join(map(str, sizes[1:]))})" if sizes[1:] else ""
+    advice = f"Pass --group-size {sizes[0]}{others}" if sizes else "Choose another scheme"
+    return f"Nothing was written. {advice}"

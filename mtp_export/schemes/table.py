@@ -52,24 +52,25 @@ class Weight:
         return 8 * self.size_bytes / self.parameters
 
 
-def check_pair(base: str, mtp: str, *, base_stays_bf16: bool, allow_untested: bool) -> bool:
+def check_pair(
+    base: str, mtp: str, *, base_stays_bf16: bool, allow_untested: bool, mtp_is_kept: bool = False
+) -> bool:
     """Return True for a pair of the table, False for one that is allowed all the same.
 
-    A base that stays in bf16 goes with any MTP module. Raises UnsupportedError with the table for
-    any other pair.
+    A base that stays in bf16 goes with any MTP module; mtp_is_kept: its scheme is the source's, and
+    was not named. Raises UnsupportedError with the schemes that the base goes with for any other
+    pair.
     """
     if any((pair.base, pair.mtp) == (base, mtp) for pair in PAIRS):
         return True
     if not (allow_untested or base_stays_bf16):
-        rows = "; ".join(
-            f"{p.base} + {p.mtp} ({p.deployment}, {', '.join(p.engines)})" for p in PAIRS
-        )
+        found = f"keep (the source's {mtp})" if mtp_is_kept else mtp
+        partners = " or ".join(pair.mtp for pair in PAIRS if pair.base == base)
         raise UnsupportedError(
-            "This pair of base and MTP precision is not supported",
-            expected=f"base + mtp: {rows}",
-            found=f"{base} + {mtp}",
-            todo="Choose a pair of the table (mtp-export quantize --list), or pass "
-            "--allow-untested-pair to build this one all the same",
+            f"{base} goes with --mtp-quant {partners}",
+            found=f"--mtp-quant {found}",
+            todo="All pairs: mtp-export quantize --list. --allow-untested-pair builds this one all"
+            " the same",
         )
     return False
 

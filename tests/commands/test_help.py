@@ -28,6 +28,7 @@ PANELS: dict[str, tuple[str, ...]] = {
     "compile": ("Input and output", "Performance", "Report"),
     "launch": ("Machines and devices", "Report"),
     "inspect": ("Report",),
+    "env": ("Report",),
     "push": ("Input and output", "Content of the bundle", "Model card", "Report"),
 }
 

@@ -13,6 +13,7 @@ from cases import (
     make_checkpoint,
     quantize,
     read_json,
+    run_program,
     shard_of,
 )
 from mtp_export.schemes.table import PAIRS
@@ -24,10 +25,15 @@ EXPERT = "model.layers.1.mlp.experts.0.up_proj.weight"
 @pytest.mark.parametrize(
     ("options", "code", "says"),
     [
-        (pair("weight_only_int4", "bf16"), 4, "weight_only_int4 + bf16"),
-        (pair("weight_only_int4", "keep"), 4, "weight_only_int4 + a8w8_fp8"),
-        (pair("keep", "weight_only_int8"), 4, "a8w8_fp8 + weight_only_int8"),
+        (
+            pair("weight_only_int4", "bf16"),
+            4,
+            "goes with --mtp-quant weight_only_int8. Found --mtp-quant bf16",
+        ),
+        (pair("weight_only_int4", "keep"), 4, "Found --mtp-quant keep (the source's a8w8_fp8)"),
+        (pair("keep", "weight_only_int8"), 4, "a8w8_fp8 goes with --mtp-quant a8w8_fp8"),
         (pair("weight_only_int4", "weight_only_int8"), 4, "K divisible by 128"),
+        (pair("weight_only_int4", "weight_only_int8"), 4, "Pass --group-size 64 (or 32)."),
         (pair("a8w8_fp8_wint4", "a8w8_fp8", "--format", "w4afp8"), 4, "K divisible by 128"),
         (pair("a8w8_fp8_wint4", "a8w8_fp8", "--group-size", "48"), 2, "32, 64, 128"),
         (
@@ -64,10 +70,11 @@ def test_options(
     assert not output.exists()
 
 
-def test_a_refused_pair_shows_the_table(pristine: Path, output: Path) -> None:
+def test_a_refused_pair_points_at_the_table(pristine: Path, output: Path) -> None:
     outcome = quantize(pristine, output, *pair("weight_only_int4", "bf16"))
-    for row in PAIRS:
-        assert f"{row.base} + {row.mtp} ({row.deployment}" in outcome.err
+    assert "mtp-export quantize --list" in outcome.err
+    table = run_program("quantize", "--list").out
+    assert all(row.base in table and row.mtp in table for row in PAIRS)
     assert "--allow-untested-pair" in outcome.err
 
 

@@ -81,7 +81,7 @@ REFUSALS = {
     ),
     (
         "inspect",
-    ): "Missing argument 'SRC'. Expected Checkpoint folder, or hf://org/name[@revision].",
+    ): "Missing argument 'SRC'. Expected Checkpoint or bundle: a folder, or hf://org/name[@revision].",
     ("verify", "--level", "wieghts"): (
         "'wieghts' is no level for --level. Expected files, weights, run, all."
         " Did you mean weights?"
@@ -246,3 +246,35 @@ def test_shells_complete_every_choice(
     assert outcome.code == 0
     assert all(each in outcome.out.replace("\\", "") for each in completed.split())
     assert len(outcome.out.split()) <= 2 + len(completed.split()), outcome.out
+
+
+def test_inspect_shows_both_parts_of_a_bundle(output: Path, pristine: Path) -> None:
+    assert run_program("--input-dir", pristine, "--output-dir", output).code == 0
+    shown = run_program("inspect", output)
+    assert (shown.code, shown.err) == (0, "")
+    assert all(str(output / part) in shown.out for part in ("main", "mtp"))
+    facts = json.loads(run_program("inspect", output, "--json").out)
+    assert facts["bundle"] == str(output) and list(facts["parts"]) == ["main", "mtp"]
+    main = json.loads(run_program("inspect", output / "main", "--json").out)
+    assert facts["parts"]["main"] == main
+
+
+def test_a_bundle_to_quantize_needs_no_option(pristine: Path, output: Path) -> None:
+    words = ("--output-dir", output, "--dry-run", "--json")
+    named = run_program("quantize", "--input-dir", pristine, *words)
+    given = run_program("quantize", pristine, *words)
+    assert named.code == given.code == 0 and named.out == given.out
+    twice = run_program("quantize", pristine, "--input-dir", pristine, *words)
+    assert twice.code == 2 and "The input is given twice" in twice.err
+
+
+def test_a_pair_is_refused_with_what_goes_with_its_base(pristine: Path, output: Path) -> None:
+    refused = run_program(
+        "quantize", pristine, "--output-dir", output, "--base-quant", "weight_only_int4"
+    )
+    assert refused.code == 4
+    assert refused.err == (
+        "mtp-export: error: weight_only_int4 goes with --mtp-quant weight_only_int8. Found"
+        " --mtp-quant keep (the source's a8w8_fp8). All pairs: mtp-export quantize --list."
+        " --allow-untested-pair builds this one all the same.\n"
+    )

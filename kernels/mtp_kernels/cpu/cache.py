@@ -139,12 +139,12 @@ def _folder_of(function: Callable[..., Any]) -> Path | None:
     """Return the folder of a function's module, None without sources or without a home."""
     try:
         module, path = function.__module__, inspect.getfile(function)
-        return _home() / "kernels" / f"{module}-{_version(module, path)}"
+        return cache_home() / "kernels" / f"{module}-{_version(module, path)}"
     except (OSError, RuntimeError):
         return None
 
 
-def _home() -> Path:
+def cache_home() -> Path:
     """Return the folder of all that is kept; raises as Path.home() does."""
     if folder := os.environ.get("NUMBA_CACHE_DIR"):
         return Path(folder)
