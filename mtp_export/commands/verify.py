@@ -6,9 +6,12 @@ import time
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import typer
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from mtp_checkpoints.errors import UsageError
 from mtp_export.bundle.options import (
@@ -33,7 +36,7 @@ from mtp_export.verify.options import VerifyOptions
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
     from mtp_export.verify.report.report import Report as VerifyReport
-    from mtp_runtime.parallel.group import Group
+    from mtp_runtime.parallel.group import Group as ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,15 @@ class VerifyCommand:
             "Write an HTML page with plots.", Panel.REPORT, "FILE.html", access=Access.WRITTEN
         ),
     )
+    summary: Path | None = field(
+        default=None,
+        metadata=path_option(
+            "Write the page that is printed as Markdown, for $GITHUB_STEP_SUMMARY.",
+            Panel.REPORT,
+            "FILE.md",
+            access=Access.WRITTEN,
+        ),
+    )
     golden: Path | None = field(
         default=None,
         metadata=path_option(
@@ -81,20 +93,33 @@ class VerifyCommand:
             access=Access.WRITTEN,
         ),
     )
+    verbose: bool = field(
+        default=False, metadata=option("Show every item in a table too.", Panel.REPORT)
+    )
+    strict: bool = field(
+        default=False,
+        metadata=option(
+            "Fail on items that are not tested, but for checks that the options leave out.",
+            Panel.CHECKS,
+        ),
+    )
     reporting: QuietReporting = QuietReporting()
 
 
 def verify(options: VerifyCommand, context: typer.Context) -> None:
     """Verify that a bundle is what it claims to be: its files, its weights, and how it decodes."""
-    from mtp_export.verify.report.table import report_table
-
     verification, share, reporting = options.verification, options.share, options.reporting
     if share is not None:
         _check_share(verification, share, options.cluster)
     if options.golden is not None:
         _check_golden(verification)
     reports = try_reports(
-        {"--report": options.report, "--junit": options.junit, "--html": options.html}
+        {
+            "--report": options.report,
+            "--junit": options.junit,
+            "--html": options.html,
+            "--summary": options.summary,
+        }
     )
     golden = try_reports({"--golden": options.golden})
     if share is not None:
@@ -105,15 +130,44 @@ def verify(options: VerifyCommand, context: typer.Context) -> None:
     subject = _opened(verification, context.obj, quiet=reporting.quiet)
     finished = _run(subject, options.cluster, quiet=reporting.quiet)
     _write_reports(finished, reports)
-    print_result(finished.as_json(), report_table(finished), reporting)
+    print_result(finished.as_json(), _page(finished, options), reporting)
     if options.golden is not None and finished.status is Status.FAIL:
         remark(f"{options.golden} was not written: a golden file is of a model that passes")
-    finished.raise_if_failed()
+    told = not (reporting.as_json or reporting.quiet)
+    finished.raise_if_failed(told=told)
+    if options.strict:
+        finished.raise_if_not_tested()
     if options.golden is not None:
         _write_golden(subject, golden, quiet=reporting.quiet)
 
 
-def _opened(options: VerifyOptions, group: Group | None, *, quiet: bool) -> Context:
+def _page(report: VerifyReport, options: VerifyCommand) -> RenderableType:
+    """Return what is printed for people: all items if verbose, the summary, and the reports."""
+    from mtp_export.verify.report.summary import Summary
+    from mtp_export.verify.report.table import ItemTable
+
+    written = [str(path) for path in (options.html, options.report, options.junit) if path]
+    shown: list[RenderableType] = [ItemTable(report)] if options.verbose else []
+    shown.append(Summary(report, _next_step(report, options)))
+    if not options.verbose:
+        shown.append(Text(f"All {sum(1 for _ in report.items)} items: --verbose"))
+    if written:
+        shown.append(Text(f"Report: {', '.join(written)}", overflow="fold"))
+    return Group(*shown)
+
+
+def _next_step(report: VerifyReport, options: VerifyCommand) -> str:
+    """Return the command that publishes a bundle that passed, with its report; "" without one."""
+    from mtp_export.verify.report.report import BUNDLE
+
+    passed = report.status is Status.PASS and report.facts["kind"] == BUNDLE
+    if options.report is None or not passed:
+        return ""
+    bundle, file = quote(str(report.options.bundle)), quote(str(options.report))
+    return f"mtp-export push {bundle} ORG/NAME --report {file}"
+
+
+def _opened(options: VerifyOptions, group: ProcessGroup | None, *, quiet: bool) -> Context:
     from mtp_export.commands.progress_bar import progress_bar
     from mtp_export.verify.context import Context
 
@@ -137,7 +191,7 @@ def _run(context: Context, cluster: str | None, *, quiet: bool) -> VerifyReport:
     results = []
     for result in run_checks(context):
         results.append(result)
-        if not quiet:
+        if not quiet and result.status is not Status.NOT_TESTED:
             remark(f"{result.name}: {result.status}, {result.seconds:.1f} s")
     return report_of(context, tuple(results), time.monotonic() - start)
 
@@ -145,12 +199,14 @@ def _run(context: Context, cluster: str | None, *, quiet: bool) -> VerifyReport:
 def _write_reports(report: VerifyReport, files: ReportFiles) -> None:
     from mtp_export.verify.report.html import html_page
     from mtp_export.verify.report.junit import junit_xml
+    from mtp_export.verify.report.summary import markdown
 
     files.write(
         {
             "--report": lambda: json_text(report.as_json()),
             "--junit": lambda: junit_xml(report),
             "--html": lambda: html_page(report),
+            "--summary": lambda: markdown(report),
         }
     )
 

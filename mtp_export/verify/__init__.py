@@ -11,6 +11,7 @@ from importlib import import_module
 
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_export.verify.check import (
+    LEFT_OUT,
     WHOLE_CHECK,
     Check,
     CheckResult,
@@ -20,7 +21,7 @@ from mtp_export.verify.check import (
     not_tested,
 )
 from mtp_export.verify.context import Context
-from mtp_export.verify.files.repair import with_repair
+from mtp_export.verify.files.repair import unfinished, with_repair
 from mtp_kernels.cpu.torch_threads import torch_threads_for
 
 # In the order of a report. A new check is one file and one line here.
@@ -74,7 +75,8 @@ def check_result(name: str, check: Check, context: Context) -> CheckResult:
         with torch_threads_for(_hidden_size(check, context)):
             for place in check.places if context.is_local else check.remote_places or check.places:
                 items += _collected(_items(place, context), bundle)
-    items = [with_repair(context, item) for item in items]
+    of_bytes = check.level < Level.RUN  # what decoding shows, the same export would show again
+    items = [with_repair(context, item, remake=of_bytes) for item in items]
     seconds = time.monotonic() - start
     return CheckResult(name=name, title=check.title, items=tuple(items), seconds=seconds)
 
@@ -94,7 +96,11 @@ def _left_out(check: Check, context: Context) -> Iterator[Item]:
     """The item of a check that does not run at all, with the reason."""
     if check.level > context.options.level:
         requested = context.options.level.name.lower()
-        yield not_tested(WHOLE_CHECK, f"--level {requested} leaves it out")
+        why = f"--level {requested} leaves it out"
+        yield not_tested(WHOLE_CHECK, why, data={LEFT_OUT: True})
+    elif (item := unfinished(context)) is not None:
+        files = check.level is Level.FILES
+        yield item if files else not_tested(WHOLE_CHECK, "the bundle is unfinished")
     elif check.level > Level.FILES and not context.is_local:
         # Asked for by its name alone: a module may have gigabytes.
         if not check.remote_places or context.options.level is not Level.WEIGHTS:

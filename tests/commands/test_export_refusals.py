@@ -261,7 +261,7 @@ def test_folders_whose_names_look_like_markup(source: Path, tmp_path: Path) -> N
     assert f"Exported to {tmp_path}/o[red]:heart:\n" in outcome.out
     assert run_program("inspect", folder).out.startswith(f"{folder}\n")
     verified = run_program("verify", tmp_path / "o[red]:heart:", "--level", "files")
-    assert verified.out.startswith(f"Verified {tmp_path}/o[red]:heart:\n")
+    assert verified.out.startswith(f"Verification of {tmp_path}/o[red]:heart:: ")
 
 
 @pytest.mark.parametrize("where", ["{source}/config.json", "{output}/r.json", "{output}.d/r.json"])

@@ -26,7 +26,8 @@ from mtp_export.verify.options import VerifyOptions
 from mtp_export.verify.report.html import html_page
 from mtp_export.verify.report.junit import junit_xml
 from mtp_export.verify.report.report import Report
-from mtp_export.verify.report.table import report_table
+from mtp_export.verify.report.summary import Summary, markdown
+from mtp_export.verify.report.table import ItemTable
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = (ROOT / "docs/verify.md").read_text()
@@ -149,7 +150,7 @@ def test_the_page_draws_acceptance_and_escapes_names() -> None:
 def test_the_table_fits_100_columns() -> None:
     long = failed("n" * 80, "c" * 80, figure="f" * 80, bound="b" * 80, subject="s" * 80)
     console = Console(width=140, file=io.StringIO(), record=True)
-    console.print(report_table(sample_report(long)))
+    console.print(ItemTable(sample_report(long)))
     table = [line for line in console.export_text().splitlines() if line[:1] in "┃│├└┏┡"]
     assert table and max(map(len, table)) <= 100
 
@@ -157,11 +158,12 @@ def test_the_table_fits_100_columns() -> None:
 def texts_of(report: Report) -> dict[str, str]:
     """The texts for people and CI systems."""
     console = Console(width=140, file=io.StringIO(), record=True)
-    console.print(report_table(report))
+    console.print(Summary(report))
     with pytest.raises(VerificationError) as failure:
         report.raise_if_failed()
     return {
-        "table": console.export_text(),
+        "summary": console.export_text(),
+        "markdown": markdown(report).replace("\\", ""),
         "page": html_page(report),
         "junit": junit_xml(report),
         "message": str(failure.value),

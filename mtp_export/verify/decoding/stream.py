@@ -14,7 +14,7 @@ import torch
 
 from mtp_export.kept_states import keep_state
 from mtp_export.progress import ProgressCallback
-from mtp_export.verify.check import WHOLE_CHECK, Item, measured, not_tested
+from mtp_export.verify.check import LEFT_OUT, WHOLE_CHECK, Item, measured, not_tested
 from mtp_export.verify.context import Context
 from mtp_export.verify.decoding.acceptance import diagnosed
 from mtp_export.verify.decoding.pass_folder import CANNOT_KEEP, STATE_NAME, pass_folder
@@ -32,7 +32,7 @@ from mtp_runtime.teacher_forcing import PagedTexts, Text, Texts, overlaps
 def run(context: Context) -> Iterator[Item]:
     """The cost, then acceptance by depth and the causes of a low one."""
     if not context.options.stream:
-        yield not_tested(WHOLE_CHECK, "--stream was not asked for")
+        yield not_tested(WHOLE_CHECK, "--stream was not asked for", data={LEFT_OUT: True})
         return
     texts, generated = texts_of(context)
     if not any(len(text.tokens) > 2 for text in texts.texts):

@@ -1,19 +1,24 @@
-"""The command that gives a checkpoint the MTP layer of the model that it was made from."""
+"""The commands that mend what is verified: that make or finish a bundle, or give a checkpoint the
+MTP layer of the model that it was made from."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mtp_checkpoints.errors import MtpExportError, UnsupportedError
 from mtp_checkpoints.families import FAMILIES
 from mtp_checkpoints.quantization.methods import quant_config_of
 from mtp_checkpoints.quantization.native import quantization_of
 from mtp_checkpoints.tensors.bundle_folder import MTP
-from mtp_export.verify.check import MTP_MODULE, Item, Status
+from mtp_export.bundle.journal import journaled
+from mtp_export.schemes.scheme import GRAFTED
+from mtp_export.verify.check import MTP_MODULE, Item, Status, failed
+from mtp_export.verify.diagnosis.causes.files import bundle_unfinished
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
@@ -22,12 +27,88 @@ _CARD = "README.md"
 # Blanks in few places: backtracking among them would take quadratic time.
 _BASE_MODEL = re.compile(rb"^base_model:[ \t]*(?:\r?\n[ \t]*-[ \t]*)?[\"']?([\w.-]+/[\w.-]+)", re.M)
 _UNKNOWN = "ORIGINAL"
+_UNKNOWN_SOURCE, _UNKNOWN_MAIN = "SOURCE", "MAIN"
+# Options that manifests record and the flags that set them, with the values that need none.
+_FLAGS: Mapping[str, tuple[str, object]] = {
+    "part": ("--part", "both"),
+    "target": ("--target", "hf"),
+    "shared_weights": ("--shared-weights", "keep"),
+    "max_shard_bytes": ("--max-shard-size", 5_000_000_000),
+    "allow_untied": ("--allow-untied", False),
+    "checksums": ("--checksums", "written"),
+    "base_quant": ("--base-quant", "keep"),
+    "mtp_quant": ("--mtp-quant", "keep"),
+    "format": ("--format", "compressed-tensors"),
+    "group_size": ("--group-size", 128),
+    "int4_scope": ("--int4-scope", "experts"),
+    "scale": ("--scale", "minmax"),
+}
+# Recorded besides, and no options.
+_RECORDED = {"pair_in_table", "reader", "main_quant_method", "main_storages"}
 
 
-def with_repair(context: Context, item: Item) -> Item:
-    """An item with the graft as its repair where it fails for a tensor of the MTP module, or for
-    the module as a whole, and has none of its own."""
-    if item.status is not Status.FAIL or item.repair or not item.subject:
+def unfinished(context: Context) -> Item | None:
+    """The one item of a bundle whose run has not ended, with the command that goes on with it; None
+    for any other."""
+    place = context.options.bundle
+    if not context.is_bundle or context.manifest is not None or not isinstance(place, Path):
+        return None
+    journal = journaled(place)
+    if journal is None:
+        return None
+    shards = sum(file.endswith(".safetensors") for file in journal.files)
+    return failed(
+        "export finished",
+        bundle_unfinished(str(place), done=len(journal.finished), shards=shards),
+        subject=str(place),
+        repair=remade(journal.identity.get("options", {}), context.options.source, place),
+    )
+
+
+def bundle_command(context: Context) -> str:
+    """Return the command that makes a bundle again in its place, from the options that its manifest
+    records; "" without a manifest, and for options that no command has."""
+    place = context.options.bundle
+    if context.manifest is None or not isinstance(place, Path):
+        return ""
+    made = remade(context.recorded_options, context.options.source, place)
+    return f"{made} --overwrite" if made else ""
+
+
+def remade(recorded: Mapping[str, Any], source: Path | None, output: Path) -> str:
+    """Return the command that makes a bundle by recorded options, "" for options that none has; an
+    unknown source is called SOURCE."""
+    if not recorded or recorded.keys() - _FLAGS.keys() - _RECORDED:
+        return ""
+    given, place = dict(recorded), quote(str(source)) if source else _UNKNOWN_SOURCE
+    command = f"mtp-export --input-dir {place}"
+    if given.get("base_quant") == GRAFTED:
+        del given["base_quant"]
+        command = f"mtp-export graft --main {_UNKNOWN_MAIN} --mtp {place}"
+    elif "base_quant" in given:
+        command = f"mtp-export quantize --input-dir {place}"
+    words = [command, f"--output-dir {quote(str(output))}"]
+    for name, (flag, usual) in _FLAGS.items():
+        value = given.get(name, usual)
+        if value is True:
+            words.append(flag)
+        elif value != usual:
+            words.append(f"{flag} {quote(str(value))}")
+    if given.get("pair_in_table") is False:
+        words.append("--allow-untested-pair")
+    return " ".join(words)
+
+
+def with_repair(context: Context, item: Item, *, remake: bool) -> Item:
+    """An item with its repair where it fails and has none of its own: of a bundle the command that
+    makes it again, if remake; of a checkpoint the graft, where a tensor of the MTP module is at
+    fault, or the module as a whole."""
+    if item.status is not Status.FAIL or item.repair:
+        return item
+    if context.is_bundle:
+        mends = remake and "traceback" not in item.data
+        return replace(item, repair=bundle_command(context)) if mends else item
+    if not item.subject:
         return item
     if item.subject != MTP_MODULE and item.subject not in _mtp_names(context):
         return item

@@ -15,13 +15,14 @@ from typing import Any
 from mtp_checkpoints.errors import VerificationError
 from mtp_checkpoints.sources.byte_source import Address
 from mtp_export import __version__
-from mtp_export.verify.check import CheckResult, Item, Status, overall
+from mtp_export.verify.check import LEFT_OUT, CheckResult, Item, Status, overall
 from mtp_export.verify.context import Context
 from mtp_export.verify.options import VerifyOptions
 
 FORMAT, FORMAT_VERSION = "mtp-export verification", 1
 _NAMED_FAILURES = 3
 BUNDLE, CHECKPOINT = "bundle", "checkpoint"  # kinds of what is verified
+_OF_WEIGHTS = {"files", "ledger", "weights"}  # checks that decode nothing
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,9 @@ class Report:
         """Number of items of a status."""
         return sum(item.status is status for _, item in self.items)
 
-    def raise_if_failed(self) -> None:
-        """Raise VerificationError naming the failed items, if there are any."""
+    def raise_if_failed(self, *, told: bool = False) -> None:
+        """Raise VerificationError naming the failed items, if there are any; told: by their number
+        alone, since they were printed."""
         failed = [
             f"{result.name}: {_failure(item)}"
             for result, item in self.items
@@ -64,16 +66,38 @@ class Report:
         usual = (
             "export it again from a checked source" if kind == BUNDLE else "look into the report"
         )
-        error = VerificationError(
-            f"Verification failed in {len(failed)} of {sum(1 for _ in self.items)} items",
-            where=self.options.bundle,
-            found=named + (f"; and {more} more" if more > 0 else ""),
-            todo=f"Do not ship this {kind}; " + (f"run {repairs[0]}" if repairs else usual),
-        )
+        what = f"Verification failed in {len(failed)} of {sum(1 for _ in self.items)} items"
+        error = VerificationError(what, todo="Do not ship it")
+        if not told:
+            error = VerificationError(
+                what,
+                where=self.options.bundle,
+                found=named + (f"; and {more} more" if more > 0 else ""),
+                todo=f"Do not ship this {kind}; " + (f"run {repairs[0]}" if repairs else usual),
+            )
         for _, item in self.items:  # of internal errors, for --debug
             if "traceback" in item.data:
                 error.add_note(item.data["traceback"])
         raise error
+
+    def raise_if_not_tested(self) -> None:
+        """Raise VerificationError naming the items that were not tested, but for checks that the
+        options leave out."""
+        left = [
+            f"{result.name}: {item.name}: {item.cause}"
+            for result, item in self.items
+            if item.status is Status.NOT_TESTED and LEFT_OUT not in item.data
+        ]
+        if left:
+            named = "; ".join(left[:_NAMED_FAILURES])
+            more = len(left) - _NAMED_FAILURES
+            raise VerificationError(
+                f"Not everything was tested: {len(left)} of {sum(1 for _ in self.items)} items",
+                where=self.options.bundle,
+                expected="no item that is not tested, with --strict",
+                found=named + (f"; and {more} more" if more > 0 else ""),
+                todo="Give what they lack, or leave out --strict",
+            )
 
     def as_json(self) -> dict[str, Any]:
         """The report as documented in docs/verify.md."""
@@ -122,11 +146,34 @@ def report_of(context: Context, results: tuple[CheckResult, ...], seconds: float
     return Report(options=context.options, facts=facts, results=results, seconds=seconds)
 
 
+def verdict_line(report: Report) -> str:
+    """The verdict with what was verified, and how deep: a level that was not run is not passed."""
+    left_out = sum(result.status is Status.NOT_TESTED for result in report.results)
+    depth = {
+        Status.PASS: _sound(report),
+        Status.FAIL: "FAILED",
+        Status.NOT_TESTED: "nothing was tested",
+    }[report.status]
+    line = f"Verification of {report.options.bundle}: {depth}"
+    if report.status is Status.PASS and left_out:
+        line += f"; {left_out} of {len(report.results)} checks not run"
+    return line
+
+
+def _sound(report: Report) -> str:
+    """What passed, by the deepest check that ran."""
+    passed = {result.name for result in report.results if result.status is Status.PASS}
+    if passed <= {"files"}:
+        return "files are sound"
+    return "files and weights are sound" if passed <= _OF_WEIGHTS else "passed"
+
+
 def verdict_words(report: Report) -> str:
     """The verdict in one line, with the counts of items."""
     counts = ", ".join(f"{report.count(status)} {status}" for status in Status)
+    files_alone = _sound(report) == "files are sound"
     verdict = {
-        Status.PASS: "Verified",
+        Status.PASS: "Files are sound" if files_alone else "Verified",
         Status.FAIL: "NOT verified",
         Status.NOT_TESTED: "Nothing was tested",
     }[report.status]

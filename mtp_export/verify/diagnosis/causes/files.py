@@ -46,6 +46,10 @@ def export_unfinished(journal: str) -> str:
     return f"{journal} is there: the export did not finish, or is still running"
 
 
+def bundle_unfinished(bundle: str, done: int, shards: int) -> str:
+    return f"{bundle} is unfinished ({done} of {shards} shards): its run was stopped, or still runs"
+
+
 # --- config.json compared with the tensors --------------------------------------------------------
 
 MTP_LAYERS_NOT_ADVERTISED = (

@@ -1,0 +1,164 @@
+"""The report on one page: the verdict, each failure once with its repair, a line per check, and
+what was not tested; for a terminal of any width, and as Markdown for CI."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from shlex import quote
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions
+from rich.text import Text
+
+from mtp_export.verify.check import LEFT_OUT, WHOLE_CHECK, CheckResult, Item, Status
+from mtp_export.verify.report.report import Report, verdict_line
+
+STYLES = {Status.PASS: "green", Status.FAIL: "bold red", Status.NOT_TESTED: "yellow"}
+_MOST_FAILURES = 5
+_MOST_NAMES = 3
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A report as a page; it is never wider than the terminal, but for a word of a command that
+    is."""
+
+    report: Report
+    publish: str = ""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        """Yield the lines of the page."""
+        for text, indent in self._paragraphs(options.max_width):
+            hanging = " " * min(indent, options.max_width // 3)
+            width = max(1, options.max_width - len(hanging))
+            for number, line in enumerate(text.wrap(console, width, overflow="fold")):
+                line.rstrip()
+                yield Text(hanging if number or indent == 0 else "") + line
+
+    def _paragraphs(self, width: int) -> Iterator[tuple[Text, int]]:
+        """Yield texts with the indent of their further lines."""
+        report = self.report
+        yield Text(verdict_line(report), STYLES[report.status]), 2
+        yield Text(), 0
+        for words in _failures(report):
+            yield Text(words, STYLES[Status.FAIL]), 2
+        for command in repairs(report):
+            yield Text("To repair:"), 0
+            yield from _command(command, width)
+        if report.status is Status.FAIL:
+            yield Text(), 0
+        for line in _check_lines(report):
+            yield line, 14
+        for words in _not_tested(report):
+            yield Text(words, STYLES[Status.NOT_TESTED]), 2
+        if self.publish:
+            yield Text(), 0
+            yield Text("Publish it:"), 0
+            yield from _command(self.publish, width)
+
+
+def repairs(report: Report) -> list[str]:
+    """Return the commands that mend the failures, each once."""
+    failed = (item for _, item in report.items if item.status is Status.FAIL)
+    return list(dict.fromkeys(item.repair for item in failed if item.repair))
+
+
+def _not_tested(report: Report) -> Iterator[str]:
+    """Yield a sentence for each reason why checks or items were not tested, those that the options
+    leave out last."""
+    found: dict[str, list[str]] = {}
+    left_out: dict[str, list[str]] = {}
+    for result, item in report.items:
+        if item.status is Status.NOT_TESTED:
+            name = result.name if item.name == WHOLE_CHECK else f"{result.name}, {item.name}"
+            reasons = left_out if LEFT_OUT in item.data else found
+            reasons.setdefault(item.cause, []).append(name)
+    for reason, names in found.items():
+        yield f"not tested: {_named(names)}: {reason}"
+    for reason, names in left_out.items():
+        yield f"not run: {', '.join(names)}: {reason}"
+
+
+def markdown(report: Report) -> str:
+    """Return the page as Markdown, as $GITHUB_STEP_SUMMARY takes it."""
+    lines = [f"### {_escaped(verdict_line(report))}", ""]
+    lines += [f"- {_escaped(words)}" for words in _failures(report)]
+    for command in repairs(report):
+        lines += ["", "To repair:", "", "```", command, "```"]
+    lines += ["", "| check | result | time |", "|---|---|--:|"]
+    for result in _ran(report):
+        lines.append(f"| {result.name} | {_counts(result)} | {result.seconds:.1f} s |")
+    lines.append("")
+    lines += [f"- {_escaped(words)}" for words in _not_tested(report)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _failures(report: Report) -> Iterator[str]:
+    """Yield a sentence for each cause of failures, the first few."""
+    found: dict[str, list[str]] = {}
+    for result, item in report.items:
+        if item.status is Status.FAIL:
+            found.setdefault(_words(item), []).append(f"{result.name}, {item.name}")
+    for words, names in list(found.items())[:_MOST_FAILURES]:
+        yield f"{_named(names)}: {words}"
+    if (more := len(found) - _MOST_FAILURES) > 0:
+        yield f"and {more:,} more failures: --verbose shows them"
+
+
+def _words(item: Item) -> str:
+    """Return what is wrong, with subject and figure where the cause does not say them."""
+    subject = f"{item.subject}: " if item.subject and item.subject not in item.cause else ""
+    return f"{subject}{item.cause}" if item.cause else f"{subject}{item.measured}"
+
+
+def _named(names: list[str]) -> str:
+    more = len(names) - _MOST_NAMES
+    if any(", " in name for name in names) and more > 0:
+        return f"{'; '.join(names[:_MOST_NAMES])}; and {more:,} more"
+    separator = "; " if any(", " in name for name in names) else ", "
+    return separator.join(names)
+
+
+def _ran(report: Report) -> list[CheckResult]:
+    return [result for result in report.results if result.status is not Status.NOT_TESTED]
+
+
+def _check_lines(report: Report) -> Iterator[Text]:
+    ran = _ran(report)
+    width = max((len(_counts(result)) for result in ran), default=0)
+    for result in ran:
+        line = Text(f"{result.name:<14}")
+        line.append(f"{_counts(result):<{width}}", STYLES[result.status])
+        yield line.append(f"  {result.seconds:>6.1f} s")
+
+
+def _counts(result: CheckResult) -> str:
+    counts = {status: sum(item.status is status for item in result.items) for status in Status}
+    return ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+
+
+def _command(command: str, width: int) -> Iterator[tuple[Text, int]]:
+    """Yield the lines of a command, broken between its words as a shell takes them."""
+    words: list[str] = []
+    for word in shlex.split(command):  # a flag and its value stay together
+        follows = words and not word.startswith("--") and re.fullmatch("--[a-z-]+", words[-1])
+        if follows:
+            words[-1] += f" {quote(word)}"
+        else:
+            words.append(quote(word))
+    line = " "
+    for number, word in enumerate(words):
+        room = width - (2 if number < len(words) - 1 else 0)
+        if line.strip() and cell_len(f"{line} {word}") > room:
+            yield Text(f"{line} \\"), 0
+            line = "   "
+        line += f" {word}"
+    yield Text(line), 0
+
+
+def _escaped(text: str) -> str:
+    """Return a text of which Markdown reads nothing as marks."""
+    return "".join(f"\\{c}" if c in "\\`*_{}[]<>#|!" else c for c in " ".join(text.split()))

@@ -1,0 +1,122 @@
+"""The page of a verification as people see it: on terminals of two sizes, without colour, in
+a pipe."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cases import run_program
+from faults import planting
+from mtp_export.bundle.journal import Journal
+from terminal.screen import Seen, in_pipe, in_terminal
+
+FILES = ("--level", "files")
+
+
+@pytest.fixture(scope="module")
+def folder(
+    row_bundle: Callable[[str, str], Path],
+    row_sources: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """A folder with a good bundle, a damaged one, and the source of both."""
+    folder = tmp_path_factory.mktemp("page")
+    for name in ("good", "bad"):
+        shutil.copytree(row_bundle("int8", "fp8"), folder / name)
+    planting.flip_a_byte(sorted((folder / "bad/mtp").glob("*.safetensors"))[0], -500)
+    (folder / "source").symlink_to(row_sources["fp8"])
+    return folder
+
+
+@pytest.mark.parametrize("columns", [80, 40])
+@pytest.mark.parametrize("name", ["good", "bad"])
+def test_no_line_is_wider_than_the_terminal(folder: Path, name: str, columns: int) -> None:
+    for options in ([], ["--verbose"]):
+        seen = in_terminal(
+            "verify", name, *FILES, *options, columns=columns, rows=20, folder=folder
+        )
+        page = Seen(seen.code, seen.raw.partition("mtp-export: error:")[0])
+        assert page.wider_than(columns) == []
+        assert "\x1b[" in seen.raw
+
+
+@pytest.mark.parametrize("environment", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_terminals_without_colour_get_none(folder: Path, environment: dict[str, str]) -> None:
+    seen = in_terminal("verify", "bad", *FILES, environment=environment, folder=folder)
+    assert not any(";3" in escape or "[3" in escape for escape in seen.escapes)
+    assert "Verification of bad: FAILED" in seen.lines
+
+
+def test_a_pipe_gets_plain_lines(folder: Path) -> None:
+    seen = in_pipe("verify", "good", *FILES, folder=folder)
+    assert seen.escapes == [] and "\r" not in seen.raw
+    assert "Verification of good: files are sound; 10 of 11 checks not run" in seen.lines
+    assert seen.wider_than(80) == []
+
+
+def test_level_weights_says_so_and_names_the_next_step(folder: Path) -> None:
+    options = ("--source", "source", "--level", "weights", "--report", "r.json", "--html", "r.html")
+    seen = in_pipe("verify", "good", *options, folder=folder)
+    assert seen.code == 0
+    verdict = "Verification of good: files and weights are sound; 8 of 11 checks not run"
+    assert verdict in seen.lines
+    assert "  mtp-export push good ORG/NAME --report r.json" in seen.lines
+    assert seen.lines[-1] == "Report: r.html, r.json"
+    (weights,) = (line for line in seen.lines if line.startswith("weights  "))
+    assert weights.split()[2] == "pass" or weights.split()[2] == "pass,"
+    assert weights.endswith(" s")
+
+
+def test_a_failure_is_told_once_with_its_repair(folder: Path) -> None:
+    """Which makes the bundle whole again, as it is printed."""
+    seen = in_pipe("verify", "bad", "--source", "source", *FILES, folder=folder)
+    assert seen.code == 7
+    assert seen.text.count("has other bytes") == 1
+    assert "Verified" not in seen.text
+    start = seen.lines.index("To repair:") + 1
+    end = next(n for n in range(start, len(seen.lines)) if not seen.lines[n].endswith("\\"))
+    command = " ".join(line.rstrip("\\") for line in seen.lines[start : end + 1])
+    words = shlex.split(command)
+    assert words[:2] == ["mtp-export", "quantize"] and words[-1] == "--overwrite"
+    mended = folder / "mended"
+    shutil.copytree(folder / "bad", mended)
+    places = {"source": folder / "source", "bad": mended}
+    assert run_program(*(places.get(word, word) for word in words[1:])).code == 0
+    assert run_program("verify", mended, *FILES, "--quiet").code == 0
+
+
+def test_an_unfinished_bundle_is_one_failure(folder: Path) -> None:
+    unfinished = folder / "unfinished"
+    shutil.copytree(folder / "good", unfinished)
+    manifest = json.loads((unfinished / "mtp_export.json").read_text())
+    (unfinished / "mtp_export.json").unlink()
+    files = {f"{part}/{name}" for part in ("main", "mtp") for name in ("a.safetensors", "b.json")}
+    with Journal(unfinished) as journal:
+        journal.begin({"options": manifest["options"]}, files)
+    seen = in_pipe("verify", "unfinished", *FILES, folder=folder)
+    assert seen.code == 7
+    assert "unfinished is unfinished (0 of 2 shards)" in " ".join(seen.lines)
+    assert "1 fail" in seen.text and "pass" not in seen.text
+    assert "  mtp-export quantize --input-dir SOURCE --output-dir unfinished \\" in seen.lines
+
+
+def test_strict_fails_on_what_could_not_be_tested(folder: Path) -> None:
+    strict = ("--quiet", "--strict")
+    assert run_program("verify", folder / "good", *FILES, *strict).code == 0
+    outcome = run_program("verify", folder / "good", *FILES, *strict, "--no-checksums")
+    assert outcome.code == 7
+    assert "--no-checksums leaves" in outcome.err
+
+
+def test_the_summary_is_markdown(folder: Path) -> None:
+    place = folder / "summary.md"
+    assert run_program("verify", folder / "bad", *FILES, "--quiet", "--summary", place).code == 7
+    text = place.read_text()
+    assert text.startswith("### Verification of ") and ": FAILED\n" in text
+    assert "| files | " in text and "```\nmtp-export quantize " in text
