@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 
@@ -15,6 +15,18 @@ class ProgressCallback(Protocol):
 
 # Opens the progress bar of a step of a number of bytes; the callback takes the bytes just done.
 ShowProgress = Callable[[str, int], AbstractContextManager[ProgressCallback]]
+
+
+# Opens the progress bar of a step by its title, a number and the unit of what is counted; the
+# callback takes how many more are done.
+CountCallback = Callable[[int], object]
+ShowCount = Callable[[str, int, str], AbstractContextManager[CountCallback]]
+
+
+@contextmanager
+def uncounted(title: str, total: int, unit: str) -> Iterator[CountCallback]:
+    """Count a step that is not shown."""
+    yield int
 
 
 def silent(done_bytes: int) -> None:

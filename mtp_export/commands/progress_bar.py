@@ -12,7 +12,7 @@ from tqdm.asyncio import tqdm as terminal_tqdm
 from tqdm.auto import tqdm
 
 from mtp_checkpoints.errors import Interrupted
-from mtp_export.progress import ProgressCallback, silent
+from mtp_export.progress import CountCallback, ProgressCallback, silent
 
 SECONDS_BETWEEN_LINES = 5.0
 _LINE_FORMAT = (
@@ -45,6 +45,18 @@ def progress_bar(
             yield advance
         except KeyboardInterrupt:
             raise Interrupted(min(1.0, bar.n / total_bytes)) from None
+
+
+@contextmanager
+def count_bar(title: str, total: int, unit: str, *, quiet: bool = False) -> Iterator[CountCallback]:
+    """Show progress on stderr while the block runs, by the count that the callback is given; a
+    terminal keeps nothing of it. Shows nothing when quiet."""
+    if quiet or not total:
+        yield int
+        return
+    with _bar(desc=title, total=total, unit=f" {unit}") as bar:
+        bar.leave = False
+        yield bar.update
 
 
 class CountBar:

@@ -168,11 +168,16 @@ def _next_step(report: VerifyReport, options: VerifyCommand) -> str:
 
 
 def _opened(options: VerifyOptions, group: ProcessGroup | None, *, quiet: bool) -> Context:
-    from mtp_export.commands.progress_bar import progress_bar
+    from mtp_export.commands.progress_bar import count_bar, progress_bar
     from mtp_export.verify.context import Context
 
     with gc_paused():
-        context = Context.open(options, partial(progress_bar, quiet=quiet), group)
+        context = Context.open(
+            options,
+            partial(progress_bar, quiet=quiet),
+            group,
+            partial(count_bar, quiet=quiet),
+        )
         if options.level > Level.FILES:
             import torch  # noqa: F401 (which all further checks need)
     return context

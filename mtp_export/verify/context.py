@@ -19,7 +19,7 @@ from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP, RELEASED, open_chec
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export import __version__
 from mtp_export.paths import refuse_overlaps
-from mtp_export.progress import ShowProgress, format_bytes
+from mtp_export.progress import ShowCount, ShowProgress, format_bytes, uncounted
 from mtp_export.verify.check import Level
 from mtp_export.verify.evidence.parts import (
     OpenedPlace,
@@ -67,13 +67,18 @@ class Context:
     given: tuple[GivenText, ...] | None
     show_progress: ShowProgress
     group: Group | None = None
+    show_count: ShowCount = uncounted
     _layouts: dict[str, PartLayout] = field(default_factory=dict)
     _loaded: dict[LoadOptions, Loaded] = field(default_factory=dict)
     _drafts: dict[str, ExtraDraft] = field(default_factory=dict)
 
     @classmethod
     def open(
-        cls, options: VerifyOptions, show_progress: ShowProgress, group: Group | None = None
+        cls,
+        options: VerifyOptions,
+        show_progress: ShowProgress,
+        group: Group | None = None,
+        show_count: ShowCount = uncounted,
     ) -> Context:
         """Open what is verified and its source; damage is kept for the checks to report.
 
@@ -102,6 +107,7 @@ class Context:
             given=given,
             show_progress=show_progress,
             group=group,
+            show_count=show_count,
         )
 
     @property
@@ -286,7 +292,7 @@ class Context:
         from mtp_runtime.models.load import LoadOptions
 
         model = self.loaded(LoadOptions(self.options.device)).model
-        return Corpus(model, self.prompts, self.options.max_new_tokens)
+        return Corpus(model, self.prompts, self.options.max_new_tokens, show_count=self.show_count)
 
     def extra_draft(self, method: str) -> ExtraDraft:
         """The bundle's extra draft for a method, read once. Raises what its reader raises."""

@@ -37,7 +37,10 @@ def test_card_of_a_verified_bundle(hub: HubServer, exported: Path) -> None:
         shards = len(list((exported / "bundle" / part).glob("*.safetensors")))
         assert f"| {part} | `{part}` | {shards} |" in text
     counts = read_json(exported / "report.json")["counts"]
-    assert f"**Verified: {counts['pass']} pass, 0 fail, {counts['not tested']} not tested" in text
+    assert (
+        f"**Files are sound: {counts['pass']} pass, 0 fail, {counts['not tested']} not tested"
+        in text
+    )
     assert "`mtp-export verify --level files`, without the source" in text
     assert "hf download org/name --local-dir /models/name" in text
     for words in ("vllm serve /models/name/main", '"model": "/models/name/mtp"', "sglang"):

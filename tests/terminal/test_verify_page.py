@@ -7,6 +7,7 @@ import json
 import shlex
 import shutil
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -120,3 +121,28 @@ def test_the_summary_is_markdown(folder: Path) -> None:
     text = place.read_text()
     assert text.startswith("### Verification of ") and ": FAILED\n" in text
     assert "| files | " in text and "```\nmtp-export quantize " in text
+
+
+@pytest.mark.parametrize("columns", [80, 40])
+def test_decoding_shows_how_far_it_is(folder: Path, columns: int) -> None:
+    options = ("--max-new-tokens", 8, "--k", 1)
+    seen = in_terminal("verify", "good", *options, columns=columns, folder=folder)
+    page = Seen(seen.code, seen.raw.partition("mtp-export: error:")[0])
+    assert page.wider_than(columns) == []
+    for title in ("greedy, with every", "decoding with k=1: ", "speed at batch 1: "):
+        assert any(state.startswith(title) for state in seen.states), title
+    assert not any(line.startswith("greedy, with every") for line in seen.lines)
+    assert any(line.startswith("acceptance  ") for line in seen.lines)
+
+
+def test_reports_say_when_and_how_they_were_made(folder: Path) -> None:
+    options = ("--report", "dated.json", "--html", "dated.html")
+    seen = in_pipe("verify", "good", *FILES, *options, folder=folder)
+    assert seen.code == 0
+    report = json.loads((folder / "dated.json").read_text())
+    command = "mtp-export verify good --level files --report dated.json --html dated.html"
+    assert report["command"] == command
+    assert datetime.fromisoformat(report["date"]).tzinfo is not None
+    page = (folder / "dated.html").read_text()
+    assert report["date"] in page and command in page
+    assert page.count("<svg") == page.count("aria-label=") > 0

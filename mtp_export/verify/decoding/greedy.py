@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 
 from mtp_checkpoints.errors import UnsupportedError
+from mtp_export.progress import CountCallback
 from mtp_export.verify.check import Item, failed, judged, not_tested, passed
 from mtp_export.verify.context import Context
 from mtp_export.verify.diagnosis.causes import decoding as causes
@@ -69,13 +70,15 @@ class Reference:
 class Trial:
     """A model with prompts and their plain decoding, which other runs are compared with.
 
-    why_inexact: why a row's bits may depend on its batch; "" where they do not.
+    why_inexact: why a row's bits may depend on its batch; "" where they do not. advance takes the
+    number of tokens just decoded.
     """
 
     model: Model
     prompts: list[Prompt]
     params: SamplingParams
     why_inexact: str = ""
+    advance: CountCallback = int
     plain: Decoded = field(init=False)
 
     def __post_init__(self) -> None:
@@ -105,6 +108,7 @@ class Trial:
             k=k,
             build=build,
             draft_model=self.model if method == "draft_model" else None,
+            advance=self.advance,
         )
 
     def first(self, other: Decoded) -> Divergence | None:
@@ -116,11 +120,14 @@ def run(context: Context) -> Iterator[Item]:
     """Equality with every drafter, limits inside a block, and divergences in the other modes."""
     new_tokens = tokens_per_prompt(context.options.max_new_tokens)
     trial = _trial(context, SamplingParams(max_tokens=new_tokens, ignore_eos=True))
-    for name, decoded in _runs(trial, context.extra_drafts):
-        if trial.why_inexact:
-            yield _classified(trial.reference, decoded, name)
-        else:
-            yield _equal(trial, decoded, name)
+    runs = sum(1 for _ in _drafters(trial))
+    tokens = runs * len(trial.prompts) * new_tokens
+    with context.show_count("greedy, with every drafter", tokens, "tokens") as trial.advance:
+        for name, decoded in _runs(trial, context.extra_drafts):
+            if trial.why_inexact:
+                yield _classified(trial.reference, decoded, name)
+            else:
+                yield _equal(trial, decoded, name)
     for name, check in _EXACT.items():
         yield not_tested(name, trial.why_inexact) if trial.why_inexact else check(trial)
     yield _in_fp32(context)

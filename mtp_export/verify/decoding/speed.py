@@ -226,18 +226,28 @@ def paces(corpus: Corpus, batch: int, ways: Sequence[Way]) -> list[Pace]:
     tokens = max(4, min(_MOST_TOKENS, corpus.new_tokens // 2))
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     found = [Pace(way.k) for way in ways]
-    for _ in range(_TURNS):
-        plain, *others = (_TimedRun.of(way, prompts, params) for way in (Way(corpus.model), *ways))
-        while plain.run.engine.has_work:
-            base = plain.step()
-            for pace, other in zip(found, others, strict=True):
-                before = other.output_tokens
-                step = other.step()
-                if base is not None and step is not None:
-                    pace.ratios.append(step[0] / base[0])
-                    pace.drafting.append(step[1] / base[0])
-                    pace.tokens += (other.output_tokens - before) / batch
+    with corpus.show_count(f"speed at batch {batch}", _TURNS, "turns") as advance:
+        for _ in range(_TURNS):
+            each = (Way(corpus.model), *ways)
+            plain, *others = (_TimedRun.of(way, prompts, params) for way in each)
+            _take_turn(plain, others, found, batch)
+            advance(1)
     return found
+
+
+def _take_turn(
+    plain: _TimedRun, others: Sequence[_TimedRun], found: Sequence[Pace], batch: int
+) -> None:
+    """Step all ways side by side until plain decoding ends, and add to their paces."""
+    while plain.run.engine.has_work:
+        base = plain.step()
+        for pace, other in zip(found, others, strict=True):
+            before = other.output_tokens
+            step = other.step()
+            if base is not None and step is not None:
+                pace.ratios.append(step[0] / base[0])
+                pace.drafting.append(step[1] / base[0])
+                pace.tokens += (other.output_tokens - before) / batch
 
 
 def speedup(name: str, length: float, pace: Pace, **labels: object) -> Item:

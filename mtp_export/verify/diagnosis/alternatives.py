@@ -83,18 +83,27 @@ def alternatives(corpus: Corpus) -> list[Alternative]:
     """Every variant of the module compared with it as it is, best first."""
     module = corpus.module
     unchanged_drafts = {depth: _tried(corpus, unchanged(module, depth)) for depth in (1, 2)}
-    tried = []
-    for variant in (*layout_variants(corpus.model, module), *contract_variants(module)):
-        depth = variant.depth
-        drafts = _tried(corpus, variant), unchanged_drafts[depth]
-        scores, before = (_clamped(each.scores[depth - 1]) for each in drafts)
-        gain = _gain(corpus, scores, before=before, anchors=_anchors(corpus, depth), depth=depth)
-        if gain is not None:
-            other, own = (acceptance(each, depth) for each in drafts)
-            tried.append(Alternative(variant, gain, own=own, other=other))
+    variants = (*layout_variants(corpus.model, module), *contract_variants(module))
+    with corpus.show_count("acceptance, with known faults undone", len(variants), "faults") as done:
+        tried = []
+        for variant in variants:
+            tried.append(_alternative(corpus, variant, unchanged_drafts[variant.depth]))
+            done(1)
     first = unchanged_drafts[1]
     experts = expert_variants(corpus, _clamped(first.scores[0]), own_hit=first.hit[0])
-    return _best_first([*tried, *_compared(corpus, experts)])
+    return _best_first([*filter(None, tried), *_compared(corpus, experts)])
+
+
+def _alternative(corpus: Corpus, variant: Variant, unchanged_drafts: Drafts) -> Alternative | None:
+    """A variant compared with the module's own drafts; None where nothing is drafted."""
+    depth = variant.depth
+    drafts = _tried(corpus, variant), unchanged_drafts
+    scores, before = (_clamped(each.scores[depth - 1]) for each in drafts)
+    gain = _gain(corpus, scores, before=before, anchors=_anchors(corpus, depth), depth=depth)
+    if gain is None:
+        return None
+    other, own = (acceptance(each, depth) for each in drafts)
+    return Alternative(variant, gain, own=own, other=other)
 
 
 @torch.inference_mode()

@@ -9,8 +9,10 @@ from functools import cached_property
 
 import torch
 
+from mtp_export.progress import ShowCount, uncounted
 from mtp_export.verify.evidence.decode import Decoded, decode, decode_one_by_one
 from mtp_export.verify.evidence.prompts import Prompt
+from mtp_runtime.config import NO_DRAFTS
 from mtp_runtime.models.execution import DraftModule, Head
 from mtp_runtime.models.model import Model, MtpModule
 from mtp_runtime.sampling import SamplingParams
@@ -56,7 +58,8 @@ class Drafts:
 class Corpus:
     """Texts of a model; everything about them is computed on first use.
 
-    given, given_states: texts and hidden states that were computed elsewhere.
+    given, given_states: texts and hidden states that were computed elsewhere. show_count: opens a
+    progress bar of tokens.
     """
 
     model: Model
@@ -64,6 +67,7 @@ class Corpus:
     new_tokens: int
     given: Texts | None = None
     given_states: tuple[torch.Tensor, torch.Tensor] | None = None
+    show_count: ShowCount = uncounted
     _decoded: dict[int, Decoded] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -91,13 +95,21 @@ class Corpus:
     @cached_property
     def plain(self) -> Decoded:
         """Plain greedy decoding of all prompts together."""
-        return decode(self.model, self.prompts, self.params)
+        return self._shown("plain decoding")
 
     def speculative(self, k: int) -> Decoded:
         """Greedy decoding with k drafts of the MTP module."""
         if k not in self._decoded:
-            self._decoded[k] = decode(self.model, self.prompts, self.params, method="mtp", k=k)
+            self._decoded[k] = self._shown(f"decoding with k={k}", method="mtp", k=k)
         return self._decoded[k]
+
+    def _shown(self, title: str, method: str = NO_DRAFTS, k: int = 1) -> Decoded:
+        """Decode all prompts, and show how far that is."""
+        most_tokens = len(self.prompts) * self.new_tokens
+        with self.show_count(title, most_tokens, "tokens") as advance:
+            return decode(
+                self.model, self.prompts, self.params, method=method, k=k, advance=advance
+            )
 
     def one_by_one(self, k: int) -> Decoded:
         """Greedy decoding with k drafts of the MTP modules after every token, none accepted, and

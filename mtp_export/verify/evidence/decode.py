@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mtp_export.progress import CountCallback
 from mtp_export.verify.evidence.prompts import Prompt
 from mtp_runtime.acceptance.base import Draft, Verdict
 from mtp_runtime.config import EngineConfig, SpeculationConfig
@@ -126,11 +127,16 @@ def decode(
     k: int = 1,
     build: Build | None = None,
     draft_model: Model | None = None,
+    advance: CountCallback = int,
 ) -> Decoded:
-    """Decode prompts to their end; `build` replaces DRAFTERS[method]."""
+    """Decode prompts to their end; `build` replaces DRAFTERS[method], advance takes the number of
+    tokens just decoded."""
     run = new_run(model, prompts, params, method=method, k=k, build=build, draft_model=draft_model)
-    events = tuple(run.engine.run(run.requests))
-    return Decoded(run.requests, events, tuple(run.recorder.proposals))
+    events = []
+    for event in run.engine.run(run.requests):
+        events.append(event)
+        advance(1)
+    return Decoded(run.requests, tuple(events), tuple(run.recorder.proposals))
 
 
 def decode_one_by_one(

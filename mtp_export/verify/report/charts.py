@@ -58,7 +58,7 @@ def _acceptance(report: Report) -> Iterator[Chart]:
             for data in found
         ]
         if rows:
-            yield Chart(f"acceptance-{kind}", title, intervals(rows))
+            yield Chart(f"acceptance-{kind}", title, intervals(rows, title))
 
 
 def _sqnr(report: Report) -> Iterator[Chart]:
@@ -69,10 +69,11 @@ def _sqnr(report: Report) -> Iterator[Chart]:
         points[label] += [(row["layer"], row["min"]) for row in data["sqnr_db_by_layer"]]
     series = [Line(label, sorted(own)) for label, own in points.items() if own][:MOST_SERIES]
     if series:
+        title = "Signal to quantization noise against the source (dB): the least of each layer"
         yield Chart(
             name="sqnr",
-            title="Signal to quantization noise against the source (dB): the least of each layer",
-            svg=lines(series, "SQNR in dB"),
+            title=title,
+            svg=lines(series, "SQNR in dB", title=title),
             labels=tuple(line.label for line in series),
         )
 
@@ -87,7 +88,8 @@ def _sizes(report: Report) -> Iterator[Chart]:
             *(Bar(f"  {name}", value=size, text=format_bytes(size), series=2)
               for name, size in report.facts["parts_bytes"].items()),
         ]  # fmt: skip
-        yield Chart("size", "Size before and after", bars(rows))
+        title = "Size before and after: files, with their headers"
+        yield Chart("size", title, bars(rows, title))
 
 
 def _speed(report: Report) -> Iterator[Chart]:
@@ -99,4 +101,5 @@ def _speed(report: Report) -> Iterator[Chart]:
             Bar("predicted", value=data["predicted"], text=f"{data['predicted']:.2f}×", series=1)
         )
     if rows:
-        yield Chart("speed", "Speed of speculation over plain decoding", bars(rows))
+        title = "Speed of speculation over plain decoding, which is the line at 1×"
+        yield Chart("speed", title, bars(rows, title, mark=1.0))

@@ -9,7 +9,7 @@ from jinja2 import Environment
 from mtp_export.verify.check import Status
 from mtp_export.verify.report.charts import charts
 from mtp_export.verify.report.plots import MOST_SERIES
-from mtp_export.verify.report.report import Report, verdict_words
+from mtp_export.verify.report.report import Report, recommended, verdict_line, verdict_words
 
 
 def html_page(report: Report) -> str:
@@ -24,7 +24,9 @@ def html_page(report: Report) -> str:
         report=report,
         facts=facts,
         made=", ".join(shown),
+        title=verdict_line(report),
         verdict=verdict_words(report),
+        recommended=recommended(report),
         failed=[(check, item) for check, item in report.items if item.status is Status.FAIL],
         charts=charts(report),
         most_series=MOST_SERIES,

@@ -15,6 +15,7 @@ _WIDTH, _LEFT, _RIGHT = 360, 34, 8
 _ROW, _TOP, _BOTTOM = 26, 8, 24
 _HEIGHT = 210
 _LEGEND_ROW = 18
+_DOT = 4  # radius of a series of one point
 MOST_SERIES = 6
 # A chart in a file of its own is seen on pages of any colour: it brings its background.
 _COLOURS = ("#2f6fb7", "#c8641b", "#2c8a57", "#8a4fb0", "#b03a63", "#5d6b1f")
@@ -55,7 +56,7 @@ class Line:
     points: Sequence[tuple[float, float]]
 
 
-def intervals(rows: Sequence[Interval]) -> str:
+def intervals(rows: Sequence[Interval], title: str) -> str:
     """A chart of shares: a dot at the value, a bar over the interval, an axis from 0 to 100 %."""
     left, height = 112, _TOP + _ROW * len(rows) + _BOTTOM
     span = _WIDTH - left - 54
@@ -76,11 +77,11 @@ def intervals(rows: Sequence[Interval]) -> str:
         parts.append(
             _text(_WIDTH - _RIGHT, y + 4, text=f"{row.value:.1%}", anchor="end", style="strong")
         )
-    return _svg(height, parts)
+    return _svg(height, parts, title)
 
 
-def bars(rows: Sequence[Bar]) -> str:
-    """A chart of horizontal bars from zero."""
+def bars(rows: Sequence[Bar], title: str, mark: float | None = None) -> str:
+    """A chart of horizontal bars from zero, with a line at the mark, if there is one."""
     left, height = 112, 2 * _TOP + _ROW * len(rows)
     most = max((row.value for row in rows), default=0.0) or 1.0
     span = _WIDTH - left - 72
@@ -94,11 +95,21 @@ def bars(rows: Sequence[Bar]) -> str:
             ' rx="2"/>'
         )
         parts.append(_text(left + width + 6, y + 17, text=row.text, anchor="start", style="strong"))
-    return _svg(height, parts)
+    if mark is not None and mark <= most:
+        x = left + span * mark / most
+        parts.append(
+            f'<line class="grid mark" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{height - _TOP}"/>'
+        )
+    return _svg(height, parts, title)
 
 
 def lines(
-    series: Sequence[Line], unit: str, *, across: str = "layer", finest_step: float = 1.0
+    series: Sequence[Line],
+    unit: str,
+    *,
+    title: str = "",
+    across: str = "layer",
+    finest_step: float = 1.0,
 ) -> str:
     """A chart of lines over numbers of layers, or of what `across` says; the y axis spans the data
     in round steps, none of them finer than finest_step."""
@@ -123,14 +134,19 @@ def lines(
         name = f"{across} {value:.0f}" if value == low_x else f"{value:.0f}"
         anchor = "start" if value == low_x else "end" if value == high_x else "middle"
         parts.append(_text(place((value, low))[0], _HEIGHT - 7, name, anchor))
+    alone: list[tuple[float, float]] = []
     for number, line in enumerate(series):
         path = " ".join("{:.1f},{:.1f}".format(*place(point)) for point in line.points)
         if len(line.points) > 1:
             parts.append(f'<polyline class="s{number} line" points="{path}"/>')
         else:
             x, y = place(line.points[0])
-            parts.append(f'<circle class="s{number}" cx="{x:.1f}" cy="{y:.1f}" r="4"/>')
-    return _svg(_HEIGHT, parts, f"{unit}, by {across}")
+            hidden = sum(abs(x - x0) + abs(y - y0) < _DOT for x0, y0 in alone)
+            ring = " line" if hidden else ""  # around a dot that it would cover
+            place_of_dot = f'cx="{x:.1f}" cy="{y:.1f}" r="{_DOT + 3 * hidden}"'
+            parts.append(f'<circle class="s{number}{ring}" {place_of_dot}/>')
+            alone.append((x, y))
+    return _svg(_HEIGHT, parts, title or f"{unit}, by {across}")
 
 
 def standalone(svg: str, labels: Sequence[str]) -> str:
@@ -169,6 +185,7 @@ def _text(x: float, y: float, text: str, anchor: str, style: str = "") -> str:
     return f'<text class="{style}" {place}>{escape(text)}</text>'
 
 
-def _svg(height: float, parts: Sequence[str], title: str = "") -> str:
-    named = f"<title>{escape(title)}</title>" if title else ""
-    return f'<svg viewBox="0 0 {_WIDTH} {height}" role="img">{named}{"".join(parts)}</svg>'
+def _svg(height: float, parts: Sequence[str], title: str) -> str:
+    name = escape(title)
+    opened = f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{name}">'
+    return f"{opened}<title>{name}</title>{''.join(parts)}</svg>"

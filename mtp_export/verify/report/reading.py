@@ -68,7 +68,14 @@ def _report(content: Mapping[str, Any]) -> Report:
         )
         for check in content["checks"]
     )
-    return Report(options=given, facts=facts, results=results, seconds=float(content["seconds"]))
+    return Report(
+        options=given,
+        facts=facts,
+        results=results,
+        seconds=float(content["seconds"]),
+        date=str(content.get("date", "")),
+        command=str(content.get("command", "")),
+    )
 
 
 def _no_report(path: Path, found: str) -> InvalidInputError:

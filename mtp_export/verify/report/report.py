@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +31,15 @@ _OF_WEIGHTS = {"files", "ledger", "weights"}  # checks that decode nothing
 @dataclass(frozen=True)
 class Report:
     """The results of every check, in order; facts are the kind of what was verified, the
-    manifest's options and SHA-256, and sizes in bytes."""
+    manifest's options and SHA-256, and sizes in bytes. date: of its end, in UTC, as ISO 8601 has
+    it. command: the command line that ran it."""
 
     options: VerifyOptions
     facts: dict[str, Any]
     results: tuple[CheckResult, ...]
     seconds: float
+    date: str = ""
+    command: str = ""
 
     @property
     def status(self) -> Status:
@@ -105,6 +111,8 @@ class Report:
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
             "tool_version": __version__,
+            "date": self.date,
+            "command": self.command,
             "status": self.status,
             "counts": {status: self.count(status) for status in Status},
             "seconds": round(self.seconds, 3),
@@ -143,7 +151,24 @@ def report_of(context: Context, results: tuple[CheckResult, ...], seconds: float
             for part in context.parts
         },
     }
-    return Report(options=context.options, facts=facts, results=results, seconds=seconds)
+    return Report(
+        options=context.options,
+        facts=facts,
+        results=results,
+        seconds=seconds,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=shlex.join(("mtp-export", *sys.argv[1:])),
+    )
+
+
+def recommended(report: Report) -> str:
+    """The figure of check `speed` that says which number of drafts to use; "" without one."""
+    figures = (
+        item.figure
+        for result, item in report.items
+        if result.name == "speed" and "recommended" in item.data
+    )
+    return next(figures, "")
 
 
 def verdict_line(report: Report) -> str:
@@ -161,7 +186,7 @@ def verdict_line(report: Report) -> str:
 
 
 def _sound(report: Report) -> str:
-    """What passed, by the deepest check that ran."""
+    """Words for what passed, by the deepest check that ran."""
     passed = {result.name for result in report.results if result.status is Status.PASS}
     if passed <= {"files"}:
         return "files are sound"
