@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from typing import NamedTuple
@@ -45,6 +46,12 @@ def failure_of(error: BaseException, after_interrupt: str | None = None) -> Fail
         " output of --debug and of mtp-export env.",
         1,
     )
+
+
+def failure_json(failure: Failure) -> str:
+    """Return a failure as JSON, in the place of a result."""
+    facts = {"message": failure.message, "hint": failure.hint, "exit_code": failure.exit_code}
+    return json.dumps({"error": facts}, indent=2) + "\n"
 
 
 def print_failure(failure: Failure, said: str) -> None:

@@ -17,7 +17,7 @@ from mtp_export.commands.completion import (
     COMPLETION_VARIABLE,
     install_or_show,
 )
-from mtp_export.commands.failures import failure_of, print_failure
+from mtp_export.commands.failures import failure_json, failure_of, print_failure
 from mtp_export.commands.garbage import gc_paused
 from mtp_export.commands.registry import (
     ALIASES,
@@ -35,9 +35,12 @@ FOLLOWED, RUN_BY_ALL = ("generate", "verify", "serve"), ("tune",)
 
 
 def exit_code(arguments: Sequence[str]) -> int:
-    """Run a command and return the program's exit code; a failure is one paragraph on stderr."""
+    """Run a command and return the program's exit code; a failure is one paragraph on stderr.
+
+    With --json it is an object on stdout too, where the command printed none.
+    """
     given = [argument for argument in arguments if argument != "--debug"]
-    with guarded_streams():
+    with guarded_streams() as out:
         try:
             try:
                 with announced_compiling(), announced_retries():
@@ -52,6 +55,9 @@ def exit_code(arguments: Sequence[str]) -> int:
             failure = failure_of(error, after_interrupt(given))
             said = "" if failure.exit_code == Interrupted.exit_code else "error: "
             print_failure(failure, said)
+            if "--json" in given and not out.was_written:
+                print(failure_json(failure), end="")
+                sys.stdout.flush()
             return failure.exit_code
 
 

@@ -29,9 +29,11 @@ class GuardedStream:
     def __init__(self, stream: TextIO, on_loss: Callable[[OSError], object]) -> None:
         self._stream = stream
         self._on_loss = on_loss
+        self.was_written = False
 
     def write(self, text: str) -> int:
         """Write text, or lose it."""
+        self.was_written = True
         try:
             return self._stream.write(text)
         except OSError as error:
@@ -56,18 +58,20 @@ class GuardedStream:
 
 
 @contextmanager
-def guarded_streams() -> Iterator[None]:
-    """Guard both streams while the block runs, and make every text printable on them."""
+def guarded_streams() -> Iterator[GuardedStream]:
+    """Guard both streams while the block runs, and make every text printable on them; yield that of
+    stdout."""
     out = sys.stdout or _closed(1)
     err = sys.stderr or _closed(2)
     for stream in (out, err):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    guarded_out = cast(TextIO, GuardedStream(out, _end))
+    guard = GuardedStream(out, _end)
+    guarded_out = cast(TextIO, guard)
     guarded_err = cast(TextIO, GuardedStream(err, lambda error: None))
     with redirect_stdout(guarded_out), redirect_stderr(guarded_err):
         try:
-            yield
+            yield guard
         finally:
             guarded_err.flush()
 

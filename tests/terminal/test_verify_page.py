@@ -115,6 +115,16 @@ def test_strict_fails_on_what_could_not_be_tested(folder: Path) -> None:
     assert "--no-checksums leaves" in outcome.err
 
 
+def test_with_json_stdout_has_one_object_whatever_happens(folder: Path) -> None:
+    nowhere = run_program("verify", folder / "nowhere", "--json")
+    error = json.loads(nowhere.out)["error"]
+    assert (nowhere.code, error["exit_code"]) == (3, 3)
+    assert error["message"] in nowhere.err
+    assert "error" in json.loads(run_program("verify", folder, "--json", "--no-such").out)
+    failed = run_program("verify", folder / "bad", *FILES, "--json")
+    assert failed.code == 7 and json.loads(failed.out)["status"] == "fail"
+
+
 def test_the_summary_is_markdown(folder: Path) -> None:
     place = folder / "summary.md"
     assert run_program("verify", folder / "bad", *FILES, "--quiet", "--summary", place).code == 7
