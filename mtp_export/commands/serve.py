@@ -180,7 +180,7 @@ def _banner(url: str, name: str, *, has_key: bool) -> str:
     headers = ["'Content-Type: application/json'"]
     if has_key:
         headers.append('"Authorization: Bearer $MTP_EXPORT_API_KEY"')
-    curl = " \\\n            ".join(
+    curl = " \\\n  ".join(
         [f"curl {url}/v1/completions", *(f"-H {header}" for header in headers), f"-d {quote(body)}"]
     )
     return (

@@ -1,0 +1,97 @@
+"""generate, serve and export as people see them: terminals of two sizes, no colours, a pipe."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from terminal.screen import Terminal, in_pipe, in_terminal
+
+FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"
+GENERATE = ("generate", FIXTURE, "--prompt", "def read(", "--max-new-tokens", "24")
+DRAFTED = (*GENERATE, "--speculate-max-draft-token-num", "2")
+UNDERLINED, BOLD = "\x1b[4", "\x1b[1m"
+# Colours, as escapes set them; styles without a colour are no colours.
+COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-7]|9[0-7]|38|48|4[0-7])(?:;\d+)*m")
+
+
+def test_generate_on_a_terminal() -> None:
+    seen = in_terminal(*DRAFTED)
+    assert seen.code == 0 and seen.wider_than(80) == []
+    first = next(number for number, line in enumerate(seen.lines) if "def read(" in line)
+    assert seen.lines[first].startswith("def read(self, *args):")
+    rates = next(line for line in seen.lines if "tokens/s" in line)
+    assert re.fullmatch(
+        r"24 tokens in [\d.]+ s: [\d.]+ tokens/s, [\d.]+ tokens per step \(plain: 1\)", rates
+    )
+    bars = next(line for line in seen.lines if line.startswith("draft 1"))
+    assert re.search(r"draft 1 █.* % \(\d+ of \d+\)   draft 2 █.* % \(\d+ of \d+\)", bars)
+    assert any(escape.startswith(UNDERLINED) for escape in seen.escapes)
+    assert BOLD not in seen.escapes
+    assert re.search(r"Loading \S+ \(\d+\.\d MB\)", seen.raw)
+
+
+def test_generate_without_colours_on_a_narrow_terminal() -> None:
+    environment = {"NO_COLOR": "1"}
+    seen = in_terminal(*DRAFTED, columns=40, rows=20, environment=environment)
+    figures = seen.lines[next(i for i, line in enumerate(seen.lines) if " tokens in " in line) :]
+    assert seen.code == 0 and all(len(line) <= 40 for line in figures)
+    assert sum(line.startswith("draft ") for line in figures) == 2  # a line each
+    assert "\x1b[4m" in seen.escapes and not COLOUR.search(seen.raw)
+
+
+@pytest.mark.parametrize("place", ["pipe", "dumb"])
+def test_generate_writes_no_escapes_where_none_belong(place: str) -> None:
+    dumb = {"TERM": "dumb"}
+    seen = in_pipe(*DRAFTED) if place == "pipe" else in_terminal(*DRAFTED, environment=dumb)
+    assert seen.code == 0
+    if place == "pipe":
+        assert seen.escapes == [] and seen.text.startswith("self, *args):")
+    else:
+        assert not COLOUR.search(seen.raw) and UNDERLINED not in seen.raw
+    assert "tokens per step (plain: 1)" in seen.text
+
+
+def test_several_texts_are_not_bold() -> None:
+    seen = in_terminal(*GENERATE, "--prompt", "a b")
+    assert seen.code == 0 and seen.raw.count(BOLD) == 2
+    assert f"{BOLD}[1] \x1b[0m" in seen.raw and f"{BOLD}[2] \x1b[0m" in seen.raw
+
+
+def test_serve_says_where_it_is_and_ends_by_ctrl_c() -> None:
+    with Terminal("serve", FIXTURE, "--port", "0") as terminal:
+        terminal.wait_for("Ctrl-C stops it.")
+        terminal.press("\x03")
+        seen = terminal.finish()
+    assert seen.code == 0 and seen.wider_than(80) == []
+    banner = [line for line in seen.lines if re.match(r"(Page|API|Metrics|Try) ", line)]
+    assert [line.split()[0] for line in banner] == ["Page", "API", "Metrics", "Try"]
+    assert seen.lines[-1] == "Stopped: 0 requests served."
+
+
+def test_ctrl_c_while_generate_streams() -> None:
+    words = ("generate", FIXTURE, "--prompt", "def read(", "--max-new-tokens", "3000")
+    with Terminal(*words) as terminal:
+        terminal.wait_for("def read(self")
+        terminal.press("\x03")
+        seen = terminal.finish()
+    assert seen.code == 130 and seen.lines[-1] == "mtp-export: Interrupted."
+    assert any(" tokens in " in line for line in seen.lines)
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(80, 24), (40, 20)])
+def test_an_export_ends_with_the_next_steps(
+    columns: int, rows: int, pristine: Path, tmp_path: Path
+) -> None:
+    """Commands are whole, to be copied, however narrow the terminal."""
+    output = tmp_path / "bundle"
+    words = ("--input-dir", pristine, "--output-dir", output)
+    seen = in_terminal(*words, columns=columns, rows=rows)
+    assert seen.code == 0
+    last = next(i for i, line in enumerate(seen.lines) if line.startswith("Check it:"))
+    assert seen.lines[last] == (
+        f"Check it:  mtp-export verify {output} --source {pristine} --level weights"
+    )
+    assert [line.split()[0] for line in seen.lines[last + 1 : last + 2]] == ["Try"]
