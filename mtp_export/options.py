@@ -55,7 +55,8 @@ class Option:
     there are, suggestions some of them. low and high bound a number. default is the text of the
     field's default and show_default what --help shows of it, where they are not the default itself.
     access is there for every path. short is a second, short name. An option that shows something
-    and exits has no environment variable, as the others have.
+    and exits has no environment variable, as the others have. One that configures is a file that
+    sets others.
     """
 
     help: str
@@ -73,6 +74,7 @@ class Option:
     is_argument: bool = False
     short: str | None = None
     shows_and_exits: bool = False
+    configures: bool = False
     access: Access | None = None
 
 

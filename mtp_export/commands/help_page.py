@@ -50,7 +50,7 @@ EXAMPLES: dict[str, tuple[str, str, str]] = {
     ),
     "serve": (
         "mtp-export serve V3",
-        "mtp-export serve V3 --port 9000 --enable-prefix-cache",
+        "mtp-export serve V3 --port 9000 --config serve.yaml",
         "docs/serve.md",
     ),
     "compile": (
@@ -77,6 +77,7 @@ EXAMPLES: dict[str, tuple[str, str, str]] = {
 }
 # Lines of a command's help under its examples.
 NOTES: dict[str, str] = {
+    "serve": "The command line goes first, then MTP_EXPORT_<OPTION>, then --config, then defaults.",
     "verify": "Exit codes: 0 nothing failed, 7 a check failed, 3 a bundle that cannot be read,"
     " 2 wrong options.",
 }

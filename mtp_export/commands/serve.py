@@ -13,7 +13,7 @@ import typer
 from mtp_checkpoints.errors import UnsupportedError, UsageError
 from mtp_export.commands.output import DEBUG, plain_console, remark
 from mtp_export.commands.runtime import BUNDLE, Runtime
-from mtp_export.options import Panel, option, parse_size
+from mtp_export.options import Access, Panel, option, parse_path, parse_size
 from mtp_runtime.config import LLMOptions
 
 _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client")
@@ -130,6 +130,17 @@ class ServeCommand:
     server: Listening = Listening()
     limits: Limits = Limits()
     runtime: Runtime = Runtime()
+    config: Path | None = field(
+        default=None,
+        metadata=option(
+            "YAML file with options; the command line and the environment go before it.",
+            Panel.SERVER,
+            metavar="FILE",
+            parser=parse_path,
+            access=Access.READ,
+            configures=True,
+        ),
+    )
     debug: bool = field(default=False, metadata=DEBUG)
 
 

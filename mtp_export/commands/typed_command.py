@@ -4,12 +4,14 @@ the command, whose function gets the finished instance."""
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache, reduce
+from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, cast, get_args, get_type_hints
 
@@ -18,6 +20,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from mtp_checkpoints.errors import UsageError
 from mtp_checkpoints.suggestions import did_you_mean
+from mtp_export.commands.config_file import read_config
 from mtp_export.options import METADATA, Access, Option, Panel, known_addresses
 from mtp_export.paths import refuse_overlaps
 
@@ -220,9 +223,23 @@ class QuickReading:
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Set the context's parameters, and return what is left of the arguments."""
-        if not ctx.resilient_parsing and self._reads(ctx, list(args)):
-            return []
+        if not ctx.resilient_parsing:
+            self._configure(ctx, list(args))
+            if self._reads(ctx, list(args)):
+                return []
         return cast(list[str], super().parse_args(ctx, args))  # type: ignore[misc]
+
+    def _configure(self, ctx: Any, args: list[str]) -> None:
+        """Take the options that a file sets, where the command has an option for one: the command
+        line and the environment go before it."""
+        config = next((leaf for leaf in self.leaves.values() if leaf.option.configures), None)
+        if config is None:
+            return
+        given, _, _ = cast(TyperCommand, self).make_parser(ctx).parse_args(args=args)
+        place = given.get(config.name) or os.environ.get(config.envvar or "")
+        if place:
+            others = [leaf for leaf in self.leaves.values() if leaf is not config]
+            ctx.default_map = read_config(Path(str(place)), others)
 
     def _reads(self, ctx: Any, args: list[str]) -> bool:
         command = cast(TyperCommand, self)
