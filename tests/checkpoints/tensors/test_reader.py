@@ -65,6 +65,17 @@ def test_what_is_read(folder: Path) -> None:
         found.tensor("e")
 
 
+def test_a_quantization_in_a_file_of_its_own(folder: Path) -> None:
+    """Its method has no name there; a config.json with one is read alone."""
+    own = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(own))
+    found = Checkpoint.open(folder).config
+    assert found == {"model_type": "x", "quantization_config": {"quant_method": "modelopt", **own}}
+    config = {"model_type": "x", "quantization_config": {"quant_method": "fp8"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert Checkpoint.open(folder).config == config
+
+
 def test_rows_of_one_tensor(folder: Path) -> None:
     found = Checkpoint.open(folder)
     assert read_rows(found.tensors["a"], 1, 2).tolist() == [[3.0, 4.0, 5.0]]
