@@ -20,12 +20,17 @@ def needed_disk_bytes(written_bytes: int) -> int:
     return written_bytes + _SPARE_DISK_BYTES
 
 
-def check_disk(output: Path, written_bytes: int) -> None:
-    """Refuse to start when the output's file system lacks space (ResourceError).
+def free_disk_bytes(output: Path) -> int:
+    """Return the bytes that a run may write to an output's file system.
 
     What an earlier run left in the output counts as free: it is kept or replaced.
     """
-    free = shutil.disk_usage(existing_parent(output)).free + _reusable_bytes(output)
+    return shutil.disk_usage(existing_parent(output)).free + _reusable_bytes(output)
+
+
+def check_disk(output: Path, written_bytes: int) -> None:
+    """Refuse to start when the output's file system lacks space (ResourceError)."""
+    free = free_disk_bytes(output)
     needed = needed_disk_bytes(written_bytes)
     if free < needed:
         raise ResourceError(

@@ -13,7 +13,7 @@ from mtp_export.bundle.build import BundleResult
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.launch import launch_lines
 from mtp_export.bundle.options import Share
-from mtp_export.bundle.preflight import needed_disk_bytes
+from mtp_export.bundle.preflight import free_disk_bytes, needed_disk_bytes
 from mtp_export.commands.next_steps import next_steps
 from mtp_export.commands.output import FiguresTable, heading
 from mtp_export.plan import COPY, PartPlan
@@ -111,8 +111,12 @@ def parts_table(plan: BundlePlan) -> FiguresTable:
 
 def plan_table(plan: BundlePlan) -> RenderableType:
     """Return the plan of a dry run for people."""
+    needed = needed_disk_bytes(plan.disk_bytes)
+    reserve = format_bytes(needed - plan.disk_bytes)
+    free = format_bytes(free_disk_bytes(plan.options.output_dir))
     needs = (
-        f"Needs {format_bytes(needed_disk_bytes(plan.disk_bytes))} of disk and at least"
+        f"Needs {format_bytes(needed)} of disk ({reserve} of it in reserve for indexes, configs and"
+        f" the manifest), of which {free} are free, and at least"
         f" {format_bytes(plan.memory_bytes)} of memory. Nothing was written."
     )
     run = plan.options.run

@@ -3,6 +3,7 @@ they gain."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
@@ -24,7 +25,7 @@ from mtp_export.commands.decoding_figures import (
 from mtp_export.commands.garbage import gc_paused
 from mtp_export.commands.output import QuietReporting, plain_console, print_result
 from mtp_export.commands.runtime import BUNDLE, Runtime
-from mtp_export.options import Access, Panel, option, path_option
+from mtp_export.options import Access, Panel, argument, option, path_option
 
 if TYPE_CHECKING:
     from mtp_export.commands.plain_comparison import Comparison
@@ -93,6 +94,10 @@ class GenerateCommand:
     """Options of mtp-export generate."""
 
     bundle: Path = field(metadata=BUNDLE)
+    text: str | None = field(
+        default=None,
+        metadata=argument("The same as --prompt; - reads it from stdin.", "PROMPT", str),
+    )
     prompt: list[str] | None = field(
         default=None,
         metadata=option("Prompt; may be repeated.", Panel.DECODING, metavar="TEXT"),
@@ -123,7 +128,8 @@ class GenerateCommand:
 
 def generate(options: GenerateCommand, context: typer.Context) -> None:
     """Decode prompts, with or without speculation; accepted drafts are green and underlined."""
-    asked = _prompts(options.prompt or [], options.prompts)
+    first_text = [] if options.text is None else [_typed(options.text)]
+    asked = _prompts([*first_text, *(options.prompt or [])], options.prompts)
     if options.chat:
         _require_texts(asked)
     with gc_paused():
@@ -236,6 +242,17 @@ def _require_texts(asked: Sequence[Prompt]) -> None:
         )
 
 
+def _typed(text: str) -> str:
+    """Return a prompt that is an argument: itself, or stdin for - (UsageError for other bytes than
+    UTF-8)."""
+    if text != "-":
+        return text
+    try:
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise UsageError("The prompt on stdin is no text", found=error.reason) from None
+
+
 def _prompts(texts: list[str], path: Path | None) -> list[Prompt]:
     from mtp_runtime.prompts import read_prompts, require_unicode
 
@@ -243,7 +260,9 @@ def _prompts(texts: list[str], path: Path | None) -> list[Prompt]:
         require_unicode(text, f"Prompt {number} of --prompt")
     asked: list[Prompt] = [*texts, *(read_prompts(path) if path is not None else ())]
     if not asked:
-        raise UsageError("There is no prompt", expected="--prompt TEXT or --prompts FILE.jsonl")
+        raise UsageError(
+            "There is no prompt", expected="PROMPT, --prompt TEXT or --prompts FILE.jsonl"
+        )
     return asked
 
 

@@ -139,7 +139,9 @@ def result_table(result: BundleResult) -> RenderableType:
         )
     lines = [
         f"{format_bytes(facts['bytes_before'])} before,"
-        f" {format_bytes(facts['bytes_after'])} after; {effort(result)}",
+        f" {format_bytes(facts['bytes_after'])} after"
+        f" ({facts['bytes_after'] / max(facts['bytes_before'], 1):.2f} x source);"
+        f" {effort(result)}",
         *(f"Worst: {w['tensor']}: {_decibels(w['sqnr_db'])}." for w in facts["worst"]),
         *resumed(result),
     ]

@@ -3,6 +3,7 @@ from the environment, completion of shells."""
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any, cast
@@ -278,3 +279,24 @@ def test_a_pair_is_refused_with_what_goes_with_its_base(pristine: Path, output: 
         " --mtp-quant keep (the source's a8w8_fp8). All pairs: mtp-export quantize --list."
         " --allow-untested-pair builds this one all the same.\n"
     )
+
+
+def test_a_prompt_stands_behind_the_bundle_or_comes_from_stdin(
+    pristine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--max-new-tokens", "1", "--json")
+    named = json.loads(run_program("generate", pristine, "--prompt", "ab", *words).out)
+    given = json.loads(run_program("generate", pristine, "ab", *words).out)
+    monkeypatch.setattr("sys.stdin", io.StringIO("ab\n"))
+    read = json.loads(run_program("generate", pristine, "-", *words).out)
+    texts = [each["outputs"][0]["prompt"] for each in (named, given, read)]
+    assert texts == ["ab", "ab", "ab"]
+
+
+def test_a_dry_run_says_what_is_free_and_what_the_reserve_is_for(
+    pristine: Path, output: Path
+) -> None:
+    shown = run_program("export", "--input-dir", pristine, "--output-dir", output, "--dry-run")
+    words = " ".join(shown.out.split())
+    assert "(128.0 MB of it in reserve for indexes, configs and the manifest)" in words
+    assert "are free" in words
