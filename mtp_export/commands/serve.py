@@ -181,7 +181,7 @@ def serve(options: ServeCommand, context: typer.Context) -> None:
         server,
         address,
         announce=lambda url: _announce(_banner(url, name, has_key=has_key)),
-        take_leave=lambda: remark(f"Stopped: {_count(server.metrics.served)} served."),
+        take_leave=lambda: _take_leave(server.metrics.served),
     )
 
 
@@ -208,8 +208,12 @@ def _announce(banner: str) -> None:
     plain_console(stderr=True).print(banner, highlight=False, soft_wrap=True)
 
 
-def _count(requests: int) -> str:
-    return f"{requests} request{'' if requests == 1 else 's'}"
+def _take_leave(requests: int) -> None:
+    """Say how much was served, on a line below the ^C that a terminal shows."""
+    console = plain_console(stderr=True)
+    if console.is_terminal:
+        console.print()
+    remark(f"Stopped: {requests} request{'' if requests == 1 else 's'} served.")
 
 
 def _require_packages() -> None:
