@@ -62,6 +62,8 @@ def print_failure(failure: Failure, said: str) -> None:
     if not is_terminal:
         print(f"mtp-export: {said}{message}", file=sys.stderr)
         return
+    if failure.exit_code == Interrupted.exit_code:
+        print(file=sys.stderr)  # below the ^C that the terminal shows
     is_split = bool(hint) and message.endswith(f" {hint}")
     if is_split:
         message = message.removesuffix(f" {hint}")
