@@ -42,7 +42,7 @@ def test_no_line_is_wider_than_the_terminal(folder: Path, name: str, columns: in
         seen = in_terminal(
             "verify", name, *FILES, *options, columns=columns, rows=20, folder=folder
         )
-        page = Seen(seen.code, seen.raw.partition("mtp-export: error:")[0])
+        page = Seen(seen.code, seen.raw.partition("mtp-export: ")[0])
         assert page.wider_than(columns) == []
         assert "\x1b[" in seen.raw
 
@@ -137,7 +137,7 @@ def test_the_summary_is_markdown(folder: Path) -> None:
 def test_decoding_shows_how_far_it_is(folder: Path, columns: int) -> None:
     options = ("--max-new-tokens", 8, "--k", 1)
     seen = in_terminal("verify", "good", *options, columns=columns, folder=folder)
-    page = Seen(seen.code, seen.raw.partition("mtp-export: error:")[0])
+    page = Seen(seen.code, seen.raw.partition("mtp-export: ")[0])
     assert page.wider_than(columns) == []
     for title in ("greedy, with every", "decoding with k=1: ", "speed at batch 1: "):
         assert any(state.startswith(title) for state in seen.states), title
