@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -69,8 +68,6 @@ def _mapping(path: Path) -> Mapping[Any, Any]:
         text = content.decode("utf-8")
         parsed = yaml.load(text, Loader=yaml.BaseLoader) if len(content) <= MAX_BYTES else None
     except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            raise UsageError("The path of --config is too long") from None
         raise IoError("The config file cannot be read", where=path, found=error.strerror) from None
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         found = " ".join(str(error).split())[:200]

@@ -239,7 +239,9 @@ class QuickReading:
         place = given.get(config.name) or os.environ.get(config.envvar or "")
         if place:
             others = [leaf for leaf in self.leaves.values() if leaf is not config]
-            ctx.default_map = read_config(Path(str(place)), others)
+            path = Path(str(place))
+            refuse_overlaps({config.flag: path}, {})
+            ctx.default_map = read_config(path, others)
 
     def _reads(self, ctx: Any, args: list[str]) -> bool:
         command = cast(TyperCommand, self)
