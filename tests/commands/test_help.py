@@ -26,7 +26,7 @@ PANELS: dict[str, tuple[str, ...]] = {
         *("Prompts", "Performance", "Report"),
     ),
     "compile": ("Input and output", "Performance", "Report"),
-    "launch": ("Machines and devices", "Report"),
+    "launch": ("Machines and devices", "Speculation", "Report"),
     "inspect": ("Report",),
     "env": ("Report",),
     "push": ("Input and output", "Content of the bundle", "Model card", "Report"),
