@@ -422,7 +422,7 @@ def test_a_report_recommends_k(
 
 
 def test_a_bundle_ends_with_the_commands_that_check_and_try_it(
-    pristine: Path, tmp_path: Path
+    pristine: Path, source: Path, tmp_path: Path
 ) -> None:
     """They run as they are printed, in a folder whose name a shell would take apart."""
     output = tmp_path / AWKWARD
@@ -431,8 +431,8 @@ def test_a_bundle_ends_with_the_commands_that_check_and_try_it(
     program, *words = shlex.split(check.removeprefix("Check it:  "))
     assert words == ["verify", str(output), "--source", str(pristine), "--level", "weights"]
     assert program == "mtp-export" and run_program(*words).code == 0
-    (pristine / "tokenizer.json").unlink()
-    facts = json.loads(export(pristine, tmp_path / "o", "--json").out)
+    (source / "tokenizer.json").unlink()
+    facts = json.loads(export(source, tmp_path / "o", "--json").out)
     assert facts["next"].keys() == {"check"}  # a prompt needs the tokenizer
 
 

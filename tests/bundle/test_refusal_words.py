@@ -372,7 +372,7 @@ def test_a_tensor_that_is_not_as_promised(source: Path, output: Path) -> None:
 def test_only_known_kinds_are_planned(options: BundleOptions) -> None:
     with pytest.raises(UnsupportedError) as refusal:
         plan_quantize(QuantizeOptions(options, "weight_only_int4", "bf16"))
-    assert refusal.value.found == "weight_only_int4 + bf16"
+    assert refusal.value.found == "--mtp-quant bf16"
 
 
 @pytest.mark.parametrize(

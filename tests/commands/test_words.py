@@ -77,9 +77,6 @@ REFUSALS = {
         "'vlm' is no engine for --engine. Expected vllm, sglang, lightllm, xllm, paddlenlp, eagle."
         " Did you mean vllm?"
     ),
-    ("launch", "x"): (
-        "Missing option '--engine'. Expected vllm, sglang, lightllm, xllm, paddlenlp, eagle."
-    ),
     (
         "inspect",
     ): "Missing argument 'SRC'. Expected Checkpoint or bundle: a folder, or hf://org/name[@revision].",

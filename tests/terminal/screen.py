@@ -23,7 +23,8 @@ from rich.cells import cell_len
 _ROOT = Path(__file__).resolve().parents[2]
 # The child takes the terminal as its own, so that Ctrl-C reaches it as a signal.
 _IN_TERMINAL = (
-    "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
+    "import fcntl, signal, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
+    " signal.signal(signal.SIGINT, signal.default_int_handler);"  # a shell's `&` ignores it
     " from mtp_export.cli import main; main()"
 )
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\].*?(?:\x07|\x1b\\)|[@-_])")
