@@ -56,6 +56,7 @@ def test_judging_a_repository() -> None:
     )
     assert sent == f"{facts['sent_bytes'] / 1e6:.1f} MB"
     assert facts["sent_bytes"] <= facts["bounds"]["megabytes"] * 1e6
+    assert max(facts["seconds"]) <= facts["bounds"]["seconds"]
     assert computed == f"{facts['cpu_seconds']:.1f}"
     shown = [float(figure) for figure in re.findall(r"[\d.]+", seconds)]
     assert shown == pytest.approx(
