@@ -52,7 +52,8 @@ class Option:
 
     flag is given where it is not the field's name. A bool that is True by default has one that
     turns it off. parser takes the text of a value and raises ValueError; choices are the texts that
-    there are, suggestions some of them. low and high bound a number. default is the text of the
+    there are, or a function that returns them; suggestions are some. low and high bound a number.
+    default is the text of the
     field's default and show_default what --help shows of it, where they are not the default itself.
     access is there for every path. short is a second, short name. An option that shows something
     and exits has no environment variable, as the others have. One that configures is a file that
@@ -64,7 +65,7 @@ class Option:
     flag: str | None = None
     metavar: str | None = None
     parser: Callable[[str], Any] | None = None
-    choices: Sequence[str] = ()
+    choices: Sequence[str] | Callable[[], Sequence[str]] = ()
     suggestions: Sequence[str] = ()
     low: int | None = None
     high: int | None = None
@@ -76,6 +77,11 @@ class Option:
     shows_and_exits: bool = False
     configures: bool = False
     access: Access | None = None
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The choices as they are now: registries grow."""
+        return self.choices() if callable(self.choices) else self.choices
 
 
 def option(help: str, panel: Panel, flag: str | None = None, **more: Any) -> Mapping[str, Option]:

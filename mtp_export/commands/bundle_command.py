@@ -57,7 +57,7 @@ class Making:
             f"Loader of the MTP part: {', '.join(target_names())}.",
             Panel.CONTENT,
             metavar="ENGINE",
-            choices=target_names(),
+            choices=target_names,
         ),
     )
     content: ContentOptions = ContentOptions()

@@ -32,7 +32,7 @@ class LaunchCommand:
             f"One of {', '.join(names_that_serve())}.",
             Panel.PLACEMENT,
             metavar="ENGINE",
-            choices=names_that_serve(),
+            choices=names_that_serve,
             show_default="the one that reads the bundle",
         ),
     )

@@ -40,10 +40,11 @@ def exit_code(arguments: Sequence[str]) -> int:
     With --json it is an object on stdout too, where the command printed none.
     """
     given = [argument for argument in arguments if argument != "--debug"]
+    is_quiet = not {"--quiet", "-q"}.isdisjoint(given)
     with guarded_streams() as out:
         try:
             try:
-                with announced_compiling(), announced_retries():
+                with announced_compiling(), announced_retries(quiet=is_quiet):
                     return _run(given)
             finally:
                 sys.stdout.flush()

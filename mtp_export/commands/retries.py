@@ -18,8 +18,11 @@ class _Announcer(logging.Handler):
 
 
 @contextmanager
-def announced_retries() -> Iterator[None]:
-    """Announce requests that are made again while the block runs."""
+def announced_retries(*, quiet: bool) -> Iterator[None]:
+    """Announce requests that are made again while the block runs, unless quiet."""
+    if quiet:
+        yield
+        return
     logger, announcer = logging.getLogger(_LOGGER), _Announcer()
     before = logger.level
     logger.setLevel(logging.INFO)

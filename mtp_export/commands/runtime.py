@@ -70,7 +70,7 @@ class Drafting:
             f"{listed(DRAFTERS)}; auto is mtp where the bundle has a module, else none.",
             Panel.SPECULATION,
             metavar="NAME",
-            choices=("auto", *DRAFTERS),
+            choices=lambda: ("auto", *DRAFTERS),
         ),
     )
     speculate_max_draft_token_num: int | None = field(

@@ -78,7 +78,7 @@ class Leaf:
         kinds = get_args(self.hint) or (self.hint,)
         enums = (kind for kind in kinds if inspect.isclass(kind) and issubclass(kind, Enum))
         by_type = [] if self.option.parser else [str(each.value) for kind in enums for each in kind]
-        return self.option.choices or by_type
+        return self.option.names or by_type
 
     def completions(self, incomplete: str) -> list[str]:
         """Return the values that begin as a text does, for the completion of a shell."""
@@ -97,8 +97,8 @@ class Leaf:
         given, hint, default = self.option, self.hint, self.field.default
         if given.parser is not None and not given.is_argument:  # whose type --help shows
             hint = Any
-        elif given.choices:
-            hint = Literal[tuple(given.choices)]
+        elif given.names:
+            hint = Literal[tuple(given.names)]
         settings: dict[str, Any] = {
             "help": given.help,
             "metavar": "" if hint is bool and given.parser is None else given.metavar,
@@ -150,8 +150,8 @@ class Leaf:
                 return self.option.parser(value)
             except ValueError:
                 return UNUSUAL
-        if self.option.choices:
-            return value if value in self.option.choices else UNUSUAL
+        if self.option.names:
+            return value if value in self.option.names else UNUSUAL
         if isinstance(value, list | tuple):
             return list(value)
         kinds = set(get_args(self.hint) or (self.hint,)) - {NoneType}

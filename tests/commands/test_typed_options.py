@@ -58,7 +58,7 @@ def test_every_value_is_read_as_typer_reads_it(name: str) -> None:
     for parameter in parameters_of(name):
         leaf = command.leaves[parameter.name]
         flags = (True,) if parameter.param_type_name == "option" and parameter.is_flag else ()
-        known = (*leaf.option.choices, *(parameter.type_descriptor.choices or ()))
+        known = (*leaf.option.names, *(parameter.type_descriptor.choices or ()))
         read = 0
         for value in flags or (*GIVEN, *map(str, known)):
             given = [value, "a"] if parameter.multiple else value

@@ -70,7 +70,7 @@ def test_a_new_format_is_written_read_verified_and_run(made: Path, tmp_path: Pat
     experts = [one for one in stored.main.weights.values() if one.weight.role is Role.ROUTED_EXPERT]
     assert {one.format for one in experts} == {Int6Channel()}
     assert stored.main.tensors.keys() == Checkpoint.open(bundle / "main").tensors.keys()
-    verified = run_program("verify", bundle, "--source", source, "--level", "weights")
+    verified = run_program("verify", bundle, "--source", source, "--level", "weights", "--verbose")
     assert verified.code == 0, verified.out + verified.err
     assert "≥ 25 dB" in verified.out
     prompts = tmp_path / "prompts.jsonl"
