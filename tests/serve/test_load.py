@@ -74,15 +74,18 @@ class Load:
                 b"Content-Type: application/json\r\n"
                 b"Content-Length: %d\r\n\r\n" % len(question.body) + question.body
             )
-            text, ended = "", False
+            text, ended, is_full = "", False, b" 503 " in await reader.readline()
             async for line in reader:
                 if line.startswith(b"data: {"):
                     text += json.loads(line[6:])["choices"][0]["text"]
                 ended |= line.startswith(b"data: [DONE]")
-            assert ended
-            return text
+            assert ended or is_full
         finally:
             writer.close()
+        if not is_full:
+            return text
+        await asyncio.sleep(1)  # as Retry-After says
+        return await self._answer(question)
 
 
 def questions(plain: LLM, count: int) -> list[Question]:
