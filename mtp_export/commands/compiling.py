@@ -36,12 +36,19 @@ class _Announcer(logging.Handler):
 @contextmanager
 def announced_compiling() -> Iterator[None]:
     """Announce kernels that are compiled while the block runs."""
-    logger, announcer = logging.getLogger(_LOGGER), _Announcer()
+    with listening(_LOGGER, _Announcer()):
+        yield
+
+
+@contextmanager
+def listening(name: str, handler: logging.Handler) -> Iterator[None]:
+    """Give a handler what the logger of a name logs at level INFO while the block runs."""
+    logger = logging.getLogger(name)
     before = logger.level
     logger.setLevel(logging.INFO)
-    logger.addHandler(announcer)
+    logger.addHandler(handler)
     try:
         yield
     finally:
-        logger.removeHandler(announcer)
+        logger.removeHandler(handler)
         logger.setLevel(before)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from mtp_export.commands.compiling import listening
 from mtp_export.commands.output import remark
 
 _LOGGER = "mtp_checkpoints.sources.transfers"  # by its name: most commands need no network
@@ -23,12 +24,5 @@ def announced_retries(*, quiet: bool) -> Iterator[None]:
     if quiet:
         yield
         return
-    logger, announcer = logging.getLogger(_LOGGER), _Announcer()
-    before = logger.level
-    logger.setLevel(logging.INFO)
-    logger.addHandler(announcer)
-    try:
+    with listening(_LOGGER, _Announcer()):
         yield
-    finally:
-        logger.removeHandler(announcer)
-        logger.setLevel(before)

@@ -31,4 +31,7 @@ def test_a_further_attempt_is_told_on_stderr(monkeypatch: pytest.MonkeyPatch) ->
         "huggingface.co: name not known; attempt 2 of 2 in 0.0 s",
         "mtp-export: error: No answer.",
     ]
+    for quiet in ("--quiet", "-q"):
+        outcome = run_program("inspect", "hf://a/b", quiet)
+        assert (outcome.code, outcome.err) == (6, "mtp-export: error: No answer.\n")
     assert not logging.getLogger(transfers.__name__).handlers
