@@ -165,10 +165,7 @@ def _precision(weight: StoredWeight, stored_as: Mapping[str, TensorInfo]) -> Pro
         words = causes.stray_tensors(module, _shown(stray))
     elif stored_as.keys() == wanted.keys():
         words = causes.another_dtype_or_shape(module, stored, _promised(weight))
-        if weight.weight.mtp_layer is not None and weight.weight.role in (
-            Role.EMBEDDING,
-            Role.HEAD,
-        ):
+        if weight.weight.mtp_layer is not None and weight.weight.role in _COPIED:
             words += causes.COPY_NOT_NEEDED
     else:
         words = causes.another_storage(
