@@ -13,9 +13,9 @@ from mtp_export.commands.garbage import gc_paused
 from mtp_export.commands.output import (
     FiguresTable,
     Reporting,
-    plain_console,
     print_result,
     remark,
+    status,
 )
 from mtp_export.commands.runtime import BUNDLE, DTYPE
 from mtp_export.options import Access, Panel, option, path_option
@@ -59,16 +59,16 @@ def compile(options: CompileCommand) -> None:
     """Compile a bundle's decode step for this CPU by AOTInductor, and time it."""
     bundle, output = options.bundle, options.output
     _check(output, overwrite=options.overwrite)
-    with gc_paused(), plain_console(stderr=True).status("Loading the runtime") as status:
+    with gc_paused(), status("Loading the runtime") as shown:
         from mtp_runtime.models.load import LoadOptions, load_model
 
         loading = LoadOptions(dtype=options.dtype, with_mtp=False, static_graph=True)
         model = load_model(bundle, loading).model
-        status.update(f"Compiling the step of {bundle}")
+        shown.update(f"Compiling the step of {bundle}")
         start = time.monotonic()
         _compile(model, options.block_size, output)
         seconds = time.monotonic() - start
-        status.update("Timing it")
+        shown.update("Timing it")
         usual = load_model(bundle, replace(loading, static_graph=False)).model
         times = _times(model, usual, options.block_size, output)
     facts = {

@@ -23,7 +23,7 @@ from mtp_export.commands.decoding_figures import (
     rates_line,
 )
 from mtp_export.commands.garbage import gc_paused
-from mtp_export.commands.output import QuietReporting, plain_console, print_result
+from mtp_export.commands.output import QuietReporting, plain_console, print_result, status
 from mtp_export.commands.runtime import BUNDLE, Runtime
 from mtp_export.options import Access, Panel, argument, option, path_option
 
@@ -189,7 +189,7 @@ def _report(llm: LLM, decoding: Decoding, options: GenerateCommand) -> None:
     if not reporting.as_json:
         _print_figures(llm, requests, elapsed, reporting)
     if options.compare:
-        with plain_console(stderr=True).status("Decoding with drafts and plainly in turn"):
+        with status("Decoding with drafts and plainly in turn"):
             comparison = _compared(llm, decoding)
         facts["plain"] = comparison.as_json()
         if not reporting.as_json:

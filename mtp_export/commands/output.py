@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.measure import Measurement
@@ -13,8 +15,12 @@ from rich.text import Text
 
 from mtp_export.options import Access, Panel, option, path_option
 
+if TYPE_CHECKING:
+    from rich.status import Status
+
 _ANY_WIDTH = 1 << 16
 _NEXT = {"check": "Check it:  ", "try": "Try it:    "}
+_drawing: list[Console] = []  # those that show a status now
 # Of every command; the program itself reads it.
 DEBUG = option("Show the traceback of an error.", Panel.REPORT)
 
@@ -112,6 +118,22 @@ def show(result: RenderableType) -> None:
         console.print(part, crop=False, soft_wrap=is_heading)
 
 
+@contextmanager
+def status(text: str) -> Iterator[Status]:
+    """Show on a terminal's stderr what is being done while the block runs; update() changes it."""
+    console = plain_console(stderr=True)
+    with console.status(text) as shown:
+        _drawing.append(console)
+        try:
+            yield shown
+        finally:
+            _drawing.remove(console)
+
+
 def remark(text: str) -> None:
-    """Print a line on stderr."""
-    plain_console(stderr=True).print(text, highlight=False)
+    """Print a line on stderr, above what a terminal shows of the work under way."""
+    from mtp_export.commands.progress_bar import above_bars  # its package takes time to import
+
+    console = _drawing[-1] if _drawing else plain_console(stderr=True)
+    with above_bars():
+        console.print(text, highlight=False)

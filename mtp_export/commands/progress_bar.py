@@ -59,6 +59,16 @@ def count_bar(title: str, total: int, unit: str, *, quiet: bool = False) -> Iter
         yield bar.update
 
 
+@contextmanager
+def above_bars() -> Iterator[None]:
+    """Erase a terminal's bars while the block writes to stderr; they go on below what it wrote."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    with terminal_tqdm.external_write_mode(file=sys.stderr):
+        yield
+
+
 class CountBar:
     """Progress by a count, with a note behind it; it ends when the count is reached."""
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_checkpoints.errors import UsageError
 from mtp_export.commands.garbage import gc_paused
-from mtp_export.commands.output import plain_console
+from mtp_export.commands.output import status
 from mtp_export.options import Access, Panel, argument, option, parse_path, path_option
 from mtp_export.progress import format_bytes
 from mtp_runtime.config import LLMOptions
@@ -196,11 +196,11 @@ class Runtime:
         A terminal shows what is being done.
         """
         static_graph = self.static_graph
-        with gc_paused(), plain_console(stderr=True).status("Loading the runtime") as status:
+        with gc_paused(), status("Loading the runtime") as shown:
             from mtp_runtime.llm import llm_of
             from mtp_runtime.parallel.group import LONE
 
-            status.update(f"Loading {bundle}{_size_in_words(bundle)}")
+            shown.update(f"Loading {bundle}{_size_in_words(bundle)}")
             options = LLMOptions(
                 device=self.device,
                 dtype=self.dtype,
@@ -213,6 +213,6 @@ class Runtime:
             )
             ranks = LONE if group is None else group
             llm = ranks.everywhere(llm_of, bundle, options)
-            status.update("Decoding the first tokens")
+            shown.update("Decoding the first tokens")
             llm.warm_up()
         return llm

@@ -58,9 +58,14 @@ class Address:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn's server, which at its end gives requests their time, and then an error each."""
+    """uvicorn's server, which at its end gives requests their time, and then an error each.
 
-    def __init__(self, server: Server, shutdown_seconds: int) -> None:
+    announce is called when it listens and a signal ends it in order.
+    """
+
+    def __init__(
+        self, server: Server, shutdown_seconds: int, announce: Callable[[], object]
+    ) -> None:
         config = uvicorn.Config(
             server.app,
             loop="asyncio",
@@ -74,7 +79,12 @@ class HttpServer(uvicorn.Server):
         )
         super().__init__(config)
         self._shutdown_seconds = shutdown_seconds
+        self._announce = announce
         self._engine = server.engine
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._announce()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         loop = asyncio.get_running_loop()
@@ -154,12 +164,14 @@ def run_server(
     with listening(address) as listener:
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        announce(f"http://{shown}:{port}")
+        http_server = HttpServer(
+            server, address.shutdown_seconds, lambda: announce(f"http://{shown}:{port}")
+        )
         # uvicorn raises the signal that ended it once more, for whoever handled it before.
         before = signal.signal(signal.SIGTERM, _ended)
         try:
             with suppress(KeyboardInterrupt):
-                HttpServer(server, address.shutdown_seconds).run(sockets=[listener])
+                http_server.run(sockets=[listener])
             take_leave()
         finally:
             signal.signal(signal.SIGTERM, before)

@@ -11,6 +11,7 @@ import re
 import struct
 import termios
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +20,9 @@ import pytest
 from cases import export
 from mtp_checkpoints.errors import Interrupted
 from mtp_export.cli import main
+from mtp_export.commands.output import remark, status
 from mtp_export.commands.progress_bar import CountBar, progress_bar
+from terminal.screen import Seen
 
 
 class Screen:
@@ -51,6 +54,26 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     now = [0.0]
     monkeypatch.setattr("tqdm.std.time", lambda: now[0])
     yield now
+
+
+def test_a_remark_goes_above_what_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a bar nor a status has it on its own line."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    screen = Screen()
+    with contextlib.redirect_stderr(screen.file):
+        with progress_bar("export", 10_000_000) as progress:
+            progress(4_000_000)
+            remark("Tried again.")
+            progress(6_000_000)
+        with status("Loading"):
+            while b"Loading" not in screen.shown:
+                time.sleep(0.01)
+            remark("Compiling the kernels.")
+        remark("The end.")
+    lines = Seen(0, screen.close()).lines
+    remarks = ["Tried again.", "Compiling the kernels.", "The end."]
+    assert [line for line in lines if line in remarks] == remarks
 
 
 def test_ctrl_c_tells_how_much_is_done(clock: list[float]) -> None:

@@ -105,7 +105,7 @@ def running(llm: LLM, **options: Any) -> Iterator[Running]:
     """Serve an LLM while the block runs."""
     server = Server(llm, ServerOptions(**{"model_name": "tiny"} | options))
     listener = listening(Address(port=0))
-    uvicorn_server = HttpServer(server, shutdown_seconds=60)
+    uvicorn_server = HttpServer(server, shutdown_seconds=60, announce=int)
     thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

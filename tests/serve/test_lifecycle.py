@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,10 +19,11 @@ import pytest
 
 from mtp_checkpoints.errors import UsageError
 from mtp_export.serve import answers
+from mtp_export.serve.app import Server, ServerOptions
 from mtp_export.serve.engine_thread import EngineThread
 from mtp_export.serve.errors import ApiError
 from mtp_export.serve.metrics import ServerMetrics
-from mtp_export.serve.run import Address
+from mtp_export.serve.run import Address, run_server
 from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.engine import Engine
 from mtp_runtime.models.load import Loaded
@@ -258,6 +260,35 @@ def in_a_process(*options: str, before: str = "") -> Iterator[tuple[subprocess.P
         process.kill()
         process.wait()
         process.stderr.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_at_once_is_an_ordinary_end(
+    small: LLM, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the banner on, a signal ends the server in order."""
+    monkeypatch.setattr("mtp_export.serve.run._leave_threads", int)  # those of other tests are left
+    said: list[str] = []
+
+    def announce(url: str) -> None:
+        said.append(url)
+        os.kill(os.getpid(), number)
+
+    with warnings.catch_warnings(), default_interrupts():
+        warnings.simplefilter("error")
+        server = Server(small, ServerOptions("tiny"))
+        run_server(server, Address(port=0), announce=announce, take_leave=lambda: said.append(""))
+    assert len(said) == 2 and said[0].startswith("http://127.0.0.1:") and said[1] == ""
+
+
+@contextmanager
+def default_interrupts() -> Iterator[None]:
+    """SIGINT as Python takes it, where a shell's & had it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_sigterm_drains_and_ends() -> None:
