@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 
@@ -20,12 +18,10 @@ from mtp_export.commands.bundle_command import Making, PlannedBundle
 from mtp_export.commands.bundle_tables import effort, parts_table, result_facts, resumed
 from mtp_export.commands.garbage import gc_paused
 from mtp_export.commands.output import heading
+from mtp_export.commands.pairing import Proving
 from mtp_export.options import Access, Panel, option, path_option, source_option
 from mtp_export.schemes import SCHEMES
 from mtp_export.schemes.scheme import BF16
-
-if TYPE_CHECKING:
-    from mtp_export.verify.pairing_proof import PairingProof
 
 # As for mtp-export quantize: every pair of its table gives the MTP module 8 bits or more.
 _NAMES = tuple(name for name in SCHEMES if "int4" not in name)
@@ -71,22 +67,7 @@ class GraftCommand:
             choices=_NAMES,
         ),
     )
-    prove: bool = field(
-        default=False,
-        metadata=option(
-            "Run the bundle: is it this main model's layer, by the drafts that are accepted?",
-            Panel.CHECKS,
-        ),
-    )
-    prompts: Path | None = field(
-        default=None,
-        metadata=path_option(
-            "Prompts to prove it on, as for verify; by default built-in ones.",
-            Panel.CHECKS,
-            "FILE.jsonl",
-            access=Access.READ,
-        ),
-    )
+    proving: Proving = Proving()
 
 
 def graft(options: GraftCommand) -> None:
@@ -101,7 +82,7 @@ def graft(options: GraftCommand) -> None:
     result = planned.run()
     if result is None:
         return
-    proof = _proof(options)
+    proof = options.proving.proof(options.output_dir, quiet=options.making.reporting.quiet)
     facts = result_facts(result) | {"pairing": proof.as_json()}
     planned.report(facts, Group(result_table(result), proof.words))
     proof.raise_if_failed()
@@ -109,33 +90,18 @@ def graft(options: GraftCommand) -> None:
 
 def _check_proof(options: GraftCommand) -> None:
     """Refuse prompts of no proof, and a proof of a bundle that is not whole (UsageError)."""
-    if options.prompts is not None and not options.prove:
-        raise UsageError(
-            "Prompts are what a graft is proven on",
-            expected="--prompts with --prove",
-            found="--prompts alone",
-        )
+    options.proving.check()
     made = "--share" if options.making.share else "--dry-run" if options.making.dry_run else ""
-    if options.prove and made:
+    if options.proving.prove and made:
+        todo = "Leave --prove out, and run mtp-export verify on the bundle when it is whole"
+        if made == "--share":
+            todo = "Leave --prove out, and give it to mtp-export finish"
         raise UsageError(
             "Only a whole bundle can be run",
             expected="--prove in the run that ends with the bundle",
             found=f"--prove with {made}",
-            todo="Leave --prove out, and run mtp-export verify on the bundle when it is whole",
+            todo=todo,
         )
-
-
-def _proof(options: GraftCommand) -> PairingProof:
-    """Return what the drafts that the main model accepts say of the bundle that was made."""
-    # They take longer to import than a small graft takes.
-    from mtp_export.commands.progress_bar import progress_bar
-    from mtp_export.verify.options import VerifyOptions
-    from mtp_export.verify.pairing_proof import not_asked_for, prove_pairing
-
-    if not options.prove:
-        return not_asked_for(options.output_dir)
-    wanted = VerifyOptions(options.output_dir, prompts=options.prompts)
-    return prove_pairing(wanted, partial(progress_bar, quiet=options.making.reporting.quiet))
 
 
 def result_table(result: BundleResult) -> RenderableType:

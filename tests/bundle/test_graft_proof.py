@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cases import Outcome, read_json, run_program
+from cases import Outcome, export, read_json, run_program
 from mtp_export.verify.evidence import parts
 from mtp_export.verify.evidence.prompts import BUILT_IN
 from quantized_by_others import write
@@ -35,6 +35,14 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def graft(main: Path, mtp: Path, output: Path, *options: object) -> Outcome:
     return run_program("graft", "--main", main, "--mtp", mtp, "--output-dir", output, *options)
+
+
+def finished_graft(main: Path, mtp: Path, output: Path, *options: object) -> Outcome:
+    """The end of a graft in two shares."""
+    for share in ("1/2", "2/2"):
+        outcome = graft(main, mtp, output, "--share", share, "--quiet")
+        assert outcome.code == 0, outcome.err
+    return run_program("finish", output, *options)
 
 
 def pairing_of(outcome: Outcome) -> dict[str, Any]:
@@ -72,6 +80,49 @@ def test_the_layer_of_another_training(main: Path, prompts: Path, tmp_path: Path
     assert pairing_of(outcome)["words"].startswith("Pairing disproved by acceptance: draft 1 0.")
     assert "sanity band of draft 1" in outcome.err and "this main model's" in outcome.err
     assert (tmp_path / "output/mtp_export.json").is_file()
+
+
+def test_shares_of_the_original_layer(main: Path, prompts: Path, tmp_path: Path) -> None:
+    """Proven at their end, as by one run."""
+    options, report = ("--prove", "--prompts", prompts), tmp_path / "report.json"
+    outcome = finished_graft(main, GLM, tmp_path / "shared", *options, "--report", report)
+    assert outcome.code == 0, outcome.err
+    pairing = read_json(report)["pairing"]
+    assert pairing["status"] == "pass" and pairing["words"] in " ".join(outcome.out.split())
+    whole = graft(main, GLM, tmp_path / "whole", *options, "--json", "--quiet")
+    assert pairing == pairing_of(whole)
+
+
+def test_shares_of_another_trainings_layer(main: Path, prompts: Path, tmp_path: Path) -> None:
+    other = released(GLM)
+    another_training(other)
+    other.save(tmp_path / "other")
+    options = ("--prove", "--prompts", prompts, "--json")
+    outcome = finished_graft(main, tmp_path / "other", tmp_path / "output", *options)
+    assert outcome.code == 7 and "this main model's" in outcome.err
+    assert pairing_of(outcome)["status"] == "fail"
+    assert (tmp_path / "output/mtp_export.json").is_file()
+
+
+def test_shares_are_not_run_unless_asked_for(main: Path, tmp_path: Path) -> None:
+    outcome = finished_graft(main, GLM, tmp_path / "output", "--json")
+    assert pairing_of(outcome)["words"] == f"{ALONE}--prove measures it."
+
+
+def test_shares_of_no_graft_have_no_pairing(tmp_path: Path) -> None:
+    """Refused before anything is written, and finished without."""
+    output = tmp_path / "output"
+    assert export(GLM, output, "--share", "1/1", "--quiet").code == 0
+    outcome = run_program("finish", output, "--prove")
+    assert outcome.code == 2 and "shares of mtp-export export" in outcome.err
+    assert not (output / "mtp_export.json").exists()
+    outcome = run_program("finish", output, "--json")
+    assert outcome.code == 0 and "pairing" not in json.loads(outcome.out)
+
+
+def test_prompts_at_the_end_of_shares_are_of_a_proof(tmp_path: Path) -> None:
+    outcome = run_program("finish", tmp_path, "--prompts", "p.jsonl")
+    assert outcome.code == 2 and "--prompts with --prove" in outcome.err
 
 
 def test_nothing_is_run_unless_asked_for(main: Path, tmp_path: Path) -> None:

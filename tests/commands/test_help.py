@@ -15,7 +15,7 @@ PANELS: dict[str, tuple[str, ...]] = {
     "quantize": ("Precision", *BUNDLE_PANELS),
     "graft": ("Precision", "Checks", *BUNDLE_PANELS),
     "tune": ("Input and output", "Data", "Training", "Performance", "Report"),
-    "finish": ("Report",),
+    "finish": ("Checks", "Report"),
     "verify": ("Checks", "Decoding", "Performance", "Report"),
     "generate": (
         *("Decoding", "Speculation", "Number and temperature of drafts"),

@@ -1,0 +1,57 @@
+"""Options of the commands that end with a whole graft: run it, and say whose layer it has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mtp_checkpoints.errors import UsageError
+from mtp_export.options import Access, Panel, option, path_option
+
+if TYPE_CHECKING:
+    from mtp_export.verify.pairing_proof import PairingProof
+
+
+@dataclass(frozen=True)
+class Proving:
+    """Options of the proof of a graft's pairing."""
+
+    prove: bool = field(
+        default=False,
+        metadata=option(
+            "Run the graft: is it this main model's layer, by the drafts that are accepted?",
+            Panel.CHECKS,
+        ),
+    )
+    prompts: Path | None = field(
+        default=None,
+        metadata=path_option(
+            "Prompts to prove it on, as for verify; by default built-in ones.",
+            Panel.CHECKS,
+            "FILE.jsonl",
+            access=Access.READ,
+        ),
+    )
+
+    def check(self) -> None:
+        """Refuse prompts of no proof (UsageError)."""
+        if self.prompts is not None and not self.prove:
+            raise UsageError(
+                "Prompts are what a graft is proven on",
+                expected="--prompts with --prove",
+                found="--prompts alone",
+            )
+
+    def proof(self, bundle: Path, *, quiet: bool) -> PairingProof:
+        """Return what the drafts that the main model accepts say of a bundle that was made."""
+        # They take longer to import than a small graft takes.
+        from mtp_export.commands.progress_bar import progress_bar
+        from mtp_export.verify.options import VerifyOptions
+        from mtp_export.verify.pairing_proof import not_asked_for, prove_pairing
+
+        if not self.prove:
+            return not_asked_for(bundle)
+        wanted = VerifyOptions(bundle, prompts=self.prompts)
+        return prove_pairing(wanted, partial(progress_bar, quiet=quiet))
