@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import Field, dataclass, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from mtp_checkpoints.errors import UsageError
 from mtp_checkpoints.sources.addresses import SOURCES, place_of
 from mtp_checkpoints.sources.byte_source import Place
 
 METADATA = "option"
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_SHOWN_BOUND = 65535
 _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
@@ -83,10 +85,52 @@ class Option:
         """The choices as they are now: registries grow."""
         return self.choices() if callable(self.choices) else self.choices
 
+    def allows(self, number: float) -> bool:
+        """Return whether a number is within the bounds."""
+        is_high_enough = self.low is None or self.low <= number
+        return is_high_enough and (self.high is None or number <= self.high)
+
+    @property
+    def shown_metavar(self) -> str | None:
+        """The metavar; of a number its bounds, where they are narrow enough to be read."""
+        if self.low is None or self.high is None or self.high > _SHOWN_BOUND:
+            return self.metavar
+        return f"{self.low}-{self.high}"
+
+    @property
+    def bounds(self) -> str:
+        """The bounds of a number, where there are any, in words."""
+        if self.high is None:
+            return f"{self.low} or more"
+        return f"{self.high} or less" if self.low is None else f"{self.low} to {self.high}"
+
 
 def option(help: str, panel: Panel, flag: str | None = None, **more: Any) -> Mapping[str, Option]:
     """Return the metadata of a field that an option sets; more as in Option."""
     return {METADATA: Option(help, panel, flag, **more)}
+
+
+def flag_of(field: Field[Any]) -> str:
+    """Return the option, or argument, of a described field as it is written."""
+    given: Option = field.metadata[METADATA]
+    if given.is_argument:
+        return str(given.metavar)
+    return given.flag or f"--{field.name.replace('_', '-')}"
+
+
+def check_bounds(options: Any) -> None:
+    """Refuse numbers of a dataclass that are outside the bounds of their options (UsageError)."""
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if METADATA in field.metadata and isinstance(value, int | float):
+            given: Option = field.metadata[METADATA]
+            if not given.allows(value):
+                raise out_of_range(flag_of(field), given, value)
+
+
+def out_of_range(name: str, given: Option, found: object) -> UsageError:
+    """Return the refusal of an option's value that is no number within its bounds."""
+    return UsageError(f"{name} is out of range", expected=given.bounds, found=found)
 
 
 def argument(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from mtp_checkpoints.formats.base import GROUP_SIZES
 from mtp_export.options import Panel, option
 from mtp_export.schemes import SCHEMES
 from mtp_export.schemes.scheme import KEEP
@@ -77,7 +78,14 @@ class Precision:
     )
     group_size: int = field(
         default=128,
-        metadata=option("Weights per int4 scale: 32, 64 or 128.", Panel.PRECISION, metavar="N"),
+        metadata=option(
+            "Weights per int4 scale: 32, 64 or 128.",
+            Panel.PRECISION,
+            metavar="N",
+            parser=int,
+            choices=tuple(map(str, GROUP_SIZES)),
+            default="128",
+        ),
     )
     int4_scope: Int4Scope = field(
         default=Int4Scope.EXPERTS,

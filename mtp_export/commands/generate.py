@@ -72,6 +72,8 @@ class Sampling:
             "Number of most probable tokens to sample from; 0 for all.",
             Panel.DECODING,
             metavar="N",
+            low=0,
+            high=1 << 30,
         ),
     )
     seed: int | None = field(
@@ -80,6 +82,8 @@ class Sampling:
             "Seed of the first prompt; each further prompt adds one.",
             Panel.DECODING,
             metavar="N",
+            low=0,
+            high=(1 << 64) - 1,
             show_default="random",
         ),
     )

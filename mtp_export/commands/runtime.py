@@ -11,7 +11,7 @@ from mtp_export.commands.garbage import gc_paused
 from mtp_export.commands.output import status
 from mtp_export.options import Access, Panel, argument, option, parse_path, path_option
 from mtp_export.progress import format_bytes
-from mtp_runtime.config import LLMOptions
+from mtp_runtime.config import MAX_DRAFT_TOKENS, LLMOptions
 from mtp_runtime.drafters import DRAFTERS, extra_drafts, listed
 
 if TYPE_CHECKING:
@@ -76,15 +76,19 @@ class Drafting:
     speculate_max_draft_token_num: int | None = field(
         default=None,
         metadata=option(
-            "Draft tokens per step, 1 to 5; with --adaptive at most so many.",
+            "Draft tokens per step; with --adaptive at most so many.",
             Panel.SPECULATION,
             metavar="K",
+            low=1,
+            high=MAX_DRAFT_TOKENS,
             show_default="1; with --adaptive 5",
         ),
     )
     speculate_max_ngram_size: int = field(
         default=LLMOptions.speculate_max_ngram_size,
-        metadata=option("Maximum length of an n-gram.", Panel.SPECULATION, metavar="N"),
+        metadata=option(
+            "Maximum length of an n-gram.", Panel.SPECULATION, metavar="N", low=1, high=64
+        ),
     )
     adaptive: bool = field(
         default=False,
@@ -118,6 +122,7 @@ class Drafting:
             "Entropy above which no further token is drafted.",
             Panel.DRAFTS,
             metavar="NATS",
+            low=0,
             show_default="none",
         ),
     )
@@ -156,6 +161,7 @@ class Runtime:
             "Tokens of prompt and output together; above index_topk attention is sparse.",
             Panel.PERFORMANCE,
             metavar="N",
+            low=1,
         ),
     )
     parallel_mode: str | None = field(

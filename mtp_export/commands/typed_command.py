@@ -21,7 +21,15 @@ from typer.core import TyperCommand, TyperGroup
 from mtp_checkpoints.errors import UsageError
 from mtp_checkpoints.suggestions import did_you_mean
 from mtp_export.commands.config_file import read_config
-from mtp_export.options import METADATA, Access, Option, Panel, known_addresses
+from mtp_export.options import (
+    METADATA,
+    Access,
+    Option,
+    Panel,
+    flag_of,
+    known_addresses,
+    out_of_range,
+)
 from mtp_export.paths import refuse_overlaps
 
 _NUMBERS = {
@@ -40,7 +48,7 @@ SETTINGS: dict[str, Any] = {
     "pretty_exceptions_enable": False,
     "context_settings": {"help_option_names": ["-h", "--help"]},
 }
-_SAYS_LITTLE = (None, "NAME", "CHOICE", "MODE")  # metavars that do not say what a value is
+_SAYS_LITTLE = (None, "N", "NAME", "CHOICE", "MODE")  # metavars that do not say what a value is
 
 
 @dataclass(frozen=True)
@@ -60,9 +68,7 @@ class Leaf:
     @property
     def flag(self) -> str:
         """The option, or argument, as it is written."""
-        if self.option.is_argument:
-            return str(self.option.metavar)
-        return self.option.flag or f"--{self.field.name.replace('_', '-')}"
+        return flag_of(self.field)
 
     @property
     def envvar(self) -> str | None:
@@ -101,15 +107,13 @@ class Leaf:
             hint = Literal[tuple(given.names)]
         settings: dict[str, Any] = {
             "help": given.help,
-            "metavar": "" if hint is bool and given.parser is None else given.metavar,
+            "metavar": "" if hint is bool and given.parser is None else given.shown_metavar,
             "parser": None if given.parser is None else self.parsed,
             "rich_help_panel": given.panel or None,
             "show_default": given.show_default,
             "envvar": self.envvar,
             "show_envvar": given.show_envvar,
             "autocompletion": self.completions,
-            "min": given.low,
-            "max": given.high,
         }
         info = (
             typer.Argument(**settings)
@@ -145,13 +149,15 @@ class Leaf:
     def usual(self, value: Any) -> Any:
         """Return a given value as Typer reads it; UNUSUAL for what is left to Typer, as every
         mistake is."""
+        if self.option.names and value not in self.option.names:
+            return UNUSUAL
         if self.option.parser is not None:
             try:
                 return self.option.parser(value)
             except ValueError:
                 return UNUSUAL
         if self.option.names:
-            return value if value in self.option.names else UNUSUAL
+            return value
         if isinstance(value, list | tuple):
             return list(value)
         kinds = set(get_args(self.hint) or (self.hint,)) - {NoneType}
@@ -163,7 +169,8 @@ class Leaf:
             if issubclass(kind, Enum):
                 return next((each for each in kind if value == each.value), UNUSUAL)
             if kind in _NUMBERS and _NUMBERS[kind].fullmatch(value):
-                return self._bounded(kind(value))
+                number = kind(value)
+                return number if self.option.allows(number) else UNUSUAL
         return UNUSUAL
 
     def refuse(self, value: Any, *, from_environment: bool) -> None:
@@ -185,23 +192,18 @@ class Leaf:
                 raise UsageError(f"Option {name}: {error}") from None
         elif self.option.low is not None or self.option.high is not None:
             with suppress(ValueError, TypeError):
-                if self._bounded(float(value)) is not UNUSUAL:
+                if self.option.allows(_number(value)):
                     return
-            raise UsageError(f"{name} is out of range", expected=self._range, found=repr(value))
+            raise out_of_range(name, self.option, repr(value))
         elif self.hint is bool:
             raise UsageError(f"{name} is a switch", expected="1 or 0", found=repr(value))
 
-    @property
-    def _range(self) -> str:
-        low, high = self.option.low, self.option.high
-        if high is None:
-            return f"{low} or more"
-        return f"{high} or less" if low is None else f"{low} to {high}"
 
-    def _bounded(self, number: float) -> Any:
-        low, high = self.option.low, self.option.high
-        is_bounded = (low is None or low <= number) and (high is None or number <= high)
-        return number if is_bounded else UNUSUAL
+def _number(text: Any) -> float:
+    """Return the number of a text; a whole one is exact, however large (ValueError)."""
+    with suppress(ValueError):
+        return int(text)
+    return float(text)
 
 
 class QuickReading:

@@ -12,8 +12,9 @@ from typing import Any
 
 from mtp_checkpoints.errors import UsageError
 from mtp_export.bundle.options import OVERWRITE, RunOptions
-from mtp_export.options import Access, Panel, option, path_option
+from mtp_export.options import Access, Panel, check_bounds, option, path_option
 from mtp_export.tune.drafts import DRAFTS
+from mtp_runtime.config import MAX_DRAFT_TOKENS
 from mtp_runtime.drafters import listed
 
 
@@ -45,21 +46,34 @@ class DataOptions:
     new_tokens: int = field(
         default=128,
         metadata=option(
-            "New tokens that the target writes.", Panel.DATA, "--max-new-tokens", metavar="N"
+            "New tokens that the target writes.",
+            Panel.DATA,
+            "--max-new-tokens",
+            metavar="N",
+            low=2,
+            high=1 << 20,
         ),
     )
     text_tokens: int = field(
         default=2048,
         metadata=option(
-            "Tokens at which a text is cut.", Panel.DATA, "--max-text-tokens", metavar="N"
+            "Tokens at which a text is cut.",
+            Panel.DATA,
+            "--max-text-tokens",
+            metavar="N",
+            low=4,
+            high=1 << 20,
         ),
     )
 
     def __post_init__(self) -> None:
-        from mtp_runtime.config import check_count  # brings torch
-
-        check_count("max_new_tokens", self.new_tokens, 2, 1 << 20)
-        check_count("max_text_tokens", self.text_tokens, self.new_tokens + 2, 1 << 20)
+        check_bounds(self)
+        if self.text_tokens < self.new_tokens + 2:
+            raise UsageError(
+                "Texts are cut before their new tokens end",
+                expected="--max-text-tokens of at least --max-new-tokens and 2",
+                found=f"{self.text_tokens} and {self.new_tokens}",
+            )
 
 
 @dataclass(frozen=True)
@@ -71,48 +85,63 @@ class TrainOptions:
     """
 
     steps: int = field(
-        default=1000, metadata=option("Steps of the optimizer.", Panel.TRAINING, metavar="N")
+        default=1000,
+        metadata=option(
+            "Steps of the optimizer.", Panel.TRAINING, metavar="N", low=1, high=1 << 30
+        ),
     )
     rate: float = field(
         default=2e-4,
-        metadata=option("Highest learning rate.", Panel.TRAINING, "--lr", metavar="X"),
+        metadata=option(
+            "Highest learning rate.", Panel.TRAINING, "--lr", metavar="X", low=0, high=1
+        ),
     )
     k: int = field(
         default=3,
         metadata=option(
-            "Deepest draft to train, or number of heads, 1 to 5.", Panel.TRAINING, metavar="K"
+            "Deepest draft to train, or number of heads.",
+            Panel.TRAINING,
+            metavar="K",
+            low=1,
+            high=MAX_DRAFT_TOKENS,
         ),
     )
     lora_rank: int | None = field(
         default=None,
         metadata=option(
-            "Train changes of this rank instead of whole matrices.", Panel.TRAINING, metavar="R"
+            "Train changes of this rank instead of whole matrices.",
+            Panel.TRAINING,
+            metavar="R",
+            low=1,
+            high=1 << 16,
         ),
     )
     batch_tokens: int = field(
         default=2048,
-        metadata=option("Tokens of a step, over all processes.", Panel.TRAINING, metavar="N"),
+        metadata=option(
+            "Tokens of a step, over all processes.",
+            Panel.TRAINING,
+            metavar="N",
+            low=16,
+            high=1 << 30,
+        ),
     )
     dtype: str = field(
         default="float32",
-        metadata=option("float32 or bfloat16 products.", Panel.PERFORMANCE, metavar="NAME"),
+        metadata=option(
+            "float32 or bfloat16 products.",
+            Panel.PERFORMANCE,
+            metavar="NAME",
+            choices=("float32", "bfloat16"),
+        ),
     )
-    seed: int = field(default=0, metadata=option("Seed.", Panel.TRAINING, metavar="N"))
+    seed: int = field(
+        default=0,
+        metadata=option("Seed.", Panel.TRAINING, metavar="N", low=0, high=(1 << 31) - 1),
+    )
 
     def __post_init__(self) -> None:
-        from mtp_runtime.config import MAX_DRAFT_TOKENS, check_count, check_range
-
-        check_count("k", self.k, 1, MAX_DRAFT_TOKENS)
-        check_count("steps", self.steps, 1, 1 << 30)
-        check_range("lr", self.rate, 0.0, 1.0)
-        check_count("batch_tokens", self.batch_tokens, 16, 1 << 30)
-        check_count("seed", self.seed, 0, (1 << 31) - 1)
-        if self.lora_rank is not None:
-            check_count("lora_rank", self.lora_rank, 1, 1 << 16)
-        if self.dtype not in ("float32", "bfloat16"):
-            raise UsageError(
-                "Option dtype is unknown", expected="float32 or bfloat16", found=self.dtype
-            )
+        check_bounds(self)
 
 
 @dataclass(frozen=True)

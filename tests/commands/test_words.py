@@ -6,11 +6,12 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import pytest
 
 from cases import run_program
+from mtp_checkpoints.errors import UsageError
 from mtp_export import __version__
 from mtp_export.commands.failures import Failure, print_failure
 from mtp_export.commands.help_page import EXAMPLES
@@ -96,6 +97,24 @@ REFUSALS = {
     ("generate", "x", "--max-new-tokens", "0"): (
         "--max-new-tokens is out of range. Expected 1 to 1073741824. Found '0'."
     ),
+    ("generate", "x", "--top-k", "-1"): (
+        "--top-k is out of range. Expected 0 to 1073741824. Found '-1'."
+    ),
+    ("generate", "x", "--seed", "18446744073709551616"): (
+        "--seed is out of range. Expected 0 to 18446744073709551615. Found '18446744073709551616'."
+    ),
+    ("generate", "x", "--speculate-max-draft-token-num", "6"): (
+        "--speculate-max-draft-token-num is out of range. Expected 1 to 5. Found '6'."
+    ),
+    ("tune", "--lr", "2"): "--lr is out of range. Expected 0 to 1. Found '2'.",
+    ("tune", "--k", "0"): "--k is out of range. Expected 1 to 5. Found '0'.",
+    (
+        *("tune", "--bundle", "x", "--data", "y", "--output-dir", "z"),
+        *("--max-new-tokens", "9", "--max-text-tokens", "10"),
+    ): (
+        "Texts are cut before their new tokens end. Expected --max-text-tokens of at least"
+        " --max-new-tokens and 2. Found 10 and 9."
+    ),
     ("inspect", "deepseek-ai/DeepSeek-V3"): (
         "There is no checkpoint folder here (deepseek-ai/DeepSeek-V3)."
         " Did you mean hf://deepseek-ai/DeepSeek-V3?"
@@ -118,6 +137,21 @@ def test_a_wrong_word_is_answered_with_what_was_meant(arguments: tuple[str, ...]
         3 if arguments[0] == "inspect" and arguments[1:] else 2,
         "",
     )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_number_is_refused_by_its_option(command: str) -> None:
+    """Numbers have bounds, so that no refusal names a field of the runtime's instead."""
+    leaves = cast(QuickReading, command_named(command)).leaves.values()
+    numbers = [
+        leaf
+        for leaf in leaves
+        if {int, float} & {leaf.hint, *get_args(leaf.hint)} and leaf.option.parser is None
+    ]
+    assert [leaf.flag for leaf in numbers if leaf.option.low is None] == []
+    for leaf in numbers:
+        with pytest.raises(UsageError, match=f"^{leaf.flag} is out of range"):
+            leaf.refuse(str(leaf.option.low - 1), from_environment=False)
 
 
 class Terminal:

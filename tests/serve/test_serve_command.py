@@ -38,7 +38,7 @@ def test_without_its_packages_it_says_what_to_install(monkeypatch: pytest.Monkey
         (("--enable-chunked-prefill", "maybe"), "neither true nor false"),
         (("--enable-prefix-cache", "--speculate-method", "draft_model"), "no prefix cache"),
         (("--max-batch-size", "0"), "--max-batch-size"),
-        (("--max-model-len", "0"), "max_model_len of 1 to"),
+        (("--max-model-len", "0"), "--max-model-len is out of range"),
     ],
 )
 def test_options_that_make_no_sense(options: tuple[str, ...], words: str) -> None:
