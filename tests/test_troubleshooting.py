@@ -48,7 +48,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> Outcome:
 
 RUNS: dict[int, Callable[[pytest.MonkeyPatch], Outcome]] = {
     1: internal_error,
-    2: lambda _: run_program("launch", "bundle"),
+    2: lambda _: run_program("launch", "bundle", "--run"),
     3: lambda _: run_program("inspect", "empty"),
     4: lambda _: run_program("launch", "bundle", "--engine", "lightllm"),
     5: lambda _: export(Path("source"), Path("other"), "--max-memory", "1MB"),

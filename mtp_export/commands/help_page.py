@@ -59,7 +59,7 @@ EXAMPLES: dict[str, tuple[str, str, str]] = {
         "docs/gpu.md",
     ),
     "launch": (
-        "mtp-export launch V3 --engine vllm",
+        "mtp-export launch V3 --k 3",
         "mtp-export launch V3 --engine vllm --nodes 2 --tp 16 --head 10.0.0.1",
         "docs/engines.md",
     ),

@@ -33,7 +33,7 @@ class LaunchCommand:
             Panel.PLACEMENT,
             metavar="ENGINE",
             choices=names_that_serve,
-            show_default="the one that reads the bundle",
+            show_default="all that read the bundle",
         ),
     )
     k: int | None = field(
@@ -87,8 +87,8 @@ class LaunchCommand:
 
 
 def launch(options: LaunchCommand) -> None:
-    """Print, or run, the command that serves a bundle with an engine; print those of its extra
-    drafts too."""
+    """Print, or run, the command that serves a bundle with an engine, or with each that reads it;
+    print those of its extra drafts too."""
     bundle, nodes = options.bundle, options.nodes
     refuse_unprintable(bundle)
     if options.tp is None and nodes > 1:
@@ -97,31 +97,61 @@ def launch(options: LaunchCommand) -> None:
         raise UsageError(
             "There is no such machine", expected=f"--node below {nodes}", found=options.node
         )
-    engine, draft_tokens = options.engine or _only_engine(bundle), _draft_tokens(options)
-    placement = None
+    draft_tokens, placement = _draft_tokens(options), None
     if options.tp is not None:
         placement = Placement(options.tp, nodes, head=quote(options.head))
-    lines = list(node_lines(bundle, engine, placement, draft_tokens))
+    names = [options.engine] if options.engine else _engines(bundle, only=options.run)
+    engines = [
+        _Engine(
+            name,
+            list(node_lines(bundle, name, placement, draft_tokens)),
+            draft_lines(bundle, name, placement, draft_tokens),
+        )
+        for name in names
+    ]
     if options.run:
-        _become(lines[options.node], engine, probe_of(bundle, engine))
-    drafts = draft_lines(bundle, engine, placement, draft_tokens)
+        (only,) = engines
+        _become(only.commands[options.node], only.name, probe_of(bundle, only.name))
     if options.reporting.as_json:
-        facts = {"engine": engine, "commands": lines, "draft_commands": drafts}
-        print_result(facts | {"draft_tokens": draft_tokens}, "", options.reporting)
+        facts = {each.name: each.as_json() for each in engines}
+        (name, one), *others = facts.items()
+        shown = {"engines": facts} if others else {"engine": name, **one}
+        print_result(shown | {"draft_tokens": draft_tokens}, "", options.reporting)
         return
-    _show(lines, "draft mtp" if drafts else "")
-    for method, own in drafts.items():
-        if own is None:
-            print(f"# draft {method}: {engine} has no command for it; mtp-export serve runs it")
-        else:
-            _show(own, f"draft {method}")
+    for each in engines:
+        each.show(each.name if len(engines) > 1 else "")
 
 
-def _only_engine(bundle: Path) -> str:
-    """Return the one engine that serves a bundle (UsageError where there is a choice)."""
+@dataclass(frozen=True)
+class _Engine:
+    """An engine and its commands, one for each machine: those of the bundle's MTP module, and those
+    of its extra drafts by method, None where the engine has none."""
+
+    name: str
+    commands: list[str]
+    draft_commands: dict[str, list[str] | None]
+
+    def as_json(self) -> dict[str, Any]:
+        return {"commands": self.commands, "draft_commands": self.draft_commands}
+
+    def show(self, shown_name: str) -> None:
+        """Print the commands, under the name that tells the engine from others."""
+        _show(self.commands, shown_name, "draft mtp" if self.draft_commands else "")
+        for method, own in self.draft_commands.items():
+            draft = f"draft {method}"
+            if own is None:
+                what = ", ".join(filter(None, [shown_name, draft]))
+                print(f"# {what}: {self.name} has no command for it; mtp-export serve runs it")
+            else:
+                _show(own, shown_name, draft)
+
+
+def _engines(bundle: Path, *, only: bool) -> list[str]:
+    """Return the engines that serve a bundle (UsageError where there is none, and for several where
+    it must be one)."""
     engines = engines_of(bundle)
-    if len(engines) == 1:
-        return engines[0]
+    if len(engines) == 1 or (engines and not only):
+        return engines
     raise UsageError(
         "Several engines serve this bundle" if engines else "No known engine serves this bundle",
         where=bundle,
@@ -151,11 +181,11 @@ def _draft_tokens(options: LaunchCommand) -> int:
     return k
 
 
-def _show(lines: Sequence[str], draft: str) -> None:
+def _show(lines: Sequence[str], *names: str) -> None:
     """Print the command of each machine, under what tells it from others."""
     for number, line in enumerate(lines):
         machine = f"machine {number}" if len(lines) > 1 else ""
-        if heading := ", ".join(filter(None, [draft, machine])):
+        if heading := ", ".join(filter(None, [*names, machine])):
             print(f"# {heading}")
         print(line)
 

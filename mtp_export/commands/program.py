@@ -26,7 +26,6 @@ from mtp_export.commands.registry import (
     command_named,
     program,
 )
-from mtp_export.commands.retries import announced_retries
 from mtp_export.commands.standard_streams import guarded_streams
 
 # Commands that torchrun may start: those that rank 0 runs while the other ranks follow it, and one
@@ -40,11 +39,10 @@ def exit_code(arguments: Sequence[str]) -> int:
     With --json it is an object on stdout too, where the command printed none.
     """
     given = [argument for argument in arguments if argument != "--debug"]
-    is_quiet = not {"--quiet", "-q"}.isdisjoint(given)
     with guarded_streams() as out:
         try:
             try:
-                with announced_compiling(), announced_retries(quiet=is_quiet):
+                with announced_compiling():
                     return _run(given)
             finally:
                 sys.stdout.flush()

@@ -21,6 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 from mtp_checkpoints.errors import UsageError
 from mtp_checkpoints.suggestions import did_you_mean
 from mtp_export.commands.config_file import read_config
+from mtp_export.commands.retries import announced_retries
 from mtp_export.options import (
     METADATA,
     Access,
@@ -325,7 +326,9 @@ def _callback(run: Callable[..., None], leaves: Sequence[Leaf]) -> Callable[...,
                 given[leaf.path] = False if leaf.turns_off else values[leaf.name]
         options = _filled(hints["options"], given)
         refuse_overlaps(*(_paths_of(options, leaves, access) for access in Access))
-        run(options, context) if "context" in hints else run(options)
+        is_quiet = any(_value(options, leaf) for leaf in leaves if leaf.field.name == "quiet")
+        with announced_retries(quiet=is_quiet):
+            run(options, context) if "context" in hints else run(options)
 
     itself = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
     signature = inspect.Signature([itself, *(leaf.parameter() for leaf in leaves)])
@@ -336,11 +339,12 @@ def _callback(run: Callable[..., None], leaves: Sequence[Leaf]) -> Callable[...,
 
 def _paths_of(options: Any, leaves: Sequence[Leaf], access: Access) -> dict[str, Any]:
     """Return the paths that a command reads, or those that it writes, by option."""
-    return {
-        leaf.flag: reduce(getattr, leaf.path, options)
-        for leaf in leaves
-        if leaf.option.access is access
-    }
+    return {leaf.flag: _value(options, leaf) for leaf in leaves if leaf.option.access is access}
+
+
+def _value(options: Any, leaf: Leaf) -> Any:
+    """Return what a command's options have in a field."""
+    return reduce(getattr, leaf.path, options)
 
 
 def _leaves_of(run: Callable[..., None]) -> list[Leaf]:

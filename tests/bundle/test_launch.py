@@ -377,14 +377,29 @@ def test_k_is_the_number_of_drafts(target: str, tmp_path: Path) -> None:
         "xllm": "--num_speculative_tokens 3",
         "paddlenlp": "SPECULATE_MAX_DRAFT_TOKEN_NUM=3",
     }
-    engine = () if target not in ("vllm", "sglang") else ("--engine", target)
-    outcome = run_program("launch", tmp_path / "bundle", *engine, "--k", "3")
+    outcome = run_program("launch", tmp_path / "bundle", "--k", "3")
     assert outcome.code == 0 and words[target] in outcome.out, outcome
 
 
-def test_an_engine_is_named_where_there_is_a_choice(pristine: Path, tmp_path: Path) -> None:
+def test_every_engine_that_reads_the_bundle_has_its_command(pristine: Path, tmp_path: Path) -> None:
+    bundle = tmp_path / "bundle"
+    export(pristine, bundle)
+    each = {
+        name: json.loads(run_program("launch", bundle, "--engine", name, "--json").out)
+        for name in ("vllm", "sglang")
+    }
+    facts = json.loads(run_program("launch", bundle, "--json").out)
+    assert facts["draft_tokens"] == 1 and [*facts["engines"]] == ["vllm", "sglang"]
+    for name, own in facts["engines"].items():
+        assert own | {"engine": name, "draft_tokens": 1} == each[name]
+    shown = run_program("launch", bundle).out.splitlines()
+    (vllm,), (sglang,) = each["vllm"]["commands"], each["sglang"]["commands"]
+    assert shown == ["# vllm", vllm, "# sglang", sglang]
+
+
+def test_an_engine_to_run_is_named_where_there_is_a_choice(pristine: Path, tmp_path: Path) -> None:
     export(pristine, tmp_path / "bundle")
-    outcome = run_program("launch", tmp_path / "bundle")
+    outcome = run_program("launch", tmp_path / "bundle", "--run")
     assert outcome.code == 2 and "--engine vllm or --engine sglang" in outcome.err
 
 

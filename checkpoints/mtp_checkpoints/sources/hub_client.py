@@ -117,19 +117,20 @@ def _failed(error: Exception, where: Address) -> AttemptFailed:
         words = "name not known" if is_unknown else type(error).__name__
         return AttemptFailed(
             failure(error, where),
+            server=_host(error),
+            cause=str(error) if isinstance(error, _Cut) else words,
             is_final=not isinstance(error, (*_NETWORK, _Cut)),
-            cause=f"{_host(error)}: {words}",
             is_unknown_name=is_unknown,
         )
     response, is_bad = error.response, isinstance(error, _BadStatus)
-    refusal = of.STORAGE_GIVES_NOTHING.at(where, f"HTTP {response.status_code}")
+    server, status = _host(error), f"HTTP {response.status_code}"
+    refusal = of.STORAGE_GIVES_NOTHING.at(where, status)
     said = refusal if is_bad else failure(error, where)
     if response.status_code in _TRANSIENT:
         told_seconds = _told_seconds(response.headers)
-        cause = f"{_host(error)}: HTTP {response.status_code}"
-        return AttemptFailed(said, told_seconds=told_seconds, cause=cause)
+        return AttemptFailed(said, server=server, cause=status, told_seconds=told_seconds)
     # A link to the storage has expired, and is signed anew; the Hub's own word is final.
-    return AttemptFailed(said, is_final=not is_bad)
+    return AttemptFailed(said, server=server, cause=status, is_final=not is_bad)
 
 
 def _is_unknown_name(error: BaseException | None) -> bool:

@@ -130,7 +130,9 @@ class ObjectFile:
                 yield chunk
                 left -= len(chunk)
         if left:
-            raise AttemptFailed(of.STORE_BROKE_OFF.at(self.path, "the body ended early"))
+            found = "the body ended early"
+            refusal = of.STORE_BROKE_OFF.at(self.path, found)
+            raise AttemptFailed(refusal, server=_bucket(self.path), cause=found)
 
 
 def _store(path: Address) -> ObjectStore:
@@ -248,11 +250,12 @@ def _failed(path: Address, error: Exception) -> AttemptFailed:
     answer = _STATUS.search(said)
     status = answer[1] if answer else ""
     found = f"HTTP {status}" if status else "no whole answer"
-    credentials = _credentials(path)
+    credentials, is_final = _credentials(path), True
     if isinstance(error, PreconditionError):
         refusal = of.OBJECT_CHANGED.at(path, "an object with another one")
     elif any(words in said for words in _NO_CREDENTIALS):
-        return AttemptFailed(of.STORE_IS_CLOSED.at(path, "no credentials", credentials=credentials))
+        found, is_final = "no credentials", False
+        refusal = of.STORE_IS_CLOSED.at(path, found, credentials=credentials)
     elif any(words in said for words in _OTHER_BYTES):
         expected = "the bytes that it was asked for"
         refusal = of.STORE_IS_UNUSABLE.at(path, "others", expected=expected)
@@ -262,8 +265,14 @@ def _failed(path: Address, error: Exception) -> AttemptFailed:
         refusal = of.STORE_HAS_NOTHING.at(path, found)
     else:
         is_final = status not in ("", *_TRANSIENT)
-        return AttemptFailed(of.STORE_BROKE_OFF.at(path, found), is_final=is_final)
-    return AttemptFailed(refusal, is_final=True)
+        refusal = of.STORE_BROKE_OFF.at(path, found)
+    return AttemptFailed(refusal, server=_bucket(path), cause=found, is_final=is_final)
+
+
+def _bucket(path: Address) -> str:
+    """Return the bucket or container of an address, which names its store."""
+    scheme, _, rest = path.text.partition("://")
+    return f"{scheme}://{rest.partition('/')[0]}"
 
 
 def _credentials(path: Address) -> str:

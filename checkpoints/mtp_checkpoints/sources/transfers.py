@@ -11,7 +11,8 @@ from typing import TypeVar
 
 from mtp_checkpoints.errors import MtpExportError
 
-logger = logging.getLogger(__name__)  # of attempts that follow, at level INFO
+# Of attempts that follow, at level INFO; records have the server and the attempt's number.
+logger = logging.getLogger(__name__)
 
 RETRIES = 5  # failed attempts in a row, without a byte in between
 NAME_RETRIES = 1
@@ -26,22 +27,24 @@ T = TypeVar("T")
 class AttemptFailed(Exception):
     """A request failed. error is what to tell the user if no other attempt succeeds.
 
-    is_final: another one is of no use. told_seconds: how long the server asks to wait. cause: the
-    failure in a few words, without secrets. is_unknown_name: the server's name cannot be looked up.
+    server: its name, or a bucket's. cause: the failure in a few words, without secrets. is_final:
+    another one is of no use. told_seconds: how long the server asks to wait. is_unknown_name: the
+    server's name cannot be looked up.
     """
 
     def __init__(
         self,
         error: MtpExportError,
         *,
+        server: str,
+        cause: str,
         is_final: bool = False,
         told_seconds: float = 0.0,
-        cause: str = "",
         is_unknown_name: bool = False,
     ) -> None:
         super().__init__(error.what)
         self.error, self.is_final, self.told_seconds = error, is_final, told_seconds
-        self.cause, self.is_unknown_name = cause or error.what, is_unknown_name
+        self.server, self.cause, self.is_unknown_name = server, cause, is_unknown_name
 
 
 class _Patience:
@@ -66,8 +69,10 @@ class _Patience:
         # Readers that failed together do not return together.
         seconds = failed.told_seconds + backoff * random.uniform(0.5, 1.0)
         seconds = min(seconds, _MAX_TOLD_SECONDS)
-        attempt = f"attempt {self._failures + 1} of {retries + 1} in {seconds:.1f} s"
-        logger.info("%s; %s", failed.cause, attempt)
+        attempt = self._failures + 1
+        words = f"attempt {attempt} of {retries + 1} in {seconds:.1f} s"
+        known = {"server": failed.server, "attempt": attempt}
+        logger.info("%s: %s; %s", failed.server, failed.cause, words, extra=known)
         self._pause(seconds)
 
 

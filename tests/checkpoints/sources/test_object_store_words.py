@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mtp_checkpoints.errors import InvalidInputError, IoError, MtpExportError, UnsupportedError
-from mtp_checkpoints.sources import object_store
+from mtp_checkpoints.sources import object_store, transfers
 from mtp_checkpoints.sources.byte_source import Address
 from mtp_checkpoints.sources.object_store import ObjectFile, open_object_store
 from mtp_export import __version__
@@ -225,6 +225,21 @@ def test_a_store_that_does_not_answer(
     refusal = fetch_error(waits)
     assert isinstance(refusal, IoError) and waits == (PATIENT if again else [])
     assert (refusal.what, refusal.found) == ("The object store does not answer", found)
+
+
+def test_a_further_attempt_names_the_bucket(
+    waits: list[float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", transfers.__name__)
+    cut = answer(stream=lambda least: iter([b"cd"]))
+    rest = answer(range=(4, 7), stream=lambda least: iter([b"efg"]))
+    answering(monkeypatch, cut, rest)
+    assert fetch(file_of(), range(2, 7), waits) == b"cdefg"
+    assert caplog.messages == ["s3://bucket: the body ended early; attempt 2 of 6 in 0.5 s"]
+    caplog.clear()
+    answering(monkeypatch, of.GenericError("status code: 503 secret"), answer())
+    assert fetch(file_of(), range(2, 7), waits) == b"cdefg"
+    assert caplog.messages == ["s3://bucket: HTTP 503; attempt 2 of 6 in 0.5 s"]
 
 
 def test_an_object_that_is_gone(waits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,8 @@ from mtp_checkpoints.sources.transfers import AttemptFailed, patiently, transfer
 
 
 def failed(what: str = "broken", **facts: float | str) -> AttemptFailed:
-    return AttemptFailed(IoError(what), **facts)  # type: ignore[arg-type]
+    known = {"server": "huggingface.co", "cause": what}
+    return AttemptFailed(IoError(what), **(known | facts))  # type: ignore[arg-type]
 
 
 def test_a_request_is_made_six_times(waits: list[float]) -> None:
@@ -82,13 +83,15 @@ def test_every_further_attempt_is_logged(
     waits: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", transfers.__name__)
-    answers = iter([failed(cause="huggingface.co: HTTP 503", told_seconds=2.0), failed("broken")])
+    answers = iter([failed(cause="HTTP 503", told_seconds=2.0), failed("broken")])
     with pytest.raises(IoError):
         patiently(lambda: _raise(next(answers, failed(is_final=True))))
     assert caplog.messages == [
         "huggingface.co: HTTP 503; attempt 2 of 6 in 2.5 s",
-        "broken; attempt 3 of 6 in 1.0 s",
+        "huggingface.co: broken; attempt 3 of 6 in 1.0 s",
     ]
+    known = [(vars(record)["server"], vars(record)["attempt"]) for record in caplog.records]
+    assert known == [("huggingface.co", 2), ("huggingface.co", 3)]
 
 
 def _raise(error: Exception) -> None:
