@@ -109,6 +109,8 @@ def _from_json(kind: Any, value: Any) -> Any:
     if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, Mapping):
         hints = get_type_hints(kind)
         return kind(**{name: _from_json(hints[name], each) for name, each in value.items()})
+    if isinstance(value, str) and "\0" in value:
+        raise ValueError("a null byte, which no path has")
     if kind is Place:
         return place_of(value)
     if isinstance(kind, type) and issubclass(kind, Path | Enum):

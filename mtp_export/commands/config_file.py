@@ -50,7 +50,9 @@ def read_config(path: Path, options: Iterable[ConfiguredOption]) -> dict[str, An
 
 
 def _is_flat(value: Any) -> bool:
-    return isinstance(value, str) or all(isinstance(each, str) for each in value)
+    """Return whether a command line could hold a value: texts without null bytes."""
+    each = [value] if isinstance(value, str) else value
+    return all(isinstance(text, str) and "\0" not in text for text in each)
 
 
 def _mapping(path: Path) -> Mapping[Any, Any]:

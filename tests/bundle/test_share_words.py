@@ -318,6 +318,10 @@ def test_a_request_that_is_gone_or_damaged(small: Path, output: Path) -> None:
     assert error.todo == (
         "Run any one of them again, with the same --share: it writes the file anew"
     )
+    recorded["options"]["input_dir"] += "\0"
+    path.write_text(json.dumps(recorded))
+    error = refusal(lambda: shared_request(output), InvalidInputError)
+    assert error.found == "ValueError: a null byte, which no path has"
     path.unlink()
     gone = refusal(lambda: shared_request(output), IoError)
     assert (gone.where, gone.found) == (path, "No such file or directory")

@@ -77,6 +77,7 @@ def test_the_file_may_be_named_by_the_environment(
         ("block-size: 1\nblock_size: 2\n", 2, "'block_size' is given twice"),
         ("port:\n", 2, "'port' has no value"),
         ("port: {a: b}\n", 2, "'port' has no value"),
+        ('draft-model: "a\\0"\n', 2, "'draft-model' has no value"),
         ("port: 99999\n", 2, "--port is out of range"),
         ("- port\n", 2, "has no options"),
         ("port: [\n", 2, "is no YAML"),

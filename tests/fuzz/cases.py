@@ -128,10 +128,12 @@ def journal(change: Callable[[bytes], bytes]) -> Damage:
 
 def asked(name: str, value: Any) -> Damage:
     """Return the damage that changes an option in the request of a bundle's shares."""
-    path = "bundle/.mtp_export.shares/request.json"
-    return lambda folder: edit_json(
-        folder / path, lambda request: request["options"]["content"].update({name: value})
-    )
+
+    def change(request: dict[str, Any]) -> None:
+        options = request["options"]
+        (options if name in options else options["content"])[name] = value
+
+    return lambda folder: edit_json(folder / "bundle/.mtp_export.shares/request.json", change)
 
 
 def rows(change: Callable[[dict[str, Any]], object]) -> Damage:
@@ -213,6 +215,7 @@ CASES: dict[str, Known] = {
     "a journal line is deep": Known("resume", "unfinished", journal(lambda _: _DEEP + b"\n"), 8),
     "a size in a request is text": Known("finish", "shares", asked("max_shard_bytes", "8000"), 3),
     "a size in a request is a float": Known("finish", "shares", asked("max_shard_bytes", 8e3), 3),
+    "a null byte in a request's path": Known("finish", "shares", asked("input_dir", "a\0"), 3),
     "another token in a row": Known(
         "tune", "tuning", rows(lambda state: state["tokens"].fill_(10**6)), 3
     ),
