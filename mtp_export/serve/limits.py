@@ -11,6 +11,8 @@ import resource
 from mtp_export.serve.errors import ApiError
 
 MAX_CONNECTIONS = 2048
+MAX_REFUSED = 256  # connections that are refused and not closed yet, beside those
+REFUSED_SECONDS = 2.0  # in which a client may read that it is refused
 HEAD_SECONDS = 30.0  # in which a connection must send the head of a request
 MAX_BODY_BYTES = 8 << 20
 SMALL_BODY_BYTES = 64 << 10  # up to which a body costs too little to be counted

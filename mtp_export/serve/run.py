@@ -22,7 +22,12 @@ from mtp_export.serve.app import Server
 from mtp_export.serve.engine_thread import END_SECONDS, THREAD_NAME
 from mtp_export.serve.errors import unavailable
 from mtp_export.serve.intake import is_this_machine
-from mtp_export.serve.limits import HEAD_SECONDS, max_connections
+from mtp_export.serve.limits import (
+    HEAD_SECONDS,
+    MAX_REFUSED,
+    REFUSED_SECONDS,
+    max_connections,
+)
 
 _READ_BYTES = 16 << 10
 _WORKING_THREADS = (THREAD_NAME, "AnyIO worker thread")
@@ -102,21 +107,34 @@ class _Connection(H11Protocol):
     """
 
     _without_request: asyncio.TimerHandle | None = None
+    _is_refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.max_size = _READ_BYTES  # type: ignore[attr-defined]  # of asyncio's own loop
         if len(self.connections) > max_connections():
-            transport.write(_refusal())
-            transport.close()
+            self._refuse()
+        else:
+            self._expect_request()
+
+    def _refuse(self) -> None:
+        """Send the refusal, and read on until the client has it: bytes that are not read when a
+        connection is closed reset it, and take from the client what it has not read yet."""
+        self._is_refused = True
+        self.transport.write(_refusal())
+        if len(self.connections) > max_connections() + MAX_REFUSED:
+            self.transport.close()
             return
-        self._expect_request()
+        self.transport.write_eof()
+        self._without_request = self.loop.call_later(REFUSED_SECONDS, self.transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_expecting()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
         super().data_received(data)
         if self._is_answering:
             self._stop_expecting()

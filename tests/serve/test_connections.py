@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -33,8 +34,12 @@ def connected(server: Running) -> socket.socket:
 def rest_of(connection: socket.socket) -> bytes:
     """Return all that the server sends until it closes the connection."""
     with connection:
-        parts = iter(lambda: connection.recv(65536), b"")
-        return b"".join(parts)
+        return rest_of_open(connection)
+
+
+def rest_of_open(connection: socket.socket) -> bytes:
+    """Return all that the server sends until it ends its side."""
+    return b"".join(iter(lambda: connection.recv(65536), b""))
 
 
 def is_served(server: Running) -> bool:
@@ -54,14 +59,40 @@ def test_a_connection_too_many_is_refused(server: Running, monkeypatch: pytest.M
     for one in idle:  # the server has taken it
         one.sendall(HEALTH)
         assert one.recv(65536).startswith(b"HTTP/1.1 200")
-    for _ in range(3):
-        head, _, body = rest_of(connected(server)).partition(b"\r\n\r\n")
+    for sends in (b"", HEALTH, HEALTH * 10_000):
+        late = connected(server)
+        late.sendall(sends)
+        head, _, body = rest_of(late).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 503 ") and b"retry-after: 1" in head
         assert json.loads(body)["error"]["message"] == "Too many connections"
     idle.pop().close()
     wait_for(lambda: is_served(server))
     for one in idle:
         one.close()
+
+
+def test_a_refused_connection_is_closed_in_time(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the client goes on sending, or where so many are refused that none may stay."""
+    monkeypatch.setattr(limits, "MAX_CONNECTIONS", 0)
+    monkeypatch.setattr(run, "REFUSED_SECONDS", 0.1)
+    late = connected(server)
+    assert rest_of_open(late).startswith(b"HTTP/1.1 503 ")
+    with pytest.raises(OSError, match="reset|pipe"):
+        for _ in range(600):
+            late.sendall(HEALTH)
+            time.sleep(0.1)
+    late.close()
+    monkeypatch.setattr(run, "REFUSED_SECONDS", SECONDS)
+    monkeypatch.setattr(run, "MAX_REFUSED", -1)
+    later = connected(server)
+    assert rest_of_open(later).startswith(b"HTTP/1.1 503 ")
+    with pytest.raises(OSError, match="reset|pipe"):
+        for _ in range(20):
+            later.sendall(HEALTH)
+            time.sleep(0.1)
+    later.close()
 
 
 def test_the_bound_follows_the_files_that_may_be_open(monkeypatch: pytest.MonkeyPatch) -> None:
