@@ -21,6 +21,7 @@ from mtp_export.bundle.links import existing_parent
 from mtp_export.bundle.manifest import shard_versions, source_identity
 from mtp_export.bundle.options import BundleOptions, Share, divided
 from mtp_export.bundle.run import ShardJob
+from mtp_export.bundle.sizes import Sizes, sizes_of
 from mtp_export.bundle.split import SplitOptions
 from mtp_export.bundle.tied_weights import TiedCopies
 from mtp_export.plan import Copy, PartPlan, Step, Transform
@@ -109,6 +110,11 @@ class BundlePlan:
     def family(self) -> ModelSpec:
         """Family of the source."""
         return self.stored.family
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """Sizes of all tensors beside those of the source."""
+        return sizes_of(self.parts, self.checkpoint.tensors, self.stored)
 
     @property
     def written_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -42,9 +43,27 @@ from mtp_export.commands.output import (
     remark,
 )
 from mtp_export.commands.report_files import ReportFiles, try_reports
-from mtp_export.options import Panel, option, parse_cluster
+from mtp_export.options import Access, Panel, option, parse_cluster, path_option
 
 PART = option("Part to write: both, main or mtp.", Panel.CONTENT, metavar="PART")
+OUTPUT = path_option(
+    "Bundle to write: main/, mtp/ and mtp_export.json in this folder; --dry-run needs none.",
+    Panel.INPUT_OUTPUT,
+    "DIR",
+    access=Access.WRITTEN,
+)
+
+
+def given_once(name: str, argument: Place | None, flag: str, given: Place | None) -> Place | None:
+    """Return a checkpoint that an argument or an option names; None without either (UsageError for
+    both)."""
+    if argument is not None and given is not None:
+        raise UsageError(
+            f"{name} is given twice",
+            expected=f"the argument or {flag}",
+            found=f"{argument} and {given}",
+        )
+    return given if argument is None else argument
 
 
 @dataclass(frozen=True)
@@ -84,8 +103,13 @@ class Making:
     report: Path | None = field(default=None, metadata=REPORT)
     reporting: QuietReporting = QuietReporting()
 
-    def bundle(self, input_dir: Place, output_dir: Path, part: Part = Part.BOTH) -> BundleOptions:
-        """Return the options of a bundle (UsageError where some contradict each other)."""
+    def bundle(
+        self, input_dir: Place, output_dir: Path | None, part: Part = Part.BOTH
+    ) -> BundleOptions:
+        """Return the options of a bundle (UsageError where some contradict each other, and where
+        a bundle that is not only planned has no folder)."""
+        if output_dir is None:
+            output_dir = self._planned_output(input_dir)
         if self.share is not None and self.run.overwrite:
             raise UsageError(
                 "Shares do not replace a bundle",
@@ -97,6 +121,20 @@ class Making:
             refuse_cluster_of_share(self.cluster)
         content, run = replace(self.content, part=part), replace(self.run, share=self.share)
         return BundleOptions(input_dir, output_dir, self.target, content, run)
+
+    def _planned_output(self, source: Place) -> Path:
+        """Return a folder that is not there yet, beside a local source or in the current folder: a
+        dry run without an output plans for it."""
+        if not self.dry_run:
+            raise UsageError(
+                "The bundle has no folder",
+                expected="--output-dir OUT",
+                found="none",
+                todo="Name one; --dry-run plans without",
+            )
+        folder = source.resolve() if isinstance(source, Path) else Path.cwd() / "export"
+        names = (f"{folder.name}-bundle{number}" for number in ("", *map(str, range(2, 1 << 16))))
+        return next(p for p in (folder.parent / name for name in names) if not os.path.lexists(p))
 
     def try_reports(self) -> ReportFiles:
         """Try the places of reports (UsageError)."""

@@ -14,10 +14,13 @@ from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.launch import launch_lines
 from mtp_export.bundle.options import Share
 from mtp_export.bundle.preflight import free_disk_bytes, needed_disk_bytes
+from mtp_export.bundle.sizes import USABLE_BYTES, Sizes
 from mtp_export.commands.next_steps import next_steps
 from mtp_export.commands.output import FiguresTable, heading
 from mtp_export.plan import COPY, PartPlan
-from mtp_export.progress import format_bytes
+from mtp_export.progress import format_binary, format_bytes
+
+_SHOWN_ROLES = 3
 
 
 def _part_facts(part: PartPlan) -> dict[str, Any]:
@@ -50,6 +53,7 @@ def plan_facts(plan: BundlePlan) -> dict[str, Any]:
         "needed_disk_bytes": needed_disk_bytes(plan.disk_bytes),
         "memory_bytes": plan.memory_bytes,
         "io_depth": plan.io_depth,
+        **plan.sizes.as_json(),
         **({} if plan.downloads is None else {"download_bytes": plan.downloads.size_bytes}),
     }
 
@@ -78,6 +82,28 @@ def effort(result: BundleResult) -> str:
     if result.shares is not None:
         return f"{done} by {result.shares} shares."
     return f"{done} in {seconds:.1f} s, {format_bytes(_done_bytes(plan) / max(seconds, 1e-9))}/s."
+
+
+def size_lines(sizes: Sizes) -> list[str]:
+    """Return what a bundle weighs, why it is larger where it is, and whether a machine of 8 GPUs
+    has room for it, for people."""
+    share = sizes.after_bytes / max(sizes.before_bytes, 1)
+    lines = [
+        f"{format_bytes(sizes.before_bytes)} before, {format_bytes(sizes.after_bytes)}"
+        f" ({format_binary(sizes.after_bytes)}) after: {share:.2f} x source,"
+        f" {sizes.bits_per_weight:.2f} bits per weight."
+    ]
+    if sizes.growth:
+        grown = (
+            f"{each.role} is {each.storage} in place of {each.source_storage}"
+            f" (+{format_bytes(each.grown_bytes)})"
+            for each in sizes.growth[:_SHOWN_ROLES]
+        )
+        lines.append(f"Larger than the source: {'; '.join(grown)}.")
+    fits = "yes, with a tenth left for the cache"
+    if not sizes.fits:
+        fits = f"no: without a tenth for the cache {format_bytes(USABLE_BYTES)} are left"
+    return [*lines, f"Fits 8 x 80 GB: {fits}."]
 
 
 def resumed(result: BundleResult) -> list[str]:
@@ -126,7 +152,8 @@ def plan_table(plan: BundlePlan) -> RenderableType:
     )
     files = f"Beside the weights: {', '.join(plan.parts[0].extra_files) or 'nothing'}."
     title = heading(f"Plan for {plan.options.output_dir}")
-    return Group(title, parts_table(plan), *_download_lines(plan), files, speed, needs)
+    sizes = size_lines(plan.sizes)
+    return Group(title, parts_table(plan), *sizes, *_download_lines(plan), files, speed, needs)
 
 
 def _download_lines(plan: BundlePlan) -> list[str]:

@@ -17,11 +17,17 @@ from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.export import plan_export
 from mtp_export.bundle.options import Part
 from mtp_export.bundle.request import Request
-from mtp_export.commands.bundle_command import PART, Making, PlannedBundle
-from mtp_export.commands.bundle_tables import effort, parts_table, result_facts, resumed
+from mtp_export.commands.bundle_command import OUTPUT, PART, Making, PlannedBundle
+from mtp_export.commands.bundle_tables import (
+    effort,
+    parts_table,
+    result_facts,
+    resumed,
+    size_lines,
+)
 from mtp_export.commands.garbage import gc_paused
 from mtp_export.commands.output import heading, json_text
-from mtp_export.options import Access, Panel, option, path_option, source_option
+from mtp_export.options import Panel, option, source_option
 
 
 @dataclass(frozen=True)
@@ -34,15 +40,7 @@ class ExportCommand:
             "Checkpoint: a folder of safetensors files, or hf://org/name\\[@revision]."
         ),
     )
-    output_dir: Path | None = field(
-        default=None,
-        metadata=path_option(
-            "Bundle to write: main/, mtp/ and mtp_export.json in this folder.",
-            Panel.INPUT_OUTPUT,
-            "DIR",
-            access=Access.WRITTEN,
-        ),
-    )
+    output_dir: Path | None = field(default=None, metadata=OUTPUT)
     part: Part = field(default=Part.BOTH, metadata=PART)
     making: Making = Making()
 
@@ -79,10 +77,11 @@ def _print_version(*, as_json: bool) -> None:
 def export(options: ExportCommand) -> None:
     """Export a DeepSeek-V3-class checkpoint as a bundle: main model and MTP module in folders of
     their own. It is what mtp-export does without a command too."""
-    if options.input_dir is None or options.output_dir is None:
+    is_planned = options.making.dry_run and options.input_dir is not None
+    if options.input_dir is None or (options.output_dir is None and not is_planned):
         raise UsageError(
             "An export needs both folders",
-            expected="--input-dir SRC --output-dir OUT",
+            expected="--input-dir SRC --output-dir OUT, or --input-dir SRC --dry-run",
             todo="See mtp-export export --help",
         )
     making = options.making
@@ -113,7 +112,7 @@ def _refuse_options_before(context: typer.Context, command: str) -> None:
 
 def result_table(result: BundleResult) -> RenderableType:
     """Return the result of an export for people."""
-    lines = [effort(result), *resumed(result)]
+    lines = [*size_lines(result.plan.sizes), effort(result), *resumed(result)]
     missing = {"generation_config.json", "tokenizer.json"} - set(result.plan.parts[0].extra_files)
     if missing:
         lines.append(f"The source has no {' and no '.join(sorted(missing))}; engines may need it.")

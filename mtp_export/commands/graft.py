@@ -14,12 +14,18 @@ from mtp_export.bundle.build import BundleResult
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.graft import GraftOptions, plan_graft
 from mtp_export.bundle.request import Request
-from mtp_export.commands.bundle_command import Making, PlannedBundle
-from mtp_export.commands.bundle_tables import effort, parts_table, result_facts, resumed
+from mtp_export.commands.bundle_command import OUTPUT, Making, PlannedBundle, given_once
+from mtp_export.commands.bundle_tables import (
+    effort,
+    parts_table,
+    result_facts,
+    resumed,
+    size_lines,
+)
 from mtp_export.commands.garbage import gc_paused
 from mtp_export.commands.output import heading
 from mtp_export.commands.pairing import Proving
-from mtp_export.options import Access, Panel, option, path_option, source_option
+from mtp_export.options import Access, Panel, argument, option, parse_source, source_option
 from mtp_export.schemes import SCHEMES
 from mtp_export.schemes.scheme import BF16
 
@@ -31,26 +37,27 @@ _NAMES = tuple(name for name in SCHEMES if "int4" not in name)
 class GraftCommand:
     """Options of mtp-export graft."""
 
-    main: Place = field(
+    host: Place | None = field(
+        default=None, metadata=argument("The same as --main.", "MAIN", parse_source, Access.READ)
+    )
+    donor: Place | None = field(
+        default=None, metadata=argument("The same as --mtp.", "MTP", parse_source, Access.READ)
+    )
+    main: Place | None = field(
+        default=None,
         metadata=source_option(
             "Quantized main model without an MTP layer: a folder, or hf://org/name\\[@revision].",
             "--main",
-        )
+        ),
     )
-    mtp: Place = field(
+    mtp: Place | None = field(
+        default=None,
         metadata=source_option(
             "Checkpoint that it was made from, with the MTP layer: a folder, or an address.",
             "--mtp",
-        )
+        ),
     )
-    output_dir: Path = field(
-        metadata=path_option(
-            "Bundle to write: main/, mtp/ and mtp_export.json in this folder.",
-            Panel.INPUT_OUTPUT,
-            "DIR",
-            access=Access.WRITTEN,
-        )
-    )
+    output_dir: Path | None = field(default=None, metadata=OUTPUT)
     replace: bool = field(
         default=False,
         metadata=option(
@@ -73,8 +80,9 @@ class GraftCommand:
 def graft(options: GraftCommand) -> None:
     """Graft the original's MTP layer onto a main model that others quantized without it."""
     _check_proof(options)
-    bundle = options.making.bundle(options.main, options.output_dir)
-    chosen = GraftOptions(bundle, options.mtp, options.mtp_quant, options.replace)
+    main, mtp = _checkpoints(options)
+    bundle = options.making.bundle(main, options.output_dir)
+    chosen = GraftOptions(bundle, mtp, options.mtp_quant, options.replace)
     reports = options.making.try_reports()
     with gc_paused():
         plan = plan_graft(chosen, dry_run=options.making.dry_run)
@@ -82,10 +90,24 @@ def graft(options: GraftCommand) -> None:
     result = planned.run()
     if result is None:
         return
-    proof = options.proving.proof(options.output_dir, quiet=options.making.reporting.quiet)
+    proof = options.proving.proof(bundle.output_dir, quiet=options.making.reporting.quiet)
     facts = result_facts(result) | {"pairing": proof.as_json()}
     planned.report(facts, Group(result_table(result), proof.words))
     proof.raise_if_failed()
+
+
+def _checkpoints(options: GraftCommand) -> tuple[Place, Place]:
+    """Return the main model and the checkpoint with its MTP layer (UsageError)."""
+    main = given_once("The main model", options.host, "--main", options.main)
+    mtp = given_once("The checkpoint with the MTP layer", options.donor, "--mtp", options.mtp)
+    if main is None or mtp is None:
+        raise UsageError(
+            "A graft needs two checkpoints",
+            expected="MAIN MTP, or --main MAIN --mtp MTP",
+            found="no main model" if main is None else f"{main} alone",
+            todo="See mtp-export graft --help",
+        )
+    return main, mtp
 
 
 def _check_proof(options: GraftCommand) -> None:
@@ -107,7 +129,8 @@ def _check_proof(options: GraftCommand) -> None:
 def result_table(result: BundleResult) -> RenderableType:
     """Return the result of a graft for people."""
     title = heading(f"Grafted to {result.plan.options.output_dir}")
-    return Group(title, parts_table(result.plan), effort(result), *resumed(result))
+    sizes = size_lines(result.plan.sizes)
+    return Group(title, parts_table(result.plan), *sizes, effort(result), *resumed(result))
 
 
 def remarks(plan: BundlePlan) -> list[str]:

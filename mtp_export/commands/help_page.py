@@ -24,8 +24,8 @@ EXAMPLES: dict[str, tuple[str, str, str]] = {
         "docs/cli.md",
     ),
     "graft": (
-        "mtp-export graft --main V3-AWQ --mtp DeepSeek-V3 --output-dir OUT --dry-run",
-        "mtp-export graft --main V3-AWQ --mtp hf://org/name --output-dir OUT",
+        "mtp-export graft V3-AWQ DeepSeek-V3 --dry-run",
+        "mtp-export graft V3-AWQ hf://org/name --output-dir OUT",
         "docs/graft.md",
     ),
     "tune": (

@@ -9,7 +9,6 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 
-from mtp_checkpoints.errors import UsageError
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.formats import mixes_groups_with_fp8
 from mtp_checkpoints.layouts import target_of
@@ -20,8 +19,8 @@ from mtp_export.bundle.options import Part
 from mtp_export.bundle.precision import Format, Precision
 from mtp_export.bundle.quantize import QuantizeOptions, default_input, default_output, plan_quantize
 from mtp_export.bundle.request import Request
-from mtp_export.commands.bundle_command import PART, Making, PlannedBundle
-from mtp_export.commands.bundle_tables import effort, resumed
+from mtp_export.commands.bundle_command import PART, Making, PlannedBundle, given_once
+from mtp_export.commands.bundle_tables import effort, resumed, size_lines
 from mtp_export.commands.bundle_tables import result_facts as bundle_facts
 from mtp_export.commands.garbage import gc_paused
 from mtp_export.commands.output import FiguresTable, heading, json_text, print_result
@@ -36,8 +35,8 @@ from mtp_export.options import (
     source_option,
 )
 from mtp_export.paths import refuse_overlaps
-from mtp_export.progress import format_bytes
 from mtp_export.schemes import SCHEMES
+from mtp_export.schemes.transforms import Convert
 
 _WORST_TENSORS = 3
 
@@ -87,12 +86,15 @@ def quantize(options: QuantizeCommand) -> None:
         print_result(facts, pairs_table(), making.reporting)
         return
     output, opened = options.output_dir, None
-    source = _given_source(options) or default_input()
-    if output is None:
+    given = given_once("The input", options.source, "--input-dir", options.input_dir)
+    source = given or default_input()
+    if output is None and not (making.dry_run and not isinstance(source, Path)):
         output, opened = default_output(source, options.precision)
     bundle = making.bundle(source, output, options.part)
     chosen = QuantizeOptions(bundle, **vars(options.precision))
-    refuse_overlaps({"the input": source}, {"the output": output, "--report": making.report})
+    refuse_overlaps(
+        {"the input": source}, {"the output": bundle.output_dir, "--report": making.report}
+    )
     reports = making.try_reports()
     with gc_paused():
         plan = plan_quantize(chosen, opened, dry_run=making.dry_run)
@@ -102,22 +104,9 @@ def quantize(options: QuantizeCommand) -> None:
         planned.report(result_facts(result), result_table(result))
 
 
-def _given_source(options: QuantizeCommand) -> Place | None:
-    if options.source is not None and options.input_dir is not None:
-        raise UsageError(
-            "The input is given twice",
-            expected="BUNDLE or --input-dir",
-            found=f"{options.source} and {options.input_dir}",
-        )
-    return options.input_dir if options.source is None else options.source
-
-
 def result_facts(result: BundleResult) -> dict[str, Any]:
-    """Return the result of a quantization: bytes, SQNR by role, worst tensors, seconds."""
-    before, after = _bytes_before_and_after(result.plan)
+    """Return the result of a quantization: sizes, SQNR by role, worst tensors, seconds."""
     return bundle_facts(result) | {
-        "bytes_before": before,
-        "bytes_after": after,
         "sqnr_db": _by_role(result),
         "worst": _worst(result),
     }
@@ -138,11 +127,13 @@ def result_table(result: BundleResult) -> RenderableType:
             f"{quality['max_error']:.2g}",
         )
     lines = [
-        f"{format_bytes(facts['bytes_before'])} before,"
-        f" {format_bytes(facts['bytes_after'])} after"
-        f" ({facts['bytes_after'] / max(facts['bytes_before'], 1):.2f} x source);"
-        f" {effort(result)}",
-        *(f"Worst: {w['tensor']}: {_decibels(w['sqnr_db'])}." for w in facts["worst"]),
+        *size_lines(result.plan.sizes),
+        effort(result),
+        *(
+            f"Worst: {w['tensor']}: {_decibels(w['sqnr_db'])} as {w['storage']}; verify asks for"
+            f" {w['least_db']:.0f} dB or more."
+            for w in facts["worst"][:1]
+        ),
         *resumed(result),
     ]
     return Group(heading(f"Quantized to {facts['output_dir']}"), table, *lines)
@@ -185,14 +176,6 @@ def _decibels(value: float | None) -> str:
     return "exact" if value is None else f"{value:.1f} dB"
 
 
-def _bytes_before_and_after(plan: BundlePlan) -> tuple[int, int]:
-    """Return the bytes of the parts' source tensors, and of the parts' own."""
-    sources = plan.checkpoint.tensors
-    steps = [step for part in plan.parts for shard in part.shards for step in shard.steps]
-    before = sum(sources[name].size_bytes for step in steps for name in step.inputs)
-    return before, sum(step.size_bytes for step in steps)
-
-
 def _computed(result: BundleResult) -> list[tuple[str, Role, float | None, float]]:
     """Return tensor, role, SQNR in dB (None: exact) and maximum error of every converted tensor."""
     expected, facts = result.plan.family.tensors, result.facts
@@ -222,7 +205,22 @@ def _by_role(result: BundleResult) -> dict[str, dict[str, Any]]:
 
 
 def _worst(result: BundleResult) -> list[dict[str, Any]]:
+    """Return the tensors with the lowest SQNR, each with its format and the least that verify
+    accepts of one."""
     known = [(sqnr, name) for name, _, sqnr, _ in _computed(result) if sqnr is not None]
+    worst = sorted(known)[:_WORST_TENSORS]
+    names = {name for _, name in worst}
+    formats = {
+        step.outputs[0].name: step.operation.format
+        for step in result.plan.written_steps
+        if isinstance(step.operation, Convert) and step.outputs[0].name in names
+    }
     return [
-        {"tensor": name, "sqnr_db": round(sqnr, 2)} for sqnr, name in sorted(known)[:_WORST_TENSORS]
+        {
+            "tensor": name,
+            "sqnr_db": round(sqnr, 2),
+            "storage": formats[name].storage,
+            "least_db": formats[name].gate.sqnr_db,
+        }
+        for sqnr, name in worst
     ]

@@ -49,11 +49,15 @@ def words(leaf: Leaf, value: object) -> list[object]:
 
 def run_with(name: str, paths: Mapping[Leaf, Path], folder: Path) -> Outcome:
     """A command with some paths, and others in a folder where it cannot do without."""
-    arguments = [word for leaf, path in paths.items() for word in words(leaf, path)]
-    for leaf in leaves_of(name):
-        if leaf not in paths and leaf.field.default is MISSING:
-            value = folder / f"of {leaf.field.name}" if takes_path(leaf) else NEEDED[leaf.flag]
-            arguments += words(leaf, value)
+    values: dict[Leaf, object] = dict(paths)
+    leaves = leaves_of(name)
+    last = max((place for place, leaf in enumerate(leaves) if leaf in paths), default=0)
+    for place, leaf in enumerate(leaves):
+        comes_before = leaf.option.is_argument and leaves[last].option.is_argument and place < last
+        if leaf not in paths and (leaf.field.default is MISSING or comes_before):
+            other = folder / f"of {leaf.field.name}" if takes_path(leaf) else NEEDED[leaf.flag]
+            values[leaf] = other
+    arguments = [word for leaf in leaves if leaf in values for word in words(leaf, values[leaf])]
     return run_program(*([] if name == PROGRAM else [name]), *arguments)
 
 
