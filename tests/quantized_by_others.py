@@ -108,26 +108,26 @@ def write_shards(folder: Path, tensors: Tensors, count: int) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def _asymmetric(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, ...]:
-    """Codes [N, K], scale and zero point [N, K/group] of round-to-nearest int4."""
-    groups = weight.unflatten(1, (-1, group))
+def asymmetric(weight: torch.Tensor, group: int, bits: int = 4) -> tuple[torch.Tensor, ...]:
+    """Codes [N, K], scale and zero point [N, K/group] of rounding to nearest."""
+    groups, most = weight.unflatten(1, (-1, group)), (1 << bits) - 1
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
-    scale = ((high - low) / 15).clamp(min=1e-6).half().float()
-    zero = (-low / scale).round().clamp(0, 15)
-    codes = ((groups / scale[..., None]).round() + zero[..., None]).clamp(0, 15)
+    scale = ((high - low) / most).clamp(min=1e-6).half().float()
+    zero = (-low / scale).round().clamp(0, most)
+    codes = ((groups / scale[..., None]).round() + zero[..., None]).clamp(0, most)
     return codes.flatten(1).int(), scale, zero.int()
 
 
-def _symmetric(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, ...]:
-    groups = weight.unflatten(1, (-1, group))
-    scale = (groups.abs().amax(-1) / 7).clamp(min=1e-6).half().float()
-    codes = ((groups / scale[..., None]).round() + 8).clamp(0, 15)
-    return codes.flatten(1).int(), scale, torch.full_like(scale, 8).int()
+def symmetric(weight: torch.Tensor, group: int, bits: int = 4) -> tuple[torch.Tensor, ...]:
+    groups, middle = weight.unflatten(1, (-1, group)), 1 << (bits - 1)
+    scale = (groups.abs().amax(-1) / (middle - 1)).clamp(min=1e-6).half().float()
+    codes = ((groups / scale[..., None]).round() + middle).clamp(0, 2 * middle - 1)
+    return codes.flatten(1).int(), scale, torch.full_like(scale, middle).int()
 
 
-def _words(lanes: Iterable[torch.Tensor]) -> torch.Tensor:
-    """32-bit words of eight 4-bit numbers each, the first in the lowest bits."""
-    total: Any = sum(lane.long() << (4 * place) for place, lane in enumerate(lanes))
+def _words(lanes: Iterable[torch.Tensor], bits: int = 4) -> torch.Tensor:
+    """32-bit words of as many numbers as they have room for, the first in the lowest bits."""
+    total: Any = sum(lane.long() << (bits * place) for place, lane in enumerate(lanes))
     return torch.where(total >= 1 << 31, total - (1 << 32), total).to(torch.int32)
 
 
@@ -149,35 +149,46 @@ def awq(quantize: Callable[[torch.Tensor, int], tuple[torch.Tensor, ...]]) -> En
 
 
 def gptq(
-    quantize: Callable[[torch.Tensor, int], tuple[torch.Tensor, ...]],
+    quantize: Callable[..., tuple[torch.Tensor, ...]],
     *,
     zeros_less_one: bool = True,
     act_order: bool = False,
+    bits: int = 4,
+    group_size: int = GROUP,
 ) -> Encode:
+    """group_size -1: the whole row."""
+
     def encode(weight: torch.Tensor) -> Encoded:
-        columns = weight.shape[1]
+        columns, in_word = weight.shape[1], 32 // bits
+        group = columns if group_size == -1 else group_size
         order = torch.arange(columns)
         if act_order:
             order = torch.randperm(columns, generator=torch.Generator().manual_seed(columns))
-        permuted, scale, zero = quantize(weight[:, order], GROUP)
+        permuted, scale, zero = quantize(weight[:, order], group, bits)
         values = _values(permuted, scale, zero)
         back = order.argsort()
         codes = permuted[:, back].t()  # [K, N]
-        stored = (zero - int(zeros_less_one)) & 0xF
+        stored = ((zero - int(zeros_less_one)) & ((1 << bits) - 1)).t()
         tensors = {
-            "qweight": _words(codes[place::8] for place in range(8)),
-            "qzeros": _words(stored.t()[:, place::8] for place in range(8)),
+            "qweight": _words((codes[place::in_word] for place in range(in_word)), bits),
+            "qzeros": _words((stored[:, place::in_word] for place in range(in_word)), bits),
             "scales": scale.t().half(),
-            "g_idx": (back // GROUP).int(),
+            "g_idx": (back // group).int(),
         }
         return tensors, values[:, back]
 
     return encode
 
 
-def auto_round(*, zeros_less_one: bool) -> Encode:
+def auto_round(
+    *,
+    zeros_less_one: bool,
+    quantize: Callable[..., tuple[torch.Tensor, ...]] = asymmetric,
+    bits: int = 4,
+    group_size: int = GROUP,
+) -> Encode:
     """As GPTQ's unpermuted, without g_idx."""
-    encode_gptq = gptq(_asymmetric, zeros_less_one=zeros_less_one)
+    encode_gptq = gptq(quantize, zeros_less_one=zeros_less_one, bits=bits, group_size=group_size)
 
     def encode(weight: torch.Tensor) -> Encoded:
         tensors, values = encode_gptq(weight)
@@ -196,7 +207,7 @@ def compressed_int4(weight: torch.Tensor) -> Encoded:
     """Packed by compressed-tensors."""
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
-    codes, scale, zero = _symmetric(weight, GROUP)
+    codes, scale, zero = symmetric(weight, GROUP)
     scale = scale.bfloat16()
     tensors = {
         "weight_packed": pack_to_int32((codes - 8).to(torch.int8), 4),
@@ -278,34 +289,43 @@ def _compressed(layout: str, weights: Config) -> Config:
 
 METHODS: dict[str, Method] = {
     "awq": Method(
-        awq(_asymmetric),
+        awq(asymmetric),
         {**_AWQ, "zero_point": True, "modules_to_not_convert": None},
         dtype=torch.float16,
     ),
     "awq, symmetric": Method(
-        awq(_symmetric),
+        awq(symmetric),
         {**_AWQ, "zero_point": False, "modules_to_not_convert": ["self_attn"]},
         covers=r".*mlp\.",
         dtype=torch.float16,
     ),
     "awq, experts alone": Method(
-        awq(_asymmetric),
+        awq(asymmetric),
         {**_AWQ, "zero_point": True},
         covers=r".*\.experts\.",
         dtype=torch.float16,
     ),
-    "gptq": Method(
-        gptq(_symmetric), {**_GPTQ, "sym": True, "desc_act": False}, dtype=torch.float16
-    ),
-    "gptq, asymmetric": Method(gptq(_asymmetric), {**_GPTQ, "sym": False, "desc_act": False}),
+    "gptq": Method(gptq(symmetric), {**_GPTQ, "sym": True, "desc_act": False}, dtype=torch.float16),
+    "gptq, asymmetric": Method(gptq(asymmetric), {**_GPTQ, "sym": False, "desc_act": False}),
     "gptq, permuted": Method(
-        gptq(_symmetric, act_order=True),
+        gptq(symmetric, act_order=True),
         {**_GPTQ, "sym": True, "desc_act": True, "dynamic": {r"-:.*\.self_attn\..*": {}}},
         covers=r".*mlp\.",
     ),
     "gptq v2": Method(
-        gptq(_asymmetric, zeros_less_one=False),
+        gptq(asymmetric, zeros_less_one=False),
         {**_GPTQ, "sym": False, "desc_act": False, "checkpoint_format": "gptq_v2"},
+    ),
+    "gptq, 8 bits": Method(
+        gptq(symmetric, bits=8), {**_GPTQ, "bits": 8, "sym": True, "desc_act": False}
+    ),
+    "auto-round, 8 bits": Method(
+        auto_round(zeros_less_one=True, quantize=symmetric, bits=8),
+        {**_AUTO_ROUND, "bits": 8, "sym": True, "packing_format": "auto_round:auto_gptq"},
+    ),
+    "auto-round, 8 bits, whole rows": Method(
+        auto_round(zeros_less_one=False, bits=8, group_size=-1),
+        {**_AUTO_ROUND, "bits": 8, "group_size": -1, "packing_format": "auto_round"},
     ),
     "auto-round": Method(
         auto_round(zeros_less_one=True), {**_AUTO_ROUND, "packing_format": "auto_round:auto_gptq"}
@@ -320,7 +340,7 @@ METHODS: dict[str, Method] = {
         covers=r".*mlp\.",
     ),
     "auto-round, awq": Method(
-        awq(_asymmetric), {**_AUTO_ROUND, "packing_format": "auto_round:auto_awq"}
+        awq(asymmetric), {**_AUTO_ROUND, "packing_format": "auto_round:auto_awq"}
     ),
     "compressed-tensors, int8": Method(
         int8_channel,

@@ -24,6 +24,10 @@ from mtp_export.verify.context import Context
 from mtp_export.verify.files.repair import unfinished, with_repair
 from mtp_kernels.cpu.torch_threads import torch_threads_for
 
+_OF_VALUES = (
+    *("weights.value_checks", "weights.zero_points"),
+    *("weights.mtp_values", "weights.unnamed_values"),
+)
 # In the order of a report. A new check is one file and one line here.
 CHECKS: dict[str, Check] = {
     "files": Check(
@@ -39,9 +43,9 @@ CHECKS: dict[str, Check] = {
         Level.WEIGHTS,
         (
             *("weights.load_report", "weights.load_report:extra_drafts"),
-            *("weights.value_checks", "weights.mtp_values", "weights.unnamed_values"),
+            *_OF_VALUES,
         ),
-        remote_places=("weights.value_checks", "weights.mtp_values", "weights.unnamed_values"),
+        remote_places=_OF_VALUES,
     ),
     "weights": Check("Weights against source", Level.WEIGHTS, ("weights.comparison",)),
     "greedy": Check("Greedy equality", Level.RUN, ("decoding.greedy",)),

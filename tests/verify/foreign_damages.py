@@ -70,6 +70,16 @@ def scaled(factor: float) -> Value:
     return lambda tensor: (tensor.float() * factor).to(tensor.dtype)
 
 
+def quantization(**fields: object) -> Damage:
+    """Change fields of the quantization_config."""
+    return lambda checkpoint: checkpoint.quantization.update(fields)
+
+
+def nibbles_plus_one(words: torch.Tensor) -> torch.Tensor:
+    """Add one to each of a word's eight numbers, none of which is 15."""
+    return words + 0x11111111
+
+
 def put(number: float, first: int, last: int) -> Value:
     """Write a number into a run of elements."""
 

@@ -373,6 +373,34 @@ DAMAGED = (
         "weights",
         (r"experts\.1\.down_proj", "zero"),
     ),
+    Folder(
+        "zero points of GPTQ v2 labelled v1",
+        both("gptq v2"),
+        damages.quantization(checkpoint_format="gptq"),
+        "weights",
+        ("set checkpoint_format to gptq_v2", _without("graft")),
+    ),
+    Folder(
+        "zero points of GPTQ v1 labelled v2",
+        both("gptq"),
+        damages.quantization(checkpoint_format="gptq_v2"),
+        "weights",
+        (r"set checkpoint_format to gptq\b(?!_)", _without("graft")),
+    ),
+    Folder(
+        "zero points of 8 bits under the other packing",
+        both("auto-round, 8 bits"),
+        damages.quantization(packing_format="auto_round:gptqmodel"),
+        "weights",
+        ("set packing_format to auto_round:auto_gptq",),
+    ),
+    Folder(
+        "zero points of the MTP layer alone as v2 has them",
+        both("gptq"),
+        each("qzeros", damages.nibbles_plus_one),
+        "weights",
+        ("no checkpoint_format is right for both", "graft .*--replace"),
+    ),
     Folder("a main layer instead", glm(), damages.main_layer_as_own, "weights", (r"layers\.2",)),
     Folder(
         "a main layer of fp8 instead",
@@ -457,6 +485,10 @@ def _tied(checkpoint: Checkpoint) -> None:
     del checkpoint.tensors["lm_head.weight"]
 
 
+def _blocks_of_sglang(checkpoint: Checkpoint) -> None:
+    checkpoint.quantization["block_name_to_quantize"] = ["model.layers", "model.decoder"]
+
+
 def _main_alone(checkpoint: Checkpoint) -> None:
     checkpoint.replace(lambda _: {})
     del checkpoint.config["num_nextn_predict_layers"]
@@ -499,6 +531,8 @@ GOOD = (
         "GPTQ, left out by a pattern", unquantized("gptq", r".*layers\.3\..*", r".*decoder\..*")
     ),
     Folder("GPTQ v2, both parts", both("gptq v2")),
+    Folder("GPTQ of 8 bits, both parts", both("gptq, 8 bits")),
+    Folder("AutoRound of 8 bits, both parts", both("auto-round, 8 bits"), _blocks_of_sglang),
     Folder("AutoRound, left out by a pattern", unquantized("auto-round", r".*layers\.3\..*")),
     Folder("NVFP4, left out by a pattern", unquantized("modelopt nvfp4", "model.layers.3*")),
     Folder(

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from mtp_checkpoints.formats.auto_round import AutoRoundInt4
+from mtp_checkpoints.formats.auto_round import AutoRoundInt4, AutoRoundInt8
 from mtp_checkpoints.formats.awq import AwqInt4
 from mtp_checkpoints.formats.base import EncodedWeight, FormatOptions, WeightFormat
 from mtp_checkpoints.formats.compressed import COMPRESSED
 from mtp_checkpoints.formats.fp8_block import Fp8Block
 from mtp_checkpoints.formats.fp8_channel import Fp8Channel
-from mtp_checkpoints.formats.gptq import GptqInt4
-from mtp_checkpoints.formats.int4_words import CODES_PER_WORD, WHOLE_ROW
+from mtp_checkpoints.formats.gptq import GptqInt4, GptqInt8
 from mtp_checkpoints.formats.int_quantized import Int8Unpacked
+from mtp_checkpoints.formats.int_words import CODES_PER_WORD, WHOLE_ROW, InputWords
 from mtp_checkpoints.formats.modelopt import Fp8Tensor, NvFp4
 from mtp_checkpoints.formats.pack_quantized import Int4Group, Int8Channel
 from mtp_checkpoints.formats.unquantized import UNQUANTIZED, Unquantized, unquantized
@@ -25,6 +25,7 @@ __all__ = [
     "UNQUANTIZED",
     "WHOLE_ROW",
     "AutoRoundInt4",
+    "AutoRoundInt8",
     "AwqInt4",
     "EncodedWeight",
     "FormatOptions",
@@ -32,6 +33,8 @@ __all__ = [
     "Fp8Channel",
     "Fp8Tensor",
     "GptqInt4",
+    "GptqInt8",
+    "InputWords",
     "Int4Group",
     "Int8Channel",
     "Int8Unpacked",
@@ -55,7 +58,9 @@ FORMATS: dict[str, type[WeightFormat]] = {
     "w4afp8": W4AFp8,
     "awq_int4": AwqInt4,
     "gptq_int4": GptqInt4,
+    "gptq_int8": GptqInt8,
     "auto_round_int4": AutoRoundInt4,
+    "auto_round_int8": AutoRoundInt8,
     "int8_unpacked": Int8Unpacked,
     "nvfp4": NvFp4,
     "fp8_tensor": Fp8Tensor,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from mtp_checkpoints.dtypes import DType, OutputTensor
-from mtp_checkpoints.formats.int4_words import CODES_PER_WORD, Int4Words, unpacked_columns
+from mtp_checkpoints.formats.int_words import CODES_PER_WORD, IntWords, unpacked_columns
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +16,7 @@ _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 @dataclass(frozen=True)
-class AwqInt4(Int4Words):
+class AwqInt4(IntWords):
     """qweight I32 [K, N/8], scales [K/group, N], qzeros I32 [K/group, N/8]."""
 
     storage: ClassVar[str] = "awq_int4"
@@ -32,7 +32,7 @@ class AwqInt4(Int4Words):
         )
 
     def _codes(self, words: torch.Tensor) -> torch.Tensor:
-        return unpacked_columns(words, _ORDER)
+        return unpacked_columns(words, self.bits, _ORDER)
 
-    def _zeros(self, words: torch.Tensor) -> torch.Tensor:
-        return unpacked_columns(words, _ORDER)
+    def zero_points(self, words: torch.Tensor) -> torch.Tensor:
+        return unpacked_columns(words, self.bits, _ORDER)

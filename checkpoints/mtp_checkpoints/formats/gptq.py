@@ -1,5 +1,5 @@
-"""GPTQ's layout: int4 words along the input channels, which may be permuted. Source: AutoGPTQ and
-GPTQModel, `QuantLinear`."""
+"""GPTQ's layout: words of 4 or 8 bits along the input channels, which may be permuted. Source:
+AutoGPTQ and GPTQModel, `QuantLinear`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.formats.base import Place
-from mtp_checkpoints.formats.int4_words import (
-    CODES_PER_WORD,
-    Int4Words,
-    unpacked_columns,
-    unpacked_rows,
-)
+from mtp_checkpoints.formats.int_words import EightBits, InputWords
 
 if TYPE_CHECKING:
     import torch
@@ -24,26 +19,13 @@ _GROUP_OF_ROW = "g_idx"
 
 
 @dataclass(frozen=True)
-class GptqInt4(Int4Words):
-    """qweight I32 [K/8, N], scales [K/group, N], qzeros I32 [K/group, N/8], g_idx I32 [K], the
-    group of every input channel.
-
-    zeros_less_one: qzeros hold zero points less one, as format v1 has them.
-    """
-
-    zeros_less_one: bool = True
-
-    storage: ClassVar[str] = "gptq_int4"
-    methods: ClassVar[tuple[str, ...]] = ("gptq",)
-    columns_per_word: ClassVar[int] = CODES_PER_WORD
+class _Permuted(InputWords):
+    """Words with g_idx I32 [K], the group of every input channel."""
 
     def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[OutputTensor, ...]:
-        (rows, columns), module = shape, name.removesuffix(".weight")
-        return (
-            OutputTensor(f"{module}.qweight", DType.I32, (columns // CODES_PER_WORD, rows)),
-            *self._scale_and_zeros(module, shape),
-            OutputTensor(f"{module}.{_GROUP_OF_ROW}", DType.I32, (columns,)),
-        )
+        module = name.removesuffix(".weight")
+        group_of_row = OutputTensor(f"{module}.{_GROUP_OF_ROW}", DType.I32, (shape[1],))
+        return (*super().tensors(name, shape), group_of_row)
 
     def check_constants(self, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> None:
         groups = self._groups(shape[1])
@@ -57,13 +39,6 @@ class GptqInt4(Int4Words):
                     todo="Get the checkpoint again",
                 )
 
-    def _codes(self, words: torch.Tensor) -> torch.Tensor:
-        return unpacked_rows(words)
-
-    def _zeros(self, words: torch.Tensor) -> torch.Tensor:
-        stored = unpacked_columns(words)
-        return (stored + 1) & 0xF if self.zeros_less_one else stored
-
     def _group_of_columns(
         self, tensors: Sequence[torch.Tensor], in_order: torch.Tensor
     ) -> torch.Tensor:
@@ -75,3 +50,22 @@ class GptqInt4(Int4Words):
 
     def places(self, rows: range, columns: range, shape: Sequence[int]) -> Sequence[Place]:
         return (*super().places(rows, columns, shape), (columns, None))
+
+
+@dataclass(frozen=True)
+class GptqInt4(_Permuted):
+    """qweight I32 [K/8, N], scales [K/group, N], qzeros I32 [K/group, N/8], g_idx I32 [K].
+
+    zeros_less_one: as format v1 has them.
+    """
+
+    storage: ClassVar[str] = "gptq_int4"
+    methods: ClassVar[tuple[str, ...]] = ("gptq",)
+
+
+@dataclass(frozen=True)
+class GptqInt8(_Permuted, EightBits):
+    """qweight I32 [K/4, N], scales [K/group, N], qzeros I32 [K/group, N/4], g_idx I32 [K]."""
+
+    storage: ClassVar[str] = "gptq_int8"
+    methods: ClassVar[tuple[str, ...]] = ("gptq",)

@@ -128,6 +128,19 @@ class WrittenModel:
 
 
 @dataclass(frozen=True)
+class ZeroLabels:
+    """The field of a config that says how qzeros hold zero points, and its values for those that
+    are stored less one and for those stored as they are."""
+
+    field: str
+    less_one: str
+    as_they_are: str
+
+    def value(self, *, less_one: bool) -> str:
+        return self.less_one if less_one else self.as_they_are
+
+
+@dataclass(frozen=True)
 class Method:
     """One quant_method.
 
@@ -136,6 +149,7 @@ class Method:
     whose linears are in `describes`. write returns the config of a converted model, None for one
     without quantized linears. dialect is that of the only engine with the method. absent_key: where
     this field lists nothing, loaders find unquantized linears by their tensors.
+    zero_labels: how a config labels zero points, where it does.
     whole_names: they compare names of linears, not of modules above them. in_groups: fp8 has
     compressed-tensors' name for scales.
     """
@@ -147,6 +161,7 @@ class Method:
     write: Callable[[WrittenModel], Config | None] | None = None
     dialect: Dialect | None = None
     absent_key: str = ""
+    zero_labels: ZeroLabels | None = None
     whole_names: bool = False
     in_groups: bool = False
 

@@ -14,6 +14,7 @@ from mtp_checkpoints.dtypes import OutputTensor
 from mtp_checkpoints.formats import (
     FORMATS,
     UNQUANTIZED,
+    AutoRoundInt8,
     AwqInt4,
     EncodedWeight,
     FormatOptions,
@@ -21,6 +22,7 @@ from mtp_checkpoints.formats import (
     Fp8Channel,
     Fp8Tensor,
     GptqInt4,
+    GptqInt8,
     Int4Group,
     Int8Channel,
     NvFp4,
@@ -40,8 +42,8 @@ MODULE = NAME.removesuffix(".weight")
 Layout = list[tuple[str, str, tuple[int, ...]]]
 
 
-def words(groups: int) -> Layout:
-    return [("scales", "F16", (groups, 32)), ("qzeros", "I32", (groups, 4))]
+def words(groups: int, zero_words: int = 4) -> Layout:
+    return [("scales", "F16", (groups, 32)), ("qzeros", "I32", (groups, zero_words))]
 
 
 READ: list[tuple[WeightFormat, Layout]] = [
@@ -49,6 +51,9 @@ READ: list[tuple[WeightFormat, Layout]] = [
     (AwqInt4(-1), [("qweight", "I32", (256, 4)), *words(1)]),
     (GptqInt4(64), [("qweight", "I32", (32, 32)), *words(4), ("g_idx", "I32", (256,))]),
     (GptqInt4(-1), [("qweight", "I32", (32, 32)), *words(1), ("g_idx", "I32", (256,))]),
+    (GptqInt8(64), [("qweight", "I32", (64, 32)), *words(4, 8), ("g_idx", "I32", (256,))]),
+    (AutoRoundInt8(64), [("qweight", "I32", (64, 32)), *words(4, 8)]),
+    (AutoRoundInt8(-1), [("qweight", "I32", (64, 32)), *words(1, 8)]),
     (NvFp4(), [
         ("weight", "U8", (32, 128)), ("weight_scale", "F8_E4M3", (32, 16)),
         ("weight_scale_2", "F32", ()), ("input_scale", "F32", ()),
@@ -68,6 +73,7 @@ def test_tensors_of_formats_that_are_read(one: WeightFormat, layout: Layout) -> 
     halves = ("F16", "BF16", "F32")
     floats: dict[type, tuple[str, ...]] = {
         Fp8Channel: ("F32", "BF16"), AwqInt4: halves, GptqInt4: halves,
+        GptqInt8: halves, AutoRoundInt8: halves,
     }  # fmt: skip
     for number, tensor in enumerate(found):
         other = floats.get(type(one)) if number == 1 else None
@@ -79,6 +85,8 @@ def test_tensors_of_formats_that_are_read(one: WeightFormat, layout: Layout) -> 
     [
         (AwqInt4(64), "awq_int4", 64, 1, 1, 8),
         (GptqInt4(-1), "gptq_int4", 8, 1, 1, 8),
+        (GptqInt8(-1), "gptq_int8", 4, 1, 1, 4),
+        (AutoRoundInt8(32), "auto_round_int8", 32, 1, 1, 4),
         (NvFp4(), "nvfp4", 16, 2, 1, 0),
         (Fp8Tensor(), "fp8_tensor", 1, 1, 1, 0),
         (Fp8Channel(), "fp8_channel", 1, 1, 1, 0),

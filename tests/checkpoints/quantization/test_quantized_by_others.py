@@ -13,18 +13,21 @@ from cases import make_checkpoint
 from mtp_checkpoints.containers.base import QUANTIZATION
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.families.base import Role
-from mtp_checkpoints.formats import AwqInt4, Fp8Tensor, GptqInt4, NvFp4
+from mtp_checkpoints.formats import AutoRoundInt8, AwqInt4, Fp8Tensor, GptqInt4, NvFp4
 from mtp_checkpoints.quantization.methods import quant_config_of
 from mtp_checkpoints.quantization.methods.modelopt import flattened
 from mtp_checkpoints.quantization.stored import StoredWeight, stored_model
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_checkpoints.weights.weight_values import WeightOnDisk, weights_on_disk
-from quantized_by_others import METHODS, write
+from quantized_by_others import METHODS, asymmetric, auto_round, symmetric, write
 
 EXPERT = "model.layers.2.mlp.experts.1.up_proj"
 STORAGES = {
     "awq": "awq_int4",
     "gptq": "gptq_int4",
+    "gptq, 8 bits": "gptq_int8",
+    "auto-round, 8 bits": "auto_round_int8",
+    "auto-round, 8 bits, whole rows": "auto_round_int8",
     "auto-round": "auto_round_int4",
     "auto-round, attention unquantized": "auto_round_int4",
     "auto-round, awq": "awq_int4",
@@ -111,6 +114,21 @@ def test_zero_points_of_format_v1_are_less_one() -> None:
             assert not torch.equal(other.dequantize(), values)
 
 
+@pytest.mark.parametrize("group", [32, 128, -1])
+@pytest.mark.parametrize("less_one", [True, False])
+@pytest.mark.parametrize("quantize", [symmetric, asymmetric])
+def test_words_of_eight_bits(quantize: Any, less_one: bool, group: int) -> None:
+    """Codes less zero points of up to 255 keep their sign."""
+    encode = auto_round(zeros_less_one=less_one, quantize=quantize, bits=8, group_size=group)
+    weight = torch.linspace(-1, 0, 256).repeat(16, 1) + (quantize is symmetric)
+    tensors, values = encode(weight)
+    found = AutoRoundInt8(group, less_one).encoded(
+        [tensors[name] for name in ("qweight", "scales", "qzeros")]
+    )
+    torch.testing.assert_close(found.dequantize(), values)
+    assert (values - weight).abs().max() < 0.01
+
+
 def test_groups_that_a_weight_does_not_have() -> None:
     form = GptqInt4(32)
     good = torch.tensor([0, 1] * 32)
@@ -157,6 +175,7 @@ def test_whole_rows_as_groups() -> None:
 
 AWQ = METHODS["awq"].config
 GPTQ = METHODS["gptq"].config
+AUTO_ROUND = METHODS["auto-round, 8 bits"].config
 NVFP4 = METHODS["modelopt nvfp4"].config
 
 
@@ -214,13 +233,15 @@ def test_modelopt_ignores_by_parts_and_wildcards() -> None:
         (AWQ | {"group_size": 12}, UnsupportedError, "Found 12"),
         (AWQ | {"modules_to_not_convert": "x"}, InvalidInputError, "modules_to_not_convert"),
         (AWQ | {"modules_to_not_convert": [1]}, InvalidInputError, "modules_to_not_convert"),
-        (GPTQ | {"bits": 8}, UnsupportedError, "GPTQ weights that this tool does not read"),
+        (GPTQ | {"bits": 3}, UnsupportedError, "GPTQ weights that this tool does not read"),
         (GPTQ | {"checkpoint_format": "marlin"}, UnsupportedError, "marlin"),
         (GPTQ | {"lm_head": True}, UnsupportedError, "lm_head True"),
         (GPTQ | {"dynamic": ["x"]}, InvalidInputError, "dynamic"),
         (GPTQ | {"dynamic": {"-:(": {}}}, InvalidInputError, r"-:\("),
         (GPTQ | {"dynamic": {"x": 1}}, InvalidInputError, "dynamic"),
-        (GPTQ | {"dynamic": {"+:x": {"bits": 8}}}, UnsupportedError, "8 bits"),
+        (GPTQ | {"dynamic": {"+:x": {"bits": 2}}}, UnsupportedError, "2 bits"),
+        (AUTO_ROUND | {"bits": 2}, UnsupportedError, "2 bits"),
+        (AUTO_ROUND | {"packing_format": "auto_round:auto_awq"}, UnsupportedError, "8 bits"),
         (NVFP4 | {"quant_algo": "MIXED_PRECISION"}, UnsupportedError, "MIXED_PRECISION"),
         (NVFP4 | {"quant_algo": None}, UnsupportedError, "None"),
         (NVFP4 | {"ignore": "lm_head"}, InvalidInputError, "ignore"),

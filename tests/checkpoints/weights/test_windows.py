@@ -16,10 +16,12 @@ from mtp_checkpoints.dtypes import dtype_name
 from mtp_checkpoints.families.base import Role, TensorSpec
 from mtp_checkpoints.formats import (
     FORMATS,
+    AutoRoundInt8,
     AwqInt4,
     FormatOptions,
     Fp8Tensor,
     GptqInt4,
+    GptqInt8,
     NvFp4,
     WeightFormat,
 )
@@ -120,6 +122,8 @@ WORDS: dict[str, WeightFormat] = {
     "gptq": GptqInt4(GROUP),
     "gptq, permuted": GptqInt4(GROUP),
     "gptq v2": GptqInt4(GROUP, zeros_less_one=False),
+    "gptq, 8 bits": GptqInt8(GROUP),
+    "auto-round, 8 bits": AutoRoundInt8(GROUP),
 }
 
 
@@ -135,7 +139,8 @@ def test_a_window_of_words_that_run_across(name: str) -> None:
         part = Windowed.of(encoded_window(weight, Window(rows, columns), memory))
         wanted = expected[rows.start : rows.stop, columns.start : columns.stop]
         torch.testing.assert_close(part.dequantize(torch.float32), wanted, rtol=1e-6, atol=1e-9)
-        assert memory.read[weight.name] * 8 == widened(rows, 8) * widened(columns, GROUP)
+        unit = WORDS[name].word_rows
+        assert memory.read[weight.name] * unit == widened(rows, unit) * widened(columns, GROUP)
 
 
 def widened(part: range, unit: int) -> int:

@@ -1,4 +1,5 @@
-"""AutoRound: int4 for the linears of named blocks; `extra_config` changes or leaves out modules.
+"""AutoRound: 4 or 8 bits for the linears of named blocks; `extra_config` changes or leaves out
+modules.
 
 Sources: AutoRound's `inference/convert_model.py` and `inference/backend.py`.
 """
@@ -12,8 +13,14 @@ from typing import Any
 
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.base import LINEAR_ROLES, Role
-from mtp_checkpoints.formats import AutoRoundInt4, AwqInt4, WeightFormat
-from mtp_checkpoints.quantization.method import Method, Unfused, group_size, number_of
+from mtp_checkpoints.formats import AutoRoundInt4, AutoRoundInt8, AwqInt4, WeightFormat
+from mtp_checkpoints.quantization.method import (
+    Method,
+    Unfused,
+    ZeroLabels,
+    group_size,
+    number_of,
+)
 from mtp_checkpoints.quantization.native import Config, unusable_field
 
 _CHANGES, _BLOCKS, _OLDER_BLOCKS = "extra_config", "block_name_to_quantize", "to_quant_block_names"
@@ -21,12 +28,12 @@ _LEFT_OUT = {"bits": 16, "data_type": "float"}
 _SMALLEST_UNQUANTIZED = 16  # bits
 # The MTP projection is a linear to AutoRound, and the head where extra_config gives it bits.
 _ROLES = (*LINEAR_ROLES, Role.MTP_PROJECTION, Role.HEAD)
-_PACKINGS: dict[str, bool] = {
-    "auto_round:auto_gptq": True,  # zero points are stored less one
-    "auto_round:gptqmodel": False,
-    "auto_round": False,
-}
-_AWQ = "auto_round:auto_awq"
+_ZEROS = ZeroLabels(
+    "packing_format", less_one="auto_round:auto_gptq", as_they_are="auto_round:gptqmodel"
+)
+_PACKINGS = {_ZEROS.less_one: True, _ZEROS.as_they_are: False, "auto_round": False}
+_AWQ = "auto_round:auto_awq"  # of 4 bits alone
+_FORMATS = {4: AutoRoundInt4, 8: AutoRoundInt8}
 # A key of extra_config without one of these is a module's name, as vLLM and AutoRound read it.
 _SPECIAL = re.compile(r"[*+?^$()\[\]{}|\\]")
 
@@ -53,7 +60,7 @@ class _AutoRound(Unfused):
 
 
 def _read(quantization: Mapping[str, Any]) -> _AutoRound:
-    """Read a quantization_config (UnsupportedError for another layout than int4)."""
+    """Read a quantization_config (UnsupportedError for another layout)."""
     changes = _changes(quantization)
     formats = {name: _changed(quantization, change) for name, change in changes.items()}
     patterns = tuple(
@@ -70,16 +77,18 @@ def _changed(quantization: Mapping[str, Any], change: Mapping[str, Any]) -> Weig
 
 
 def _format(quantization: Mapping[str, Any]) -> WeightFormat:
-    bits, packing = number_of(quantization, "bits"), quantization.get("packing_format")
+    bits, packing = number_of(quantization, "bits"), quantization.get(_ZEROS.field)
     numbers = quantization.get("data_type", "int")
-    if bits != 4 or numbers != "int" or packing not in (*_PACKINGS, _AWQ):
+    packings = (*_PACKINGS, _AWQ) if bits == 4 else _PACKINGS
+    if bits not in _FORMATS or numbers != "int" or packing not in packings:
         raise UnsupportedError(
             "config.json describes AutoRound weights that this tool does not read",
-            expected=f"4 bits of data_type int, packing_format {', '.join(_PACKINGS)} or {_AWQ}",
+            expected=f"4 or 8 bits of data_type int, packing_format {', '.join(_PACKINGS)}, or"
+            f" {_AWQ} of 4 bits",
             found=f"{bits} bits of data_type {numbers}, packing_format {packing}",
         )
     size = group_size(quantization, "group_size")
-    return AwqInt4(size) if packing == _AWQ else AutoRoundInt4(size, _PACKINGS[packing])
+    return AwqInt4(size) if packing == _AWQ else _FORMATS[bits](size, _PACKINGS[str(packing)])
 
 
 def _changes(quantization: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -113,4 +122,4 @@ def _leave_out(quantization: Config, modules: Sequence[str]) -> Config:
     return {**quantization, _CHANGES: {**patterns, **_changes(quantization)}}
 
 
-AUTO_ROUND = Method(_read, leave_out=_leave_out)
+AUTO_ROUND = Method(_read, leave_out=_leave_out, zero_labels=_ZEROS)

@@ -1,4 +1,5 @@
-"""GPTQ: int4 for every linear; `dynamic` changes or leaves out those whose names a pattern matches.
+"""GPTQ: 4 or 8 bits for every linear; `dynamic` changes or leaves out those whose names a pattern
+matches.
 
 Sources: vLLM `quantization/auto_gptq.py`, SGLang `quantization/gptq`, GPTQModel.
 """
@@ -12,14 +13,22 @@ from typing import Any
 
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.base import LINEAR_ROLES, Role
-from mtp_checkpoints.formats import GptqInt4, WeightFormat
-from mtp_checkpoints.quantization.method import Method, Unfused, group_size, number_of
+from mtp_checkpoints.formats import GptqInt4, GptqInt8, WeightFormat
+from mtp_checkpoints.quantization.method import (
+    Method,
+    Unfused,
+    ZeroLabels,
+    group_size,
+    number_of,
+)
 from mtp_checkpoints.quantization.native import Config, unusable_field
 
 _DYNAMIC = "dynamic"
 _NEGATIVE, _POSITIVE = "-:", "+:"
 # GPTQModel's newer layout holds zero points as they are.
-_LAYOUTS = {"gptq": True, "gptq_v2": False}
+_ZEROS = ZeroLabels("checkpoint_format", less_one="gptq", as_they_are="gptq_v2")
+_LAYOUTS = {_ZEROS.less_one: True, _ZEROS.as_they_are: False}
+_FORMATS = {4: GptqInt4, 8: GptqInt8}
 
 
 @dataclass(frozen=True)
@@ -40,7 +49,7 @@ class _Gptq(Unfused):
 
 
 def _read(quantization: Mapping[str, Any]) -> _Gptq:
-    """Read a quantization_config (UnsupportedError for another layout than int4)."""
+    """Read a quantization_config (UnsupportedError for another layout)."""
     patterns = []
     for pattern, own in _dynamic(quantization).items():
         left_out = pattern.startswith(_NEGATIVE)
@@ -51,14 +60,14 @@ def _read(quantization: Mapping[str, Any]) -> _Gptq:
 
 def _format(quantization: Mapping[str, Any]) -> WeightFormat:
     bits = number_of(quantization, "bits")
-    layout = quantization.get("checkpoint_format") or "gptq"
-    if bits != 4 or layout not in _LAYOUTS or quantization.get("lm_head"):
+    layout = quantization.get(_ZEROS.field) or _ZEROS.less_one
+    if bits not in _FORMATS or layout not in _LAYOUTS or quantization.get("lm_head"):
         raise UnsupportedError(
             "config.json describes GPTQ weights that this tool does not read",
-            expected=f"4 bits, checkpoint_format {' or '.join(_LAYOUTS)}, the head unquantized",
-            found=f"{bits} bits, checkpoint_format {layout}, lm_head {quantization.get('lm_head')}",
+            expected=f"4 or 8 bits, {_ZEROS.field} {' or '.join(_LAYOUTS)}, the head unquantized",
+            found=f"{bits} bits, {_ZEROS.field} {layout}, lm_head {quantization.get('lm_head')}",
         )
-    return GptqInt4(group_size(quantization, "group_size"), _LAYOUTS[layout])
+    return _FORMATS[bits](group_size(quantization, "group_size"), _LAYOUTS[layout])
 
 
 def _dynamic(quantization: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,4 +94,4 @@ def _leave_out(quantization: Config, modules: Sequence[str]) -> Config:
     return {**quantization, _DYNAMIC: {**ours, **_dynamic(quantization)}}
 
 
-GPTQ = Method(_read, leave_out=_leave_out, absent_key=_DYNAMIC)
+GPTQ = Method(_read, leave_out=_leave_out, absent_key=_DYNAMIC, zero_labels=_ZEROS)

@@ -120,6 +120,28 @@ def block_zeroed(tensor: str, share: float, row: int, column: int) -> str:
     )
 
 
+def zero_points_mislabelled(tensor: str, label: str, less_one: bool) -> str:
+    """label: field and value of quantization_config, by which zero points are stored less one, or
+    as they are."""
+    read, held = ("less one", "as they are") if less_one else ("as they are", "less one")
+    return (
+        f"by {label} the zero points are stored {read}, and {tensor}, as the others of its part,"
+        f" has them {held}: readers of qzeros take every weight for one step more or less (kernels"
+        " for symmetric weights alone, such as Marlin, do not read them)"
+    )
+
+
+def label_to_set(field: str, value: str) -> str:
+    return f"set {field} to {value}"
+
+
+def no_label_for_both(field: str) -> str:
+    return (
+        f"those of the other part are as labelled, so that no {field} is right for both; quantize"
+        " the layer again, or graft the original's"
+    )
+
+
 # --- Compared with the source ---------------------------------------------------------------------
 
 CONSTANT = "it is constant: never written, or dropped and filled in"

@@ -1,5 +1,5 @@
-"""4-bit codes in 32-bit words with a zero point per group, as AWQ and GPTQ store them: matrices
-lie as [K, N], and a weight is (code - zero point) * scale."""
+"""Codes of 4 or 8 bits in 32-bit words with a zero point per group, as AWQ, GPTQ and AutoRound
+store them: matrices lie as [K, N], and a weight is (code - zero point) * scale."""
 
 from __future__ import annotations
 
@@ -10,24 +10,26 @@ from typing import TYPE_CHECKING, ClassVar
 
 from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.formats.base import EncodedWeight, Place, ReadOnlyFormat, RowSource
-from mtp_checkpoints.formats.verification import FOUR_BIT_GATE, FormatGate
+from mtp_checkpoints.formats.verification import FOUR_BIT_GATE, INT8_GATE, FormatGate
 
 if TYPE_CHECKING:
     import torch
 
-CODES_PER_WORD = 8
+CODES_PER_WORD = 8  # of 4 bits
+_WORD_BITS = 32
 WHOLE_ROW = -1  # as a group size: one group per output channel
 _SCALE_DTYPES = (DType.F16, DType.BF16, DType.F32)
-_IN_ORDER = tuple(range(CODES_PER_WORD))
 
 
 @dataclass(frozen=True)
-class Int4Words(ReadOnlyFormat):
-    """Codes qweight, scales [K/group, N], zero points qzeros [K/group, N/8]; read as codes I8
-    [N, K] with the zero points taken off, and scales [N, K/group]."""
+class IntWords(ReadOnlyFormat):
+    """Codes qweight, scales [K/group, N], zero points qzeros [K/group, N/w] with w numbers in a
+    word; read as codes [N, K] with the zero points taken off, I8 of 4 bits and I16 of 8, and
+    scales [N, K/group]."""
 
     group_size: int
 
+    bits: ClassVar[int] = 4
     gate: ClassVar[FormatGate] = FOUR_BIT_GATE
     reads_whole: ClassVar[bool] = True
     word_rows: ClassVar[int] = CODES_PER_WORD  # of qzeros, if not of qweight
@@ -35,7 +37,7 @@ class Int4Words(ReadOnlyFormat):
 
     @property
     def k_divisor(self) -> int:
-        return CODES_PER_WORD if self.group_size == WHOLE_ROW else self.group_size
+        return self.word_rows if self.group_size == WHOLE_ROW else self.group_size
 
     @property
     def k_unit(self) -> str:
@@ -46,16 +48,16 @@ class Int4Words(ReadOnlyFormat):
         """Return the codes [K, n] of qweight."""
 
     @abstractmethod
-    def _zeros(self, words: torch.Tensor) -> torch.Tensor:
+    def zero_points(self, words: torch.Tensor) -> torch.Tensor:
         """Return the zero points [K/group, n] of qzeros."""
 
     def places(self, rows: range, columns: range, shape: Sequence[int]) -> Sequence[Place]:
         groups = self._groups_read(columns, shape[1])
-        rows_per_word = CODES_PER_WORD // self.columns_per_word
+        rows_per_word = self.word_rows // self.columns_per_word
         return (
             (_divided(columns, self.columns_per_word), _divided(rows, rows_per_word)),
             (groups, rows),
-            (groups, _divided(rows, CODES_PER_WORD)),
+            (groups, _divided(rows, self.word_rows)),
         )
 
     def _groups_read(self, columns: range, total: int) -> range:
@@ -70,14 +72,14 @@ class Int4Words(ReadOnlyFormat):
         rows, groups = shape[0], self._groups(shape[1])
         return (
             OutputTensor(f"{module}.scales", DType.F16, (groups, rows)),
-            OutputTensor(f"{module}.qzeros", DType.I32, (groups, rows // CODES_PER_WORD)),
+            OutputTensor(f"{module}.qzeros", DType.I32, (groups, rows // self.word_rows)),
         )
 
     def accepted_dtypes(self, tensor: OutputTensor) -> tuple[DType, ...]:
         return _SCALE_DTYPES if tensor.dtype == DType.F16 else (tensor.dtype,)
 
     def check_constants(self, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> None:
-        """Accept zero points whatever they are: every word holds eight."""
+        """Accept zero points whatever they are: every word is full of them."""
 
     def encoded(self, tensors: Sequence[torch.Tensor]) -> EncodedWeight:
         """Decode a weight, or some columns of one with their groups and perhaps others."""
@@ -88,7 +90,7 @@ class Int4Words(ReadOnlyFormat):
         places = torch.arange(len(codes), device=codes.device)
         size = len(codes) if self.group_size == WHOLE_ROW else self.group_size
         groups = self._group_of_columns(tensors, places // size)
-        codes = codes - self._zeros(zeros)[groups]
+        codes = codes - self.zero_points(zeros)[groups]
         in_order = groups[0] + places // size
         # A scale for each column where the groups are permuted.
         scale = scale[groups[::size] if torch.equal(groups, in_order) else groups]
@@ -114,6 +116,42 @@ class Int4Words(ReadOnlyFormat):
         return (codes.float() * factors.repeat_interleave(columns, dim=1)).to(dtype)
 
 
+@dataclass(frozen=True)
+class InputWords(IntWords):
+    """Words along the input channels: qweight I32 [K/w, N].
+
+    zeros_less_one: qzeros hold zero points less one.
+    """
+
+    zeros_less_one: bool = True
+
+    columns_per_word: ClassVar[int] = CODES_PER_WORD
+
+    def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[OutputTensor, ...]:
+        module = name.removesuffix(".weight")
+        words = (shape[1] // self.columns_per_word, shape[0])
+        return (
+            OutputTensor(f"{module}.qweight", DType.I32, words),
+            *self._scale_and_zeros(module, shape),
+        )
+
+    def _codes(self, words: torch.Tensor) -> torch.Tensor:
+        return unpacked_rows(words, self.bits)
+
+    def zero_points(self, words: torch.Tensor) -> torch.Tensor:
+        stored = unpacked_columns(words, self.bits)
+        return (stored + 1) & ((1 << self.bits) - 1) if self.zeros_less_one else stored
+
+
+class EightBits(InputWords):
+    """The same with four codes of 8 bits in a word."""
+
+    bits: ClassVar[int] = 8
+    gate: ClassVar[FormatGate] = INT8_GATE
+    word_rows: ClassVar[int] = _WORD_BITS // 8
+    columns_per_word: ClassVar[int] = _WORD_BITS // 8
+
+
 def _divided(part: range, size: int) -> range:
     """Return the words, each of `size` entries, that a part lies in."""
     return range(part.start // size, -(-part.stop // size))
@@ -125,21 +163,26 @@ def _part(tensor: torch.Tensor, place: Place) -> torch.Tensor:
     return part if columns is None else part[:, columns.start : columns.stop]
 
 
-def unpacked_rows(words: torch.Tensor) -> torch.Tensor:
-    """Return codes I8 [8 n, m] of words [n, m]: each holds eight rows, the first in the lowest
-    bits."""
-    return _nibbles(words).movedim(-1, 1).reshape(-1, words.shape[1])
+def unpacked_rows(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return codes [w n, m] of words [n, m]: each holds w rows, the first in the lowest bits."""
+    return _numbers(words, bits).movedim(-1, 1).reshape(-1, words.shape[1])
 
 
-def unpacked_columns(words: torch.Tensor, order: Sequence[int] = _IN_ORDER) -> torch.Tensor:
-    """Return codes I8 [n, 8 m] of words [n, m]: each word holds eight columns. order[i] is the
-    place in the word, counted from the lowest bits, of column i."""
-    return _nibbles(words)[..., list(order)].reshape(words.shape[0], -1)
+def unpacked_columns(
+    words: torch.Tensor, bits: int, order: Sequence[int] | None = None
+) -> torch.Tensor:
+    """Return codes [n, w m] of words [n, m]: each word holds w columns. order[i] is the place in
+    the word, counted from the lowest bits, of column i; by default i."""
+    numbers = _numbers(words, bits)
+    in_order = numbers if order is None else numbers[..., list(order)]
+    return in_order.reshape(words.shape[0], -1)
 
 
-def _nibbles(words: torch.Tensor) -> torch.Tensor:
-    """Return the eight 4-bit numbers of every word, as I8 along a last dimension."""
+def _numbers(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the numbers of every word along a last dimension: I8 of 4 bits, I16 of 8, so that the
+    difference of two has room."""
     import torch
 
-    shifts = torch.arange(0, 32, 4, device=words.device, dtype=torch.int32)
-    return ((words.unsqueeze(-1) >> shifts) & 0xF).to(torch.int8)
+    shifts = torch.arange(0, _WORD_BITS, bits, device=words.device, dtype=torch.int32)
+    found = (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
+    return found.to(torch.int16 if bits == 8 else torch.int8)
