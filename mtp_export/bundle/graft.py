@@ -76,6 +76,7 @@ def plan_graft(options: GraftOptions, *, dry_run: bool = False) -> BundlePlan:
     config = with_quantization(config, described.main)
     main = stored_model(config).main
     _check_tensors(host, main, tensors)
+    _check_draft_is_read(options, draft, main)
     stored = main.with_mtp_of(donated, donated.quantization)
     checkpoint = GraftedCheckpoint.of(host, donor, config, _moved(donor, donated), own)
     split = SplitOptions(
@@ -148,6 +149,22 @@ def _check_tensors(host: Checkpoint, main: StoredModel, tensors: Mapping[str, Te
     problems = main.differences(tensors)
     if problems:
         problems[0].raise_as_error(host.path, len(problems) - 1)
+
+
+def _check_draft_is_read(options: GraftOptions, draft: Draft, main: StoredModel) -> None:
+    """Refuse a quantized draft where the target's engine builds every draft unquantized beside such
+    a main model (UnsupportedError)."""
+    engine = engine_of(options.bundle.target)
+    unquantized_beside = engine.draft_reading.unquantized_beside if engine.draft_reading else set()
+    storages = {str(weight.storage) for weight in main.weights.values()} & unquantized_beside
+    if storages and draft.storages:
+        raise UnsupportedError(
+            f"{engine.title} builds every draft unquantized beside a main model in"
+            f" {' and '.join(sorted(storages))}",
+            where=options.bundle.input_dir,
+            expected="--mtp-quant bf16",
+            found=f"--mtp-quant {options.mtp_quant}",
+        )
 
 
 def _moved(donor: Checkpoint, donated: StoredModel) -> dict[str, str]:

@@ -39,7 +39,7 @@ ROWS = (
     ("awq", "weight_only_int8", "sglang", "sglang"),
     ("gptq", "a8w8_fp8", "sglang", "sglang"),
     ("fp8", "weight_only_int8", "sglang", "sglang"),
-    ("modelopt nvfp4", "a8w8_fp8", "sglang", "sglang"),
+    ("modelopt fp8, in a file", "a8w8_fp8", "sglang", "sglang"),
 )
 EVERY_PUSH = (ROWS[0], ROWS[2], ROWS[5])
 
@@ -77,7 +77,7 @@ def test_both_parts_are_described(
     recorded = read_json(output / "mtp_export.json")["options"]
     assert (recorded.get("reader"), recorded["mtp_quant"]) == (reader, scheme)
     main, mtp = quantization(output / "main"), quantization(output / "mtp")
-    assert main["quant_method"] == METHODS[name].config["quant_method"]
+    assert main["quant_method"] == METHODS[name].config.get("quant_method", "modelopt")
     assert (mtp == main) == (reader != "sglang")
     stored = read_tensors(output / "mtp")
     expert, plain = f"{LAYER}.mlp.experts.1.up_proj", f"{LAYER}.eh_proj.weight"
@@ -139,3 +139,14 @@ def test_a_main_config_that_leaves_the_draft_s_linears_out(
     )
     outcome = graft(folder, original, tmp_path / "output", "weight_only_int8")
     assert (outcome.code, "in another precision" in outcome.err) == (4, True), outcome.err
+
+
+def test_sglang_builds_every_draft_unquantized_beside_nvfp4(
+    mains: Callable[[str], Path], original: Path, tmp_path: Path
+) -> None:
+    main, output = mains("modelopt nvfp4"), tmp_path / "output"
+    refused = graft(main, original, output, "a8w8_fp8", "--target", "sglang")
+    assert (refused.code, output.exists()) == (4, False)
+    assert "SGLang builds every draft unquantized beside a main model in nvfp4" in refused.err
+    assert graft(main, original, output, "bf16", "--target", "sglang").code == 0
+    assert run_program("verify", output, "--level", "weights", "--quiet").code == 0
