@@ -46,6 +46,7 @@ WHOLE = (
     "runtime/mtp_runtime/*cache.py",
     "runtime/mtp_runtime/draft_length.py",
     "runtime/mtp_runtime/loading/draft_folder.py",
+    "runtime/mtp_runtime/loading/progress.py",
     "runtime/mtp_runtime/models/eagle3.py",
     "runtime/mtp_runtime/models/parallel_heads.py",
     "kernels/mtp_kernels/**/reference.py",

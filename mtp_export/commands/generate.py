@@ -149,7 +149,7 @@ def generate(options: GenerateCommand, context: typer.Context) -> None:
         stop=sampling.stop,
     )
     params = _params_of_each(first, len(asked))
-    llm = options.runtime.load(options.bundle, context.obj)
+    llm = options.runtime.load(options.bundle, context.obj, quiet=options.reporting.quiet)
     given = asked
     if options.chat:
         given = [llm.chat_prompt([{"role": "user", "content": p}]) for p in asked]

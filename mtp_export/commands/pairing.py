@@ -47,11 +47,14 @@ class Proving:
     def proof(self, bundle: Path, *, quiet: bool) -> PairingProof:
         """Return what the drafts that the main model accepts say of a bundle that was made."""
         # They take longer to import than a small graft takes.
-        from mtp_export.commands.progress_bar import progress_bar
+        from mtp_export.commands.progress_bar import count_bar, loading_bars, progress_bar
         from mtp_export.verify.options import VerifyOptions
         from mtp_export.verify.pairing_proof import not_asked_for, prove_pairing
 
         if not self.prove:
             return not_asked_for(bundle)
         wanted = VerifyOptions(bundle, prompts=self.prompts)
-        return prove_pairing(wanted, partial(progress_bar, quiet=quiet))
+        with loading_bars(quiet=quiet):
+            return prove_pairing(
+                wanted, partial(progress_bar, quiet=quiet), partial(count_bar, quiet=quiet)
+            )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from tqdm.asyncio import tqdm as terminal_tqdm
@@ -15,6 +17,8 @@ from mtp_checkpoints.errors import Interrupted
 from mtp_export.progress import CountCallback, ProgressCallback, silent
 
 SECONDS_BETWEEN_LINES = 5.0
+_FORMAT = "{l_bar}{bar}| {n_fmt} of {total_fmt}{unit}, {rate}{remaining} left{postfix}"
+_NARROW_COLUMNS, _NARROW_FORMAT = 64, "{percentage:3.0f}%, {remaining} left: {desc}"
 _LINE_FORMAT = (
     "{desc}: {percentage:.0f}%, {n_fmt}{unit} of {total_fmt}{unit}, {rate_fmt}, {remaining} left"
     "{postfix}"
@@ -50,13 +54,38 @@ def progress_bar(
 @contextmanager
 def count_bar(title: str, total: int, unit: str, *, quiet: bool = False) -> Iterator[CountCallback]:
     """Show progress on stderr while the block runs, by the count that the callback is given; a
-    terminal keeps nothing of it. Shows nothing when quiet."""
+    terminal keeps nothing of it, and a log gets no line of what is done at once. Shows nothing when
+    quiet."""
     if quiet or not total:
         yield int
         return
-    with _bar(desc=title, total=total, unit=f" {unit}") as bar:
-        bar.leave = False
+    with _passing_bar(desc=title, total=total, unit=f" {unit}") as bar:
         yield bar.update
+
+
+@contextmanager
+def loading_bars(*, quiet: bool = False) -> Iterator[None]:
+    """Show the bytes of every model that is loaded while the block runs, as count_bar shows a
+    count."""
+    from mtp_runtime.loading.progress import loading_shown
+
+    @contextmanager
+    def show(folder: Path, total_bytes: int) -> Iterator[CountCallback]:
+        if quiet or not total_bytes:
+            yield int
+            return
+        title, lock = f"Loading {folder.absolute().name}", threading.Lock()
+        with _passing_bar(desc=title, total=total_bytes, unit="B", unit_scale=True) as bar:
+
+            def advance(read_bytes: int) -> None:
+                with lock:  # scales are read again with every part of a matrix
+                    bar.update(min(read_bytes, total_bytes - bar.n))
+
+            yield advance
+            advance(total_bytes)  # copies of tensors are compared, and not loaded
+
+    with loading_shown(show):
+        yield
 
 
 @contextmanager
@@ -84,17 +113,32 @@ class CountBar:
             self._bar.close()
 
 
+def _passing_bar(**options: Any) -> Any:
+    """Return a bar of which a terminal keeps nothing, and a log where it took a while."""
+    bar = _bar(**options)
+    bar.leave = False
+    if isinstance(bar, _Lines):
+        bar.tells_end = False
+    return bar
+
+
 def _bar(**options: Any) -> Any:
     """Return a bar where one can be drawn, lines elsewhere."""
-    # tqdm.auto is another class than a terminal's only inside a notebook, which is no terminal.
-    is_drawn = tqdm is not terminal_tqdm or sys.stderr.isatty()
-    return tqdm(**options, dynamic_ncols=True) if is_drawn else _Lines(**options)
+    if tqdm is not terminal_tqdm:  # inside a notebook, which is no terminal
+        return tqdm(**options)
+    if not sys.stderr.isatty():
+        return _Lines(**options)
+    is_narrow = os.get_terminal_size(sys.stderr.fileno()).columns < _NARROW_COLUMNS
+    rate = "{rate_fmt}, " if "unit_scale" in options else ""  # of bytes alone
+    shown = _NARROW_FORMAT if is_narrow else _FORMAT.replace("{rate}", rate)
+    return tqdm(**options, bar_format=shown, dynamic_ncols=True)
 
 
 class _Lines(terminal_tqdm):  # type: ignore[misc]
     """Progress as a line every few seconds and one at the end: a log shows no carriage returns."""
 
     monitor_interval = 0  # no thread that redraws: a line says something new or is not written
+    tells_end = True  # where no line was due before
     _written: float | None = None  # the count that the last line told
 
     def __init__(self, **options: Any) -> None:
@@ -115,6 +159,6 @@ class _Lines(terminal_tqdm):  # type: ignore[misc]
         return False
 
     def close(self) -> None:
-        if not self.disable:
+        if not self.disable and (self.tells_end or self._written is not None):
             self.display()
         super().close()

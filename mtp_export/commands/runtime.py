@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +12,6 @@ from mtp_checkpoints.errors import UsageError
 from mtp_export.commands.garbage import gc_paused
 from mtp_export.commands.output import status
 from mtp_export.options import Access, Panel, argument, option, parse_path, path_option
-from mtp_export.progress import format_bytes
 from mtp_runtime.config import MAX_DRAFT_TOKENS, LLMOptions
 from mtp_runtime.drafters import DRAFTERS, extra_drafts, listed
 
@@ -24,13 +25,6 @@ DTYPE = option(
 )
 _MODELS = tuple(name for name, kind in DRAFTERS.items() if kind.needs_draft_model)
 _IN_FOLDERS = listed((*_MODELS, *extra_drafts()), "and")
-
-
-def _size_in_words(bundle: Path) -> str:
-    """Return the size of a bundle's or a checkpoint's shards as (31.5 MB); nothing without any."""
-    patterns = ("*.safetensors", "main/*.safetensors", "mtp/*.safetensors")
-    size = sum(path.stat().st_size for pattern in patterns for path in bundle.glob(pattern))
-    return f" ({format_bytes(size)})" if size else ""
 
 
 def parse_schedule(text: str) -> tuple[tuple[int, int], ...]:
@@ -195,18 +189,20 @@ class Runtime:
             raise UsageError("Give one of --cuda-graphs and --compiled-step")
         return self.compiled_step or self.cuda_graphs
 
-    def load(self, bundle: Path, group: Group | None, **sizes: Any) -> LLM:
+    def load(self, bundle: Path, group: Group | None, *, quiet: bool = False, **sizes: Any) -> LLM:
         """Load a bundle until it can decode at full speed; group: the ranks that follow, None for
         none; sizes: those of the engine, as LLM takes them.
 
-        A terminal shows what is being done.
+        Unless quiet, a terminal shows what is being done.
         """
         static_graph = self.static_graph
-        with gc_paused(), status("Loading the runtime") as shown:
-            from mtp_runtime.llm import llm_of
-            from mtp_runtime.parallel.group import LONE
+        told: Callable[[str], AbstractContextManager[object]] = nullcontext if quiet else status
+        with gc_paused():
+            with told("Loading the runtime"):
+                from mtp_export.commands.progress_bar import loading_bars
+                from mtp_runtime.llm import llm_of
+                from mtp_runtime.parallel.group import LONE
 
-            shown.update(f"Loading {bundle}{_size_in_words(bundle)}")
             options = LLMOptions(
                 device=self.device,
                 dtype=self.dtype,
@@ -218,7 +214,8 @@ class Runtime:
                 **sizes,
             )
             ranks = LONE if group is None else group
-            llm = ranks.everywhere(llm_of, bundle, options)
-            shown.update("Decoding the first tokens")
-            llm.warm_up()
+            with loading_bars(quiet=quiet):
+                llm = ranks.everywhere(llm_of, bundle, options)
+            with told("Decoding the first tokens"):
+                llm.warm_up()
         return llm

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,14 @@ from mtp_export.bundle.options import (
     refuse_cluster_of_share,
 )
 from mtp_export.commands.garbage import gc_paused
-from mtp_export.commands.output import REPORT, QuietReporting, json_text, print_result, remark
+from mtp_export.commands.output import (
+    REPORT,
+    QuietReporting,
+    json_text,
+    print_result,
+    remark,
+    status,
+)
 from mtp_export.commands.report_files import ReportFiles, try_reports
 from mtp_export.options import (
     Access,
@@ -127,8 +135,11 @@ def verify(options: VerifyCommand, context: typer.Context) -> None:
         reports.write({"--report": lambda: json_text(facts)})
         print_result(facts, table, reporting)
         return
-    subject = _opened(verification, context.obj, quiet=reporting.quiet)
-    finished = _run(subject, options.cluster, quiet=reporting.quiet)
+    from mtp_export.commands.progress_bar import loading_bars
+
+    with loading_bars(quiet=reporting.quiet):
+        subject = _opened(verification, context.obj, quiet=reporting.quiet)
+        finished = _run(subject, options.cluster, quiet=reporting.quiet)
     _write_reports(finished, reports)
     print_result(finished.as_json(), _page(finished, options), reporting)
     if options.golden is not None and finished.status is Status.FAIL:
@@ -179,7 +190,8 @@ def _opened(options: VerifyOptions, group: ProcessGroup | None, *, quiet: bool) 
             partial(count_bar, quiet=quiet),
         )
         if options.level > Level.FILES:
-            import torch  # noqa: F401 (which all further checks need)
+            with nullcontext() if quiet else status("Loading the runtime"):
+                import torch  # noqa: F401 (which all further checks need)
     return context
 
 
@@ -217,10 +229,12 @@ def _write_reports(report: VerifyReport, files: ReportFiles) -> None:
 
 
 def _write_golden(context: Context, files: ReportFiles, *, quiet: bool) -> None:
+    from mtp_export.commands.progress_bar import loading_bars
     from mtp_export.verify.report.golden import golden_text
 
     start = time.monotonic()
-    text = golden_text(context)
+    with loading_bars(quiet=quiet):
+        text = golden_text(context)
     files.write({"--golden": lambda: text})
     if not quiet:
         remark(f"golden file: written, {time.monotonic() - start:.1f} s")

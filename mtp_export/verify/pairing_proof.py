@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mtp_checkpoints.errors import VerificationError
-from mtp_export.progress import ShowProgress
+from mtp_export.progress import ShowCount, ShowProgress
 from mtp_export.verify import CHECKS, check_result
 from mtp_export.verify.check import Item, Status, overall
 from mtp_export.verify.context import Context
@@ -91,11 +91,13 @@ def not_asked_for(bundle: Path) -> PairingProof:
     return PairingProof(bundle, reason="--prove measures it")
 
 
-def prove_pairing(options: VerifyOptions, show_progress: ShowProgress) -> PairingProof:
+def prove_pairing(
+    options: VerifyOptions, show_progress: ShowProgress, show_count: ShowCount
+) -> PairingProof:
     """Run check `acceptance` on a finished bundle, with the prompts and sizes of the options.
 
     Raises what Context.open raises, and IoError where this machine cannot read.
     """
-    context = Context.open(options, show_progress)
+    context = Context.open(options, show_progress, show_count=show_count)
     result = check_result(CHECK, CHECKS[CHECK], context)
     return PairingProof(context.folder, result.items)

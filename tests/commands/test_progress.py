@@ -21,17 +21,18 @@ from cases import export
 from mtp_checkpoints.errors import Interrupted
 from mtp_export.cli import main
 from mtp_export.commands.output import remark, status
-from mtp_export.commands.progress_bar import CountBar, progress_bar
+from mtp_export.commands.progress_bar import CountBar, count_bar, loading_bars, progress_bar
+from mtp_runtime.models.load import LoadOptions, load_model
 from terminal.screen import Seen
 
 
 class Screen:
-    """A terminal 100 columns wide and what was written on it."""
+    """A terminal and what was written on it."""
 
-    def __init__(self) -> None:
+    def __init__(self, columns: int = 100) -> None:
         self.shown = b""
         self._ours, theirs = os.openpty()
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         self.file = os.fdopen(theirs, "w")
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
@@ -137,11 +138,53 @@ def test_a_terminal_gets_a_bar(clock: list[float]) -> None:
         clock[0] += 3
         progress(3_000_000)
     states = screen.close().rstrip().split("\r")
-    quarter = r"export:  25%\|█+.* 1\.00M/4\.00M \[00:01<00:0[23], 1\.00MB/s\]"
+    quarter = r"export:  25%\|█+.*\| 1\.00M of 4\.00MB, 1\.00MB/s, 00:0[23] left"
     assert any(re.fullmatch(quarter, state) for state in states)
     assert "100%|█" in states[-1]
-    assert "4.00M/4.00M" in states[-1]
+    assert "| 4.00M of 4.00MB" in states[-1]
     assert all(len(state) <= 100 for state in states)
+
+
+def test_a_narrow_terminal_gets_the_time_left_first(clock: list[float]) -> None:
+    screen = Screen(columns=40)
+    title = "acceptance, with faults undone"
+    with contextlib.redirect_stderr(screen.file), count_bar(title, 40, "faults") as advance:
+        clock[0] += 5
+        advance(10)
+    states = screen.close().rstrip().split("\r")
+    assert any(state.startswith(" 25%, 00:15 left: acceptance") for state in states), states
+    assert all(len(state) <= 40 for state in states)
+
+
+def test_a_log_has_no_line_of_what_is_counted_at_once(clock: list[float]) -> None:
+    log = io.StringIO()
+    with contextlib.redirect_stderr(log):
+        for title, seconds in (("at once", 4), ("slow", 6)):
+            with count_bar(title, 4, "turns") as advance:
+                for _ in range(2):
+                    clock[0] += seconds / 2
+                    advance(1)
+                clock[0] += seconds / 2
+                advance(2)
+    counts = [line.partition(",")[0] for line in log.getvalue().splitlines()]
+    assert counts == ["at once: 100%", "slow: 50%", "slow: 100%"]
+
+
+def test_a_loaded_model_is_shown_by_its_bytes(pristine: Path) -> None:
+    screen = Screen()
+    with contextlib.redirect_stderr(screen.file), loading_bars():
+        load_model(pristine, LoadOptions())
+    stored = sum(shard.stat().st_size for shard in pristine.glob("*.safetensors"))
+    states = screen.close().split("\r")
+    bars = [state for state in states if state.startswith(f"Loading {pristine.name}: ")]
+    (size,) = {float(re.findall(r"of ([\d.]+)MB", state)[0]) for state in bars}
+    assert size == pytest.approx(stored / 1e6, rel=0.2)
+    assert re.search(r"\| [\d.]+M of", bars[-1]), "not only at its beginning"
+    for quiet in (True, False):
+        log = io.StringIO()
+        with contextlib.redirect_stderr(log), loading_bars(quiet=quiet):
+            load_model(pristine, LoadOptions(on_demand=not quiet))
+        assert log.getvalue() == ""
 
 
 @pytest.mark.parametrize(("total_bytes", "quiet"), [(10, True), (0, False)])

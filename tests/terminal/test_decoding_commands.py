@@ -30,7 +30,7 @@ def test_generate_on_a_terminal() -> None:
     assert re.search(r"draft 1 █.* % \(\d+ of \d+\)   draft 2 █.* % \(\d+ of \d+\)", bars)
     assert any(escape.startswith(UNDERLINED) for escape in seen.escapes)
     assert BOLD not in seen.escapes
-    assert re.search(r"Loading \S+ \(\d+\.\d MB\)", seen.raw)
+    assert re.search(r"Loading deepseek-v3-tiny: .* of 31\.5MB, .* left", seen.raw)
 
 
 def test_generate_without_colours_on_a_narrow_terminal() -> None:

@@ -9,6 +9,7 @@ from typing import cast
 import pytest
 import torch
 
+from mtp_export.progress import ShowCount, uncounted
 from mtp_export.verify.check import Item, Status
 from mtp_export.verify.decoding import controls
 from mtp_export.verify.decoding.acceptance import first_draft, is_in_band
@@ -23,6 +24,7 @@ class Drafted:
     """Drafts of a module in texts of PER_TEXT tokens each, of which some are accepted in each."""
 
     accepted: Sequence[int]
+    show_count: ShowCount = uncounted
 
     def drafts(self, depths: int) -> Drafts:
         hit = torch.tensor([n < count for count in self.accepted for n in range(PER_TEXT)])

@@ -47,7 +47,7 @@ def extra_drafts(context: Context) -> Iterator[Item]:
     for extra in context.extra_drafts:
         corpus = context.corpus
         for k in context.options.ks:
-            decoded = extra.speculative(corpus.prompts, corpus.params, k)
+            decoded = extra.speculative(corpus.prompts, corpus.params, k, corpus.show_count)
             yield from of_k(decoded, k, extra.method)
         yield _extra_diagnosed(corpus, extra)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mtp_export.progress import CountCallback
 from mtp_export.verify.check import Item, Shown, failed, judged, not_tested, passed
 from mtp_export.verify.context import Context
 from mtp_export.verify.decoding.acceptance import first_draft, is_in_band
@@ -26,6 +27,8 @@ from mtp_runtime.teacher_forcing import DraftInputs, Text, Texts, draft_states, 
 # After a norm whose weights differ by less than this, the module's own norm cannot tell the two
 # sides of it apart.
 UNIFORM_SPREAD = 0.15
+# The module as it is, and under each control.
+_DRAFTINGS = 6
 # Of drafts none of which differed, the share that may differ nevertheless, times their number: with
 # a probability of 5 %, the rule of three.
 _UNSEEN = 3.0
@@ -53,12 +56,18 @@ def run(context: Context) -> Iterator[Item]:
 
 def items_of(corpus: Corpus) -> Iterator[Item]:
     """The loss of acceptance under each control."""
-    own, first = corpus.drafts(2), first_draft(corpus)
+    with corpus.show_count("controls, with spoilt input", _DRAFTINGS, "draftings") as advance:
+        own, first = corpus.drafts(2), first_draft(corpus)
+        advance(1)
+        controls = []
+        for control in _controls(corpus):
+            controls.append(control)
+            advance(1)
     too_low = ""
     if first is not None and not is_in_band(first):
         share = f"{first.value:.2f}"
         too_low = f"only {share} of the drafts are accepted as it is: check acceptance says why"
-    for control in _controls(corpus):
+    for control in controls:
         yield _lowers(corpus, own, control, too_low)
 
 
@@ -165,7 +174,8 @@ def _causality(corpus: Corpus) -> Iterator[Item]:
     ]
     one, other = Texts(tuple(originals)), Texts(tuple(changed))
     limit = measured_noise(corpus.model, corpus.plain) * 4
-    first, second = (target_states(corpus.model, texts)[1] for texts in (one, other))
+    with corpus.show_count("controls, with a later token changed", 4, "passes") as advance:
+        first, second, *drafted = _changed(corpus, one, other, advance)
     yield _unmoved(
         "target: no row sees a later token",
         [
@@ -175,9 +185,6 @@ def _causality(corpus: Corpus) -> Iterator[Item]:
         limit,
     )
     module = corpus.module
-    drafted = [
-        _module_rows(corpus, module=module, texts=texts, after=first) for texts in (one, other)
-    ]
     yield _unmoved(
         "MTP module: no row sees a later token",
         [
@@ -186,6 +193,20 @@ def _causality(corpus: Corpus) -> Iterator[Item]:
         ],
         limit,
     )
+
+
+def _changed(
+    corpus: Corpus, one: Texts, other: Texts, advance: CountCallback
+) -> Iterator[torch.Tensor]:
+    """Hidden states [T, d] of both texts, then the MTP module's outputs [T, d] on them."""
+    first = target_states(corpus.model, one)[1]
+    advance(1)
+    yield first
+    yield target_states(corpus.model, other)[1]
+    advance(1)
+    for texts in (one, other):
+        yield _module_rows(corpus, module=corpus.module, texts=texts, after=first)
+        advance(1)
 
 
 def _module_rows(

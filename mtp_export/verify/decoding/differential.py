@@ -11,6 +11,7 @@ import torch
 from mtp_checkpoints.formats.verification import RunGate
 from mtp_checkpoints.quantization.stored import StoredModel, stored_model
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
+from mtp_export.progress import CountCallback
 from mtp_export.verify.check import (
     WHOLE_CHECK,
     Item,
@@ -39,6 +40,8 @@ from mtp_runtime.teacher_forcing import (
 
 # Drafts whose loss decides; check `acceptance` reports those after them.
 _DEPTHS = 2
+# Over all texts: both models, their distributions compared, and both modules.
+_PASSES = 5
 # A layer is broken if its error is at least this multiple of that of the layer before it.
 _JUMP = 4.0
 
@@ -107,16 +110,16 @@ class Pair:
 def compared(corpus: Corpus, source: Model, scheme: str, gate: RunGate) -> Iterator[Item]:
     """The corpus's model compared with its source, by the gate of its schemes."""
     yield _configs(source, corpus.model)
-    with torch.inference_mode():
-        pair = Pair(
-            corpus=corpus,
-            source=Side.of(source, corpus.texts),
-            export=Side.of(corpus.model, corpus.texts),
-            scheme=scheme,
-            gate=gate,
-        )
+    title = "differential, on the same texts"
+    with torch.inference_mode(), corpus.show_count(title, _PASSES, "passes") as advance:
+        sides = []
+        for model in (source, corpus.model):
+            sides.append(Side.of(model, corpus.texts))
+            advance(1)
+        pair = Pair(corpus, sides[0], export=sides[1], scheme=scheme, gate=gate)
         yield from _target(pair)
-        yield from _module(pair)
+        advance(1)
+        yield from _module(pair, advance)
 
 
 def _configs(source: Model, export: Model) -> Item:
@@ -184,10 +187,14 @@ def _divergence(source: Side, export: Side) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def _module(pair: Pair) -> Iterator[Item]:
-    """Acceptance change per draft position; each module drafts for its own target."""
-    corpus = pair.corpus
-    export, source = (_hits(corpus, side, side.model) for side in (pair.export, pair.source))
+def _module(pair: Pair, advance: CountCallback) -> Iterator[Item]:
+    """Acceptance change per draft position; each module drafts for its own target. advance takes
+    the passes over the texts."""
+    corpus, hits = pair.corpus, []
+    for side in (pair.export, pair.source):
+        hits.append(_hits(corpus, side, side.model))
+        advance(1)
+    export, source = hits
     for depth in range(1, _DEPTHS + 1):
         room = corpus.texts.room(corpus.anchors, depth)
         lost = export[depth - 1] - source[depth - 1]

@@ -82,7 +82,7 @@ class Trial:
     plain: Decoded = field(init=False)
 
     def __post_init__(self) -> None:
-        self.plain = decode(self.model, self.prompts, self.params)
+        self.plain = decode(self.model, self.prompts, self.params, advance=self.advance)
 
     @cached_property
     def reference(self) -> Reference:
@@ -120,7 +120,7 @@ def run(context: Context) -> Iterator[Item]:
     """Equality with every drafter, limits inside a block, and divergences in the other modes."""
     new_tokens = tokens_per_prompt(context.options.max_new_tokens)
     trial = _trial(context, SamplingParams(max_tokens=new_tokens, ignore_eos=True))
-    runs = sum(1 for _ in _drafters(trial))
+    runs = sum(1 for _ in _drafters(trial)) + len(context.extra_drafts)
     tokens = runs * len(trial.prompts) * new_tokens
     with context.show_count("greedy, with every drafter", tokens, "tokens") as trial.advance:
         for name, decoded in _runs(trial, context.extra_drafts):
@@ -128,8 +128,10 @@ def run(context: Context) -> Iterator[Item]:
                 yield _classified(trial.reference, decoded, name)
             else:
                 yield _equal(trial, decoded, name)
-    for name, check in _EXACT.items():
-        yield not_tested(name, trial.why_inexact) if trial.why_inexact else check(trial)
+    with context.show_count("greedy, alone and at limits", len(_EXACT), "runs") as advance:
+        for name, check in _EXACT.items():
+            yield not_tested(name, trial.why_inexact) if trial.why_inexact else check(trial)
+            advance(1)
     yield _in_fp32(context)
     yield _in_bf16(context, new_tokens)
 
@@ -141,7 +143,9 @@ def _trial(context: Context, params: SamplingParams) -> Trial:
         model = context.loaded(LoadOptions(device, deterministic=True)).model
     except UnsupportedError as error:
         model, why = context.loaded(LoadOptions(device)).model, str(error)
-    return Trial(model, prompts, params, why)
+    tokens = len(prompts) * params.max_tokens
+    with context.show_count("greedy, without drafts", tokens, "tokens") as advance:
+        return Trial(model, prompts, params, why, advance)
 
 
 def tokens_per_prompt(max_new_tokens: int) -> int:
@@ -164,7 +168,8 @@ def _runs(trial: Trial, extra_drafts: Sequence[ExtraDraft]) -> Iterator[tuple[st
 
 
 def _of_extra(trial: Trial, extra: ExtraDraft) -> tuple[str, Decoded]:
-    decoded = extra.on(trial.model).decode(trial.prompts, trial.params, SOME_K)
+    on_model = extra.on(trial.model)
+    decoded = on_model.decode(trial.prompts, trial.params, SOME_K, trial.advance)
     return f"{extra.method}, k={SOME_K}", decoded
 
 
@@ -284,8 +289,10 @@ def _in_bf16(context: Context, new_tokens: int) -> Item:
     params = SamplingParams(max_tokens=new_tokens)
     prompts = list(context.corpus.prompts[:_PROMPTS])
     k = max(context.options.ks)
-    plain = decode(model, prompts, params)
-    other = decode(model, prompts, params, method="mtp", k=k)
+    tokens = 2 * len(prompts) * new_tokens
+    with context.show_count("greedy, in bf16", tokens, "tokens") as advance:
+        plain = decode(model, prompts, params, advance=advance)
+        other = decode(model, prompts, params, method="mtp", k=k, advance=advance)
     return _classified(Reference(model, plain), other, f"bf16, mtp, k={k}")
 
 

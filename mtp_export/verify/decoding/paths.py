@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from mtp_export.progress import CountCallback
 from mtp_export.verify.check import Item, judged, not_tested
 from mtp_export.verify.context import Context
 from mtp_export.verify.decoding.greedy import divergences
@@ -34,20 +35,21 @@ def run(context: Context) -> Iterator[Item]:
     yield _speculation(corpus, max(context.options.ks))
     model = corpus.model
     texts = [text.tokens[:_TOKENS] for text in corpus.texts.texts][:_TEXTS]
-    starts = [1] * len(texts)
-    whole = _logits(model, texts)
-    yield _close(
-        "prefill whole or in chunks of 7",
-        wanted=whole,
-        found=paced_logits(model, texts, starts=starts, block=_CHUNK),
-        cause=causes.CHUNKS_DIFFER,
-    )
-    yield _close(
-        f"batch 1 or {len(texts)}",
-        wanted=whole,
-        found=[_logits(model, [text])[0] for text in texts],
-        cause=causes.BATCHES_DIFFER,
-    )
+    starts, tokens = [1] * len(texts), sum(map(len, texts))
+    with corpus.show_count("paths, prefill and batch", 3 * tokens, "tokens") as advance:
+        whole = _logits(model, texts, advance)
+        yield _close(
+            "prefill whole or in chunks of 7",
+            wanted=whole,
+            found=paced_logits(model, texts, starts=starts, block=_CHUNK, advance=advance),
+            cause=causes.CHUNKS_DIFFER,
+        )
+        yield _close(
+            f"batch 1 or {len(texts)}",
+            wanted=whole,
+            found=[_logits(model, [text], advance)[0] for text in texts],
+            cause=causes.BATCHES_DIFFER,
+        )
     yield _attention(context, texts, whole)
     yield from _parallel(context, texts, whole)
 
@@ -94,7 +96,9 @@ def _attention(
     if without:
         return not_tested(name, f"attention {', '.join(without)} has no reference to compare with")
     other = replace(model, layers=replace(model.layers, backend="reference"))
-    found = _logits(other, texts)
+    tokens = sum(map(len, texts))
+    with context.show_count("paths, attention by its reference", tokens, "tokens") as advance:
+        found = _logits(other, texts, advance)
     return _close(name, wanted=whole, found=found, cause=causes.BACKEND_DIFFERS)
 
 
@@ -112,10 +116,13 @@ def _speculation(corpus: Corpus, k: int) -> Item:
     )
 
 
-def _logits(model: Model, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+def _logits(
+    model: Model, texts: Sequence[Sequence[int]], advance: CountCallback = int
+) -> list[torch.Tensor]:
     """Logits after each token but the first, in one step; every path prefills the first alone."""
     longest = max(len(text) for text in texts)
-    return paced_logits(model, texts, starts=[1] * len(texts), block=longest)
+    starts = [1] * len(texts)
+    return paced_logits(model, texts, starts=starts, block=longest, advance=advance)
 
 
 def _close(

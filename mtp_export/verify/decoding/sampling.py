@@ -36,7 +36,10 @@ def _top_p_limit(context: Context) -> Item:
     tokens = min(8, corpus.new_tokens)
     prompts = list(corpus.prompts[:4])
     params = SamplingParams(temperature=1.0, top_p=0.0, max_tokens=tokens)
-    found = decode(corpus.model, prompts, params, method="mtp", k=2).outputs
+    most_tokens = len(prompts) * tokens
+    with corpus.show_count("sampling with top_p 0", most_tokens, "tokens") as advance:
+        decoded = decode(corpus.model, prompts, params, method="mtp", k=2, advance=advance)
+    found = decoded.outputs
     wanted = [output[:tokens] for output in corpus.plain.outputs[: len(prompts)]]
     return judged(
         "top_p 0 equals greedy",
@@ -59,13 +62,15 @@ def _chi_square(context: Context) -> Item:
     seen: Counter[tuple[int, ...]] = Counter()
     accepted = drafted = 0
     sums: list[float] = []
-    for first in range(0, draws, BATCH):
-        each = [replace(params, seed=seed) for seed in range(first, first + BATCH)]
-        found = decode(corpus.model, [prompt] * BATCH, each, method="mtp", k=1)
-        seen.update(output[:2] for output in found.outputs)
-        sums += [float(p.peaks.probs.sum()) for p in found.proposals if p.peaks is not None]
-        accepted += sum(sum(r.metrics.accepted) for r in found.requests)
-        drafted += sum(sum(r.metrics.drafted) for r in found.requests)
+    with corpus.show_count("sampling with drafts", draws, "draws") as advance:
+        for first in range(0, draws, BATCH):
+            each = [replace(params, seed=seed) for seed in range(first, first + BATCH)]
+            found = decode(corpus.model, [prompt] * BATCH, each, method="mtp", k=1)
+            seen.update(output[:2] for output in found.outputs)
+            sums += [float(p.peaks.probs.sum()) for p in found.proposals if p.peaks is not None]
+            accepted += sum(sum(r.metrics.accepted) for r in found.requests)
+            drafted += sum(sum(r.metrics.drafted) for r in found.requests)
+            advance(BATCH)
     statistic, freedom = chi_square(seen, expected, draws)
     critical = critical_chi_square(freedom, ALPHA)
     figure = f"{statistic:.1f} of at most {critical:.1f}, {freedom} degrees, {draws} draws"

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from mtp_export.progress import CountCallback
 from mtp_export.verify.diagnosis.causes import decoding as causes
-from mtp_export.verify.diagnosis.experts import expert_variants
+from mtp_export.verify.diagnosis.experts import expert_variant_count, expert_variants
 from mtp_export.verify.diagnosis.variants import (
     LOADING,
     Variant,
@@ -82,16 +83,28 @@ class Alternative:
 def alternatives(corpus: Corpus) -> list[Alternative]:
     """Every variant of the module compared with it as it is, best first."""
     module = corpus.module
-    unchanged_drafts = {depth: _tried(corpus, unchanged(module, depth)) for depth in (1, 2)}
     variants = (*layout_variants(corpus.model, module), *contract_variants(module))
-    with corpus.show_count("acceptance, with known faults undone", len(variants), "faults") as done:
-        tried = []
+    count = len(variants) + 2
+    with corpus.show_count("acceptance, with faults undone", count, "faults") as advance:
+        unchanged_drafts, tried = {}, []
+        for depth in (1, 2):
+            unchanged_drafts[depth] = _tried(corpus, unchanged(module, depth))
+            advance(1)
         for variant in variants:
             tried.append(_alternative(corpus, variant, unchanged_drafts[variant.depth]))
-            done(1)
+            advance(1)
     first = unchanged_drafts[1]
     experts = expert_variants(corpus, _clamped(first.scores[0]), own_hit=first.hit[0])
-    return _best_first([*filter(None, tried), *_compared(corpus, experts)])
+    count = expert_variant_count(module)
+    with corpus.show_count("acceptance, with experts exchanged", count, "exchanges") as advance:
+        exchanged = list(_compared(corpus, _counted(experts, advance)))
+    return _best_first([*filter(None, tried), *exchanged])
+
+
+def _counted(variants: Iterable[ScoredVariant], advance: CountCallback) -> Iterator[ScoredVariant]:
+    for variant in variants:
+        yield variant
+        advance(1)
 
 
 def _alternative(corpus: Corpus, variant: Variant, unchanged_drafts: Drafts) -> Alternative | None:

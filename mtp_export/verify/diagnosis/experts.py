@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
+from math import comb
 
 import torch
 
@@ -15,6 +16,7 @@ from mtp_export.verify.evidence.corpus import Corpus
 from mtp_runtime.drafters.base import ScoredVariant
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.moe import Moe
+from mtp_runtime.models.model import MtpModule
 from mtp_runtime.teacher_forcing import WORST_SCORE, DraftInputs, best_and_score, draft_states
 
 # More experts than this are too many to try one by one: 256 have 32640 pairs.
@@ -29,6 +31,18 @@ class _AddsNothing:
         return torch.zeros_like(x)
 
 
+def expert_variant_count(module: MtpModule) -> int:
+    """Return the number of variants that there are of a module's experts."""
+    moe = _small_moe(module)
+    return 0 if moe is None else len(moe.experts) + comb(moe.routed_experts, 2)
+
+
+def _small_moe(module: MtpModule) -> Moe | None:
+    """Return the experts of a module; None for a dense one, or one of more than MOST_EXPERTS."""
+    moe = module.layer.feed_forward
+    return moe if isinstance(moe, Moe) and moe.routed_experts <= MOST_EXPERTS else None
+
+
 @torch.inference_mode()
 def expert_variants(
     corpus: Corpus, own: torch.Tensor, own_hit: torch.Tensor
@@ -37,8 +51,8 @@ def expert_variants(
     is, and where it drafts the target's best token. Yields nothing for a dense module, or one of
     more than MOST_EXPERTS."""
     module, anchors = corpus.module, corpus.everywhere
-    moe = module.layer.feed_forward
-    if not isinstance(moe, Moe) or moe.routed_experts > MOST_EXPERTS:
+    moe = _small_moe(module)
+    if moe is None:
         return
     bare = replace(module, layer=replace(module.layer, feed_forward=_AddsNothing()))
     stream = draft_states([bare], DraftInputs(corpus.texts, corpus.hidden, anchors), 1)[0]

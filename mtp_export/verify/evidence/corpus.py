@@ -123,7 +123,9 @@ class Corpus:
             SamplingParams(temperature=1.0, max_tokens=_SAMPLED_TOKENS, seed=seed, ignore_eos=True)
             for seed in range(len(self.prompts))
         ]
-        decoded = decode(self.model, self.prompts, params, method="mtp", k=k)
+        most_tokens = len(self.prompts) * _SAMPLED_TOKENS
+        with self.show_count(f"sampling with k={k}", most_tokens, "tokens") as advance:
+            decoded = decode(self.model, self.prompts, params, method="mtp", k=k, advance=advance)
         return Corpus(
             model=self.model,
             prompts=self.prompts,

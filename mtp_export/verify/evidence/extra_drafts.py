@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from mtp_export.progress import CountCallback, ShowCount, uncounted
 from mtp_export.verify.evidence.decode import Decoded, decode
 from mtp_export.verify.evidence.prompts import Prompt
 from mtp_runtime.drafters import DRAFTERS
@@ -36,12 +37,34 @@ class ExtraDraft:
         """The draft for another loading of the same model."""
         return replace(self, model=model.tapped(self.draft.taps), _decoded={})
 
-    def decode(self, prompts: Sequence[Prompt], params: SamplingParams, k: int) -> Decoded:
-        """Decode prompts with k drafts per step."""
-        return decode(self.model, prompts, params, method=self.method, k=k, build=self.draft.build)
+    def decode(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        k: int,
+        advance: CountCallback = int,
+    ) -> Decoded:
+        """Decode prompts with k drafts per step; advance takes the tokens just decoded."""
+        return decode(
+            self.model,
+            prompts,
+            params,
+            method=self.method,
+            k=k,
+            build=self.draft.build,
+            advance=advance,
+        )
 
-    def speculative(self, prompts: Sequence[Prompt], params: SamplingParams, k: int) -> Decoded:
-        """Decode a corpus's prompts, once for each k."""
+    def speculative(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        k: int,
+        show_count: ShowCount = uncounted,
+    ) -> Decoded:
+        """Decode a corpus's prompts, once for each k; show_count opens a progress bar of tokens."""
         if k not in self._decoded:
-            self._decoded[k] = self.decode(prompts, params, k)
+            title = f"decoding with {self.method}, k={k}"
+            with show_count(title, len(prompts) * params.max_tokens, "tokens") as advance:
+                self._decoded[k] = self.decode(prompts, params, k, advance)
         return self._decoded[k]

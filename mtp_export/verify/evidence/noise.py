@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from mtp_export.progress import CountCallback
 from mtp_export.verify.evidence.decode import Decoded
 from mtp_runtime.cache import CachedSequence, PageAllocator, lay_out
 from mtp_runtime.models.model import Model
@@ -34,10 +35,14 @@ def measured_noise(model: Model, plain: Decoded) -> float:
 
 @torch.inference_mode()
 def paced_logits(
-    model: Model, texts: Sequence[Sequence[int]], starts: Sequence[int], block: int
+    model: Model,
+    texts: Sequence[Sequence[int]],
+    starts: Sequence[int],
+    block: int,
+    advance: CountCallback = int,
 ) -> list[torch.Tensor]:
     """Logits [s, vocab] of the tokens after each text's start, `block` tokens per step; the tokens
-    before are prefilled whole, all texts in one batch."""
+    before are prefilled whole, all texts in one batch. advance takes the tokens of each step."""
     config = model.config
     needed = sum(-(-len(text) // _PAGE_SIZE) for text in texts)
     pages = PageAllocator(needed, _PAGE_SIZE)
@@ -53,6 +58,7 @@ def paced_logits(
             pages.append(sequences[i], b - a)
         layout = lay_out(pages, [sequences[i] for i in active], spans, model.device)
         after = model(torch.tensor(tokens, device=model.device), cache, layout).after
+        advance(len(tokens))
         row = 0
         for i, (a, b) in zip(active, spans, strict=True):
             if a >= starts[i]:

@@ -40,6 +40,7 @@ from mtp_runtime.loading.on_demand import (
     StoredExperts,
     WeightOnDemand,
 )
+from mtp_runtime.loading.progress import Advance
 from mtp_runtime.parallel.group import Split
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,8 @@ class WeightSource:
     when they are used. contract is that of the MTP modules. values: tensors in place of stored
     weights, by their released names, as a training has them. parallel: the ranks that divide a
     model among them; each reads its own part. group_experts: routed experts are multiplied in one
-    call. packs: linears stay in their files until compiled kernels pack them.
+    call. packs: linears stay in their files until compiled kernels pack them. advance takes the
+    bytes that were just read.
     """
 
     owners: Mapping[str, ModelFolder]
@@ -85,6 +87,7 @@ class WeightSource:
     parallel: TensorParallel = ALONE
     group_experts: bool = False
     packs: bool = False
+    advance: Advance = int
 
     @property
     def split(self) -> Split:
@@ -94,6 +97,11 @@ class WeightSource:
     @property
     def has_mtp(self) -> bool:
         return any(self._spec(name).mtp_layer is not None for name in self._present)
+
+    def size_bytes(self, *, with_mtp: bool) -> int:
+        """Return the bytes of the stored tensors, with those of the MTP modules or without."""
+        wanted = [n for n in self._present if with_mtp or self._spec(n).mtp_layer is None]
+        return sum(tensor.size_bytes for n in wanted for tensor in self._on_disk(n).tensors)
 
     def stored(self, name: str) -> StoredWeight:
         """Return the form that a weight is stored in."""
@@ -323,7 +331,9 @@ class WeightSource:
 
     def _read(self, tensor: TensorInfo, device: torch.device) -> torch.Tensor:
         with TensorReader(tensor, once=self.on_demand) as reader:
-            return reader.rows(0, tensor.shape[0] if tensor.shape else 1).to(device)
+            values = reader.rows(0, tensor.shape[0] if tensor.shape else 1)
+        self.advance(values.nbytes)
+        return values.to(device)
 
     def _read_window(self, tensor: TensorInfo, rows: range, columns: range | None) -> torch.Tensor:
         with TensorReader(tensor) as reader:
@@ -331,7 +341,8 @@ class WeightSource:
                 values = reader.rows(rows.start, rows.stop)
             else:
                 values = reader.window(rows, columns)
-            return values.to(self._reading_device)
+        self.advance(values.nbytes)
+        return values.to(self._reading_device)
 
     def _check_plain(self, name: str) -> None:
         weight = self.stored(name)

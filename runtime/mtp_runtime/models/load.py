@@ -23,6 +23,7 @@ from mtp_runtime.layers.embedding import Embedding
 from mtp_runtime.layers.linear import Linear, dense
 from mtp_runtime.layers.tensor_parallel import ALONE, GATHER, MODES, REDUCE, TensorParallel
 from mtp_runtime.loading.model_folders import open_folders
+from mtp_runtime.loading.progress import show_loading
 from mtp_runtime.loading.same_files import require_same_files
 from mtp_runtime.loading.weight_source import Ledger, WeightSource
 from mtp_runtime.models.compiled import CompiledExecution, refuse_torch_layers
@@ -183,6 +184,11 @@ class OpenedModel:
         parts = self.source.owners.values()
         return tuple({str(part.checkpoint.path): part.checkpoint for part in parts}.values())
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the tensors that are stored for the model."""
+        return self.source.size_bytes(with_mtp=self.contract is not None)
+
     @cached_property
     def loader(self) -> LayerLoader:
         """Loader of the model's layers."""
@@ -258,9 +264,13 @@ def load_model(path: Path, options: LoadOptions, group: Group = LONE) -> Loaded:
     """
     opened = open_model(path, options, group, packs=options.compiled)
     require_same_files(opened.checkpoints, group)
-    with torch_threads_for(opened.config.hidden):
+    # What is read on demand is no part of loading.
+    read_bytes = 0 if options.on_demand else opened.size_bytes // group.split.size
+    with show_loading(path, read_bytes) as advance, torch_threads_for(opened.config.hidden):
+        opened.source.advance = advance
         model = opened.model(options.execution(group))
         model.make()  # on every rank, and of files that are there
+        opened.source.advance = int
     if options.deterministic:
         refuse_torch_layers(model, opened.folder)
     return Loaded(model, opened.source.ledger(), opened.folder, options.parallel(group))

@@ -1,0 +1,61 @@
+"""Progress of a verification as people see it: a bar with the time left, whatever it does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mtp_export.verify import CHECKS
+from mtp_export.verify.check import Level
+from terminal.screen import Seen, in_pipe, in_terminal
+
+FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"
+DECODING = [
+    name for name, check in CHECKS.items() if check.level is Level.RUN and check.whole_model
+]
+BAR = re.compile(r"([^|]+): +\d+%\|[^|]*\| \S+ of (\S+ ?\w+), .*(\d\d|\?) left")
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
+    """A verification at level run of few tokens."""
+    prompts = tmp_path_factory.mktemp("bars") / "prompts.jsonl"
+    lines = (FIXTURE.parent / "prompts.jsonl").read_text().splitlines()
+    prompts.write_text("\n".join(lines[:3]))
+    decoding = ("--prompts", prompts, "--max-new-tokens", 16, "--k", "1,2")
+    return ("verify", FIXTURE, "--source", FIXTURE, *decoding)
+
+
+@pytest.fixture(scope="module")
+def seen(words: tuple[object, ...]) -> Seen:
+    return in_terminal(*words)
+
+
+@pytest.mark.timeout(600)
+def test_every_check_that_decodes_has_its_bar(seen: Seen) -> None:
+    assert seen.code == 0, seen.text
+    titles = {found[1] for state in seen.states if (found := BAR.fullmatch(state.rstrip()))}
+    assert {title for title in titles if title.startswith("Loading ")} == {
+        f"Loading {FIXTURE.name}"
+    }
+    for name in DECODING:
+        assert any(re.match(rf"{name}\b", title) for title in titles), (name, titles)
+
+
+@pytest.mark.timeout(600)
+def test_bars_fit_the_terminal_and_leave_nothing_behind(seen: Seen) -> None:
+    assert seen.wider_than(80) == []
+    page = seen.text.partition("Verification of")[0]
+    lines = [line.partition(":")[0] for line in page.splitlines() if line]
+    assert lines[-len(DECODING) :] == DECODING, page
+
+
+@pytest.mark.timeout(600)
+def test_a_load_is_shown_by_bytes_on_a_terminal_alone() -> None:
+    generate = ("generate", FIXTURE, "def read(", "--max-new-tokens", 4)
+    found = map(BAR.match, in_terminal(*generate).states)
+    assert {bar.groups()[:2] for bar in found if bar} == {(f"Loading {FIXTURE.name}", "31.5MB")}
+    assert "Loading" not in in_pipe(*generate).text
+    assert "Loading deepseek" not in in_terminal(*generate, "--quiet").text
