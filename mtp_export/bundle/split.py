@@ -15,6 +15,7 @@ from mtp_checkpoints.families.base import Role, SharedTensor
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.formats import UNQUANTIZED
 from mtp_checkpoints.layouts.base import Target
+from mtp_checkpoints.quantization.mismatches import is_recomputed
 from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.tensors.reader import Checkpoint
@@ -53,9 +54,15 @@ class SplitOptions:
 
 def main_tensors(checkpoint: Checkpoint, stored: StoredModel) -> Iterator[TensorInfo]:
     """Yield the source's tensors that no MTP layer has: those of the main part."""
-    layer_of = stored.family.mtp_layer_of
     for shard in checkpoint.main_shards:
-        yield from (tensor for tensor in shard.tensors if layer_of(tensor.name) is None)
+        yield from _main_of(shard, stored)
+
+
+def _main_of(shard: ShardHeader, stored: StoredModel) -> list[TensorInfo]:
+    """Return the tensors of the main part in a shard, but for those that engines recompute."""
+    layer_of = stored.family.mtp_layer_of
+    main = (tensor for tensor in shard.tensors if layer_of(tensor.name) is None)
+    return [tensor for tensor in main if not is_recomputed(tensor.name)]
 
 
 def main_part(checkpoint: Checkpoint, stored: StoredModel, options: SplitOptions) -> PartPlan:
@@ -64,10 +71,8 @@ def main_part(checkpoint: Checkpoint, stored: StoredModel, options: SplitOptions
     config.json keeps num_nextn_predict_layers, which engines read there.
     """
     shards: list[OutputShard] = []
-    layer_of = stored.family.mtp_layer_of
     for shard in checkpoint.main_shards:
-        tensors = [tensor for tensor in shard.tensors if layer_of(tensor.name) is None]
-        if steps := _main_steps(checkpoint, stored, options.main, tensors):
+        if steps := _main_steps(checkpoint, stored, options.main, _main_of(shard, stored)):
             shards.append(_linked_if_whole(steps, shard))
     config = dict(options.main_config)
     return PartPlan(

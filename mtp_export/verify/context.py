@@ -266,6 +266,8 @@ class Context:
         for layout in self.layouts:
             if lacking := parts_without_layer(layout.stored.family):
                 return f"the runtime has no layer for {', '.join(lacking)} of this model"
+            if not self.is_bundle and layout.stored.differences(layout.checkpoint.tensors):
+                return f"{layout.name} does not hold what config.json describes: see check files"
         return None
 
     @cached_property

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mtp_checkpoints.errors import UsageError
+from mtp_checkpoints.layouts import names_that_read_drafts
 from mtp_checkpoints.sources.byte_source import Place
+from mtp_checkpoints.suggestions import did_you_mean
 from mtp_export.bundle.options import MAX_WORKERS
 from mtp_export.options import Access, Panel, argument, option, parse_source, path_option
 from mtp_export.verify.check import Level
@@ -36,10 +38,24 @@ def parse_ks(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in numbers}))
 
 
+def parse_engine(text: str) -> str:
+    """Return the name of an engine whose reading of a draft is known (UsageError)."""
+    names = names_that_read_drafts()
+    if text not in names:
+        raise UsageError(
+            "--engine is no engine whose reading of a draft is known",
+            expected=" or ".join(names),
+            found=text,
+            todo=did_you_mean(text, names) or "Leave it out to judge for all of them",
+        )
+    return text
+
+
 @dataclass(frozen=True)
 class VerifyOptions:
     """The bundle or checkpoint to verify, and how deep. mtp: the place of the MTP layer that goes
-    with a checkpoint's main model.
+    with a checkpoint's main model. engine: the one that will serve it; how others read the draft
+    is not tested then.
 
     max_new_tokens: per prompt. ks: numbers of draft tokens per step. checksums False: no tensor's
     bytes are read for level files. stream: run the model layer by layer, for one that does not fit
@@ -136,5 +152,15 @@ class VerifyOptions:
             metavar="SRC",
             parser=parse_source,
             access=Access.READ,
+        ),
+    )
+    engine: str | None = field(
+        default=None,
+        metadata=option(
+            "Judge how this engine alone reads the draft; by default all that are known must.",
+            Panel.CHECKS,
+            metavar="NAME",
+            parser=parse_engine,
+            choices=names_that_read_drafts(),
         ),
     )

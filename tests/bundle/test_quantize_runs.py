@@ -4,11 +4,13 @@ can be linked, and a manifest and a table that say what was lost."""
 from __future__ import annotations
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from cases import (
     TINY_CONFIG,
@@ -30,6 +32,7 @@ from mtp_kernels.quantize import Fp8Block, quantize_int4_group, quantize_int8_ch
 from quantize_rows import CONFIGS, MTP_PREFIX, ROWS
 
 PAIR = ROWS["int4, mse"].options  # group 32 divides the ragged checkpoint's K
+INDEX = "model.safetensors.index.json"
 SMALL = ("--max-shard-size", "60kB", "--link", "copy", "--quiet")
 
 
@@ -254,6 +257,27 @@ def test_a_bundle_and_its_checkpoint_give_the_same_tensors(pristine: Path, outpu
     entries, others = by_tensor(output), by_tensor(other)
     for name in entries.keys() & others.keys():
         assert entries[name]["xxh3_128"] == others[name]["xxh3_128"], name
+
+
+def test_frequencies_that_engines_recompute_are_left_out(pristine: Path, output: Path) -> None:
+    """Of main layers and of the MTP layer, by exports and conversions; nothing else changes."""
+    source = output.parent / "source"
+    shutil.copytree(pristine, source)
+    layers = TINY_CONFIG["num_hidden_layers"]
+    names = [f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in (0, layers)]
+    added = dict.fromkeys(names, torch.ones(4))
+    save_file({name: tensor.clone() for name, tensor in added.items()}, source / "old.safetensors")
+    index = read_json(source / INDEX)
+    index["weight_map"] |= dict.fromkeys(names, "old.safetensors")
+    (source / INDEX).write_text(json.dumps(index))
+    for command, options in ((export, ()), (quantize, PAIR)):
+        made = [output / f"{command.__name__} {number}" for number in range(2)]
+        for place, bundle in zip((pristine, source), made, strict=True):
+            outcome = command(place, bundle, *options)
+            assert outcome.code == 0, outcome.err
+        for part in ("main", "mtp"):
+            one, two = (read_tensors(bundle / part) for bundle in made)
+            assert one.keys() == two.keys()
 
 
 def listed() -> Outcome:

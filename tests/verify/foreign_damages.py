@@ -80,6 +80,18 @@ def nibbles_plus_one(words: torch.Tensor) -> torch.Tensor:
     return words + 0x11111111
 
 
+def with_frequencies(*, mtp: bool) -> Damage:
+    """Store the rotary frequencies of the main layers, or of the MTP layer too."""
+
+    def damage(checkpoint: Checkpoint) -> None:
+        layers = checkpoint.config["num_hidden_layers"] + int(mtp)
+        for layer in range(layers):
+            name = f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"
+            checkpoint.tensors[name] = 1e4 ** -torch.linspace(0, 1, 8)
+
+    return damage
+
+
 def put(number: float, first: int, last: int) -> Value:
     """Write a number into a run of elements."""
 

@@ -212,6 +212,17 @@ DAMAGED = (
         words=("SGLang", r"model\.decoder", "ignore"),
     ),
     Folder(
+        "left out as SGLang names it alone",
+        unquantized(INT4, AS_SGLANG_NAMES_IT),
+        words=("vLLM", r"re:model\.layers\.3.* to ignore", _without("engines build")),
+    ),
+    Folder(
+        "with rotary frequencies of GLM's MTP layer",
+        glm(),
+        damages.with_frequencies(mtp=True),
+        words=(r"layers\.3\.self_attn\.rotary_emb\.inv_freq .* KeyError",),
+    ),
+    Folder(
         "left out but for experts",
         unquantized("modelopt nvfp4", "model.layers.3.self_attn*"),
         words=(r"3\.mlp", "ignore|exclude"),
@@ -517,6 +528,10 @@ GOOD = (
     Folder("the MTP layer in a file of its own", glm(own_file="mtp.safetensors")),
     Folder("float16", glm(), _float16),
     Folder("tied", glm(), _tied),
+    Folder("with rotary frequencies", deepseek, damages.with_frequencies(mtp=True)),
+    Folder(
+        "with rotary frequencies of the main layers", glm(), damages.with_frequencies(mtp=False)
+    ),
     Folder("beside other files", glm(), written=_other_files),
     Folder("main model alone, nothing announced", glm(), _main_alone),
     Folder("int4, left out by a pattern", unquantized(INT4, MTP_OF_GLM, AS_SGLANG_NAMES_IT)),

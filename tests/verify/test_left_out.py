@@ -3,12 +3,14 @@ and the entry that is one too many."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from cases import read_json
+from cases import read_json, run_program
 from mtp_checkpoints.quantization.method import QuantConfig
 from mtp_checkpoints.quantization.methods import quant_config_of
 from mtp_checkpoints.quantization.stored import stored_model
@@ -27,6 +29,7 @@ from verify.foreign import (
 from verify.test_foreign_checkpoints import failures, verified
 
 ITEM = "mtp: left out of quantization as stored"
+OF_VLLM = "mtp: precision as vLLM reads it"
 # The key to add to, and the entry, of an unquantized MTP layer under each method.
 LACKS = {
     "auto-round": r"^model\.layers\.3(\..*)?$ to extra_config",
@@ -39,9 +42,11 @@ LACKS = {
 @pytest.mark.parametrize("method", LACKS)
 def test_the_entry_that_lacks_is_named(tmp_path: Path, method: str) -> None:
     outcome, items = verified(quantized(GLM, tmp_path / "main", method))
-    assert (outcome.code, failures(items)) == (7, {ITEM})
-    assert "stored unquantized" in items[ITEM]["cause"]
-    assert f"add {LACKS[method]}" in items[ITEM]["cause"]
+    # SGLang's name of the layer lies in none of AutoRound's blocks: it builds it unquantized.
+    item = OF_VLLM if method == "auto-round" else ITEM
+    assert (outcome.code, failures(items)) == (7, {item})
+    assert "stored unquantized" in items[item]["cause"]
+    assert f"add {LACKS[method]}" in items[item]["cause"]
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
@@ -49,6 +54,50 @@ def test_vllm_finds_by_its_tensors_what_no_list_names(tmp_path: Path, method: st
     outcome, items = verified(quantized(GLM, tmp_path / "main", method))
     assert (outcome.code, failures(items)) == (7, {"mtp: precision as SGLang reads it"})
     assert items[ITEM]["status"] == "pass"
+
+
+def listed_as(*entries: str) -> Callable[[Config], None]:
+    return lambda fields: fields["quantization_config"].update(ignore=["lm_head", *entries])
+
+
+ENGINES = {
+    "vllm": ("awq", lambda fields: None, "sglang"),
+    "sglang": ("compressed-tensors, int4", listed_as(r"re:.*decoder\..*"), "vllm"),
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_verdict_names_the_engine_that_reads_it(tmp_path: Path, engine: str) -> None:
+    method, config, other = ENGINES[engine]
+    folder = quantized(GLM, tmp_path / "main", method, config)
+    outcome, items = verified(folder)
+    titles = {"vllm": "vLLM", "sglang": "SGLang"}
+    assert (outcome.code, failures(items)) == (7, {f"mtp: precision as {titles[other]} reads it"})
+    assert json.loads(outcome.out)["engines"] == {engine: True, other: False}
+    reads = f"for {titles[other]}; {titles[engine]} reads it as it is (--engine {engine})"
+    assert f"Do not ship this checkpoint {reads}" in outcome.err
+    page = run_program("verify", folder, "--level", "files")
+    assert f"FAILED {reads}" in " ".join(page.out.split())
+    alone, found = verified(folder, "--engine", engine)
+    assert (alone.code, failures(found)) == (0, set())
+    left = found[f"mtp: precision as {titles[other]} reads it"]
+    assert (left["status"], left["cause"]) == ("not tested", f"--engine {engine} leaves it out")
+    assert verified(folder, "--engine", other)[0].code == 7
+
+
+def test_no_engine_is_named_where_none_reads_it(tmp_path: Path) -> None:
+    outcome, _ = verified(quantized(GLM, tmp_path / "main", "fp8"))
+    assert "Do not ship this checkpoint; " in outcome.err
+
+
+def test_what_a_config_misdescribes_is_said_once(tmp_path: Path) -> None:
+    folder = quantized(GLM, tmp_path / "main", "compressed-tensors, int4")
+    outcome = run_program("verify", folder, "--json", "--quiet")
+    checks = json.loads(outcome.out)["checks"]
+    failed = [
+        item["name"] for check in checks for item in check["items"] if item["status"] == "fail"
+    ]
+    assert (outcome.code, failed) == (7, [ITEM])
 
 
 LISTED = ("awq", "gptq", "auto-round", "compressed-tensors, int4", "fp8", "modelopt nvfp4")
@@ -109,9 +158,9 @@ def test_the_entry_that_is_too_many_is_named(tmp_path: Path) -> None:
 
     folder = rewritten(source, tmp_path / "many", renamed, quantize)
     outcome, items = verified(folder)
-    assert outcome.code == 7
-    assert "stored quantized" in items[ITEM]["cause"]
-    assert "(model.layers.3 in modules_to_not_convert)" in items[ITEM]["cause"]
+    assert (outcome.code, failures(items)) == (7, {OF_VLLM})
+    assert "stored quantized" in items[OF_VLLM]["cause"]
+    assert "(model.layers.3 in modules_to_not_convert)" in items[OF_VLLM]["cause"]
 
 
 def test_a_list_of_hundreds_of_entries_is_read_once_for_all_modules(

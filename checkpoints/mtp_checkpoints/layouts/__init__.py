@@ -78,6 +78,11 @@ def engine_of(name: str) -> Engine:
     return next(engine for engine in target_of(name).engines if engine.name == name)
 
 
+def names_that_read_drafts() -> tuple[str, ...]:
+    """Return the names of --target whose engines' reading of a draft's precision is known."""
+    return tuple(name for name in target_names() if engine_of(name).draft_reading is not None)
+
+
 def names_that_read(storages: Collection[str]) -> tuple[str, ...]:
     """Return the names of --target whose engines read linears in these storages."""
     return tuple(name for name in target_names() if engine_of(name).storages.issuperset(storages))

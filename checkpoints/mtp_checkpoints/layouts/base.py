@@ -96,7 +96,8 @@ class DraftReading:
     the engine keeps it. reason says the same in a sentence, for reports. method is the drafting
     method it holds for, where it is one of several. finds_absent: it takes a config as
     with_absent_listed does. unquantized_beside: formats of main models beside which it builds every
-    draft unquantized.
+    draft unquantized. refuses_recomputed: model_types whose draft it does not load with tensors
+    that all others skip, as is_recomputed tells.
     """
 
     by_main_config: bool
@@ -105,6 +106,7 @@ class DraftReading:
     method: str = ""
     finds_absent: bool = False
     unquantized_beside: frozenset[str] = frozenset()
+    refuses_recomputed: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

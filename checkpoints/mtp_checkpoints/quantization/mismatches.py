@@ -10,6 +10,7 @@ from mtp_checkpoints.dtypes import DType
 from mtp_checkpoints.errors import InvalidInputError
 
 _SCALE_SUFFIX = "_scale_inv"
+_FREQUENCIES = "rotary_emb.inv_freq"
 
 
 class HasLayout(Protocol):
@@ -58,13 +59,24 @@ class Mismatch:
         )
 
 
+def is_recomputed(name: str) -> bool:
+    """Return True for rotary frequencies, which older libraries saved: engines skip them, and take
+    those that config.json makes.
+
+    Sources: vLLM's `AutoWeightsLoader` and `deepseek_mtp.py`, SGLang's `load_weights`.
+    """
+    return name.endswith(_FREQUENCIES)
+
+
 def compare(stored: Mapping[str, HasLayout], promised: Iterable[StoredTensor]) -> list[Mismatch]:
-    """Return every difference between stored tensors and the promised ones, in a stable order."""
+    """Return every difference between stored tensors and the promised ones, in a stable order; none
+    for tensors that are recomputed."""
     promised = tuple(promised)
     mismatches = [_difference(stored, tensor) for tensor in _unlike(stored, promised)]
     names = {tensor.name for tensor in promised}
     if not names.issuperset(stored):
-        mismatches += [_unexpected(name, stored) for name in stored if name not in names]
+        further = (name for name in stored if name not in names and not is_recomputed(name))
+        mismatches += [_unexpected(name, stored) for name in further]
     return mismatches
 
 

@@ -17,13 +17,22 @@ from mtp_checkpoints.formats import mixes_groups_with_fp8
 from mtp_checkpoints.formats.base import SCALES_OF_CODES
 from mtp_checkpoints.layouts.base import DraftReading, Engine
 from mtp_checkpoints.quantization.absent import with_absent_listed, with_projection_listed
-from mtp_checkpoints.quantization.mismatches import Mismatch
+from mtp_checkpoints.quantization.mismatches import Mismatch, is_recomputed
 from mtp_checkpoints.quantization.native import quantization_of
 from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_export.schemes import SCHEMES
 from mtp_export.schemes.scheme import GRAFTED
-from mtp_export.verify.check import Item, Problem, Status, failed, not_tested, verdict
+from mtp_export.verify.check import (
+    ENGINE,
+    LEFT_OUT,
+    Item,
+    Problem,
+    Status,
+    failed,
+    not_tested,
+    verdict,
+)
 from mtp_export.verify.diagnosis.causes import files as causes
 from mtp_export.verify.evidence.parts import Part, PartLayout
 from mtp_export.verify.files.left_out import ListedDraft
@@ -49,12 +58,22 @@ def run(context: Context) -> Iterator[Item]:
         if not layout.stored.weights:  # config.json announces no such part: `presence` says so
             continue
         if part.name == MTP and not context.is_bundle and len(context.parts) > 1:
-            yield (found := _left_out(layout, graft_command(context)))
+            found = _left_out(layout, graft_command(context))
             if found.status is Status.FAIL:  # which all below would repeat
+                yield from _left_out_by_engines(context, layout, found)
                 continue
+            yield found
         yield from _part_items(layout)
         if part.name == MTP:
             yield from _draft_items(context, layout)
+
+
+def _left_out_by_engines(context: Context, layout: PartLayout, found: Item) -> Iterator[Item]:
+    """The failure of the released names, or, where an engine finds the draft in order by names of
+    its own, what each engine finds."""
+    items = [*_draft_items(context, layout)]
+    in_order = any(item.status is Status.PASS for item in items)
+    yield from items if in_order else [found]
 
 
 def _not_followed(context: Context, part: Part, error: MtpExportError) -> Item:
@@ -209,6 +228,10 @@ def _draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
         method = engine.draft_reading.method
         reader = f"{engine.title} ({method})" if method else engine.title
         name = f"{layout.name}: precision as {reader} reads it"
+        if context.options.engine not in (None, engine.name):
+            why = f"--engine {context.options.engine} leaves it out"
+            yield not_tested(name, why, data={LEFT_OUT: True})
+            continue
         config = layout.checkpoint.config
         if engine.draft_reading.by_main_config:
             if context.main is None:
@@ -221,7 +244,8 @@ def _draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
                 config = with_absent_listed(config, {*context.main.tensors, *tensors})
         unquantized = engine.draft_reading.unquantized_beside & of_main
         quantization = None if unquantized else quantization_of(config)
-        yield _as_read(name, layout, quantization, engine.draft_reading)
+        item = _as_read(name, layout, quantization, engine.draft_reading)
+        yield replace(item, data={**item.data, ENGINE: engine.name})
 
 
 def _left_out(layout: PartLayout, repair: str) -> Item:
@@ -275,6 +299,9 @@ def _as_read(name: str, layout: PartLayout, config: Any, reading: DraftReading) 
             config = json.loads(rename(json.dumps(config)))
             reason = f"{reason}, with {layers[0]} in them replaced as it is written"
         tensors = {rename(key): tensor for key, tensor in tensors.items()}
+    refused = _refused(layout, reading)
+    if refused:
+        return verdict(name, refused, f"{len(specs):,} weights")
     try:
         read = layout.stored.reread(config, rename)
     except MtpExportError as error:
@@ -299,6 +326,14 @@ def _as_read(name: str, layout: PartLayout, config: Any, reading: DraftReading) 
         words = causes.misread_by_engine(reason, first.words)
         problems[0] = Problem(first.subject, words)
     return verdict(name, problems, f"{len(specs):,} weights")
+
+
+def _refused(layout: PartLayout, reading: DraftReading) -> list[Problem]:
+    """Tensors that an engine has no place for in a draft of this model, and that others skip."""
+    if layout.checkpoint.config.get("model_type") not in reading.refuses_recomputed:
+        return []
+    names = filter(is_recomputed, layout.checkpoint.tensors)
+    return [Problem(name, causes.recomputed_not_skipped(name)) for name in names]
 
 
 def _by_released_names(layout: PartLayout) -> Mapping[str, TensorInfo]:

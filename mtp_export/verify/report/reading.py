@@ -10,7 +10,7 @@ from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.sources import strict_json
 from mtp_checkpoints.sources.files import check_small_file, read_failure
 from mtp_export.verify.check import CheckResult, Item, Level, Status
-from mtp_export.verify.options import VerifyOptions
+from mtp_export.verify.options import VerifyOptions, parse_engine
 from mtp_export.verify.report.charts import charts
 from mtp_export.verify.report.report import FORMAT, FORMAT_VERSION, Report
 
@@ -53,6 +53,7 @@ def _report(content: Mapping[str, Any]) -> Report:
         level=Level[options["level"].upper()],
         checksums=bool(options["checksums"]),
         stream=bool(options["stream"]),
+        engine=None if options.get("engine") is None else parse_engine(options["engine"]),
     )
     # What the charts and the verdict count on; Item and the others refuse unknown keys themselves.
     facts = {**facts, "source_bytes": int(facts["source_bytes"])}

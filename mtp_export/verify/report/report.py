@@ -9,16 +9,17 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from mtp_checkpoints.errors import VerificationError
+from mtp_checkpoints.layouts import engine_of
 from mtp_checkpoints.sources.byte_source import Address
 from mtp_export import __version__
-from mtp_export.verify.check import LEFT_OUT, CheckResult, Item, Status, overall
+from mtp_export.verify.check import ENGINE, LEFT_OUT, CheckResult, Item, Status, overall
 from mtp_export.verify.context import Context
 from mtp_export.verify.options import VerifyOptions
 
@@ -51,6 +52,23 @@ class Report:
         """Every item with the result of its check."""
         return ((result, item) for result in self.results for item in result.items)
 
+    @property
+    def engines(self) -> dict[str, bool]:
+        """Engines, by name, whose reading of the draft was judged, and whether nothing failed for
+        them: what fails for no engine in particular fails for each."""
+        judged: dict[str, bool] = {}
+        for _, item in self.items:
+            if ENGINE in item.data:
+                judged[item.data[ENGINE]] = item.status is not Status.FAIL
+        of_all = any(i.status is Status.FAIL and ENGINE not in i.data for _, i in self.items)
+        return {name: reads and not of_all for name, reads in judged.items()}
+
+    @property
+    def sound_for(self) -> list[str]:
+        """Names of the engines that read the draft as it is where others do not."""
+        judged = self.engines
+        return [] if all(judged.values()) else [name for name, reads in judged.items() if reads]
+
     def count(self, status: Status) -> int:
         """Number of items of a status."""
         return sum(item.status is status for _, item in self.items)
@@ -73,13 +91,14 @@ class Report:
             "export it again from a checked source" if kind == BUNDLE else "look into the report"
         )
         what = f"Verification failed in {len(failed)} of {sum(1 for _ in self.items)} items"
-        error = VerificationError(what, todo="Do not ship it")
+        ship = f"Do not ship this {kind}{_verdict_by_engine(self)}"
+        error = VerificationError(what, todo=ship if self.sound_for else "Do not ship it")
         if not told:
             error = VerificationError(
                 what,
                 where=self.options.bundle,
                 found=named + (f"; and {more} more" if more > 0 else ""),
-                todo=f"Do not ship this {kind}; " + (f"run {repairs[0]}" if repairs else usual),
+                todo=f"{ship}; " + (f"run {repairs[0]}" if repairs else usual),
             )
         for _, item in self.items:  # of internal errors, for --debug
             if "traceback" in item.data:
@@ -115,6 +134,7 @@ class Report:
             "command": self.command,
             "status": self.status,
             "counts": {status: self.count(status) for status in Status},
+            "engines": self.engines,
             "seconds": round(self.seconds, 3),
             "machine": _machine(),
             "options": {
@@ -171,12 +191,29 @@ def recommended(report: Report) -> str:
     return next(figures, "")
 
 
+def _verdict_by_engine(report: Report) -> str:
+    """Return the end of a verdict where engines differ: for which it is, and which read it."""
+    sound = report.sound_for
+    if not sound:
+        return ""
+    failed = _titles(name for name in report.engines if name not in sound)
+    alone = " or ".join(f"--engine {name}" for name in sound)
+    reads = "reads" if len(sound) == 1 else "read"
+    return f" for {failed}; {_titles(sound)} {reads} it as it is ({alone})"
+
+
+def _titles(names: Iterable[str]) -> str:
+    return " and ".join(engine_of(name).title for name in names)
+
+
 def verdict_line(report: Report) -> str:
     """The verdict with what was verified, and how deep: a level that was not run is not passed."""
     left_out = sum(result.status is Status.NOT_TESTED for result in report.results)
+    engine = report.options.engine
+    alone = f" for {_titles([engine])}" if engine else ""
     depth = {
-        Status.PASS: _sound(report),
-        Status.FAIL: "FAILED",
+        Status.PASS: _sound(report) + alone,
+        Status.FAIL: f"FAILED{alone}{_verdict_by_engine(report)}",
         Status.NOT_TESTED: "nothing was tested",
     }[report.status]
     line = f"Verification of {report.options.bundle}: {depth}"

@@ -110,6 +110,13 @@ def test_a_weight_that_is_missing_leaves_its_scale_behind() -> None:
     assert [one.problem for one in compare({}, PROMISED)] == ["missing", "missing"]
 
 
+def test_frequencies_that_engines_recompute_are_no_difference() -> None:
+    one = Stored("F32", (8,))
+    assert compare(GOOD | {"model.layers.0.self_attn.rotary_emb.inv_freq": one}, PROMISED) == []
+    for name in ("model.inv_freq", "rotary_emb.inv_freq.weight"):
+        assert [found.tensor for found in compare(GOOD | {name: one}, PROMISED)] == [name]
+
+
 def test_as_an_error() -> None:
     one = Mismatch("a", "wrong dtype", "F32 [1]", "BF16 [1]")
     for more, tail in ((0, ""), (3, " (3 more like this)")):

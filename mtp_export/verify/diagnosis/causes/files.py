@@ -104,6 +104,13 @@ def misread_by_engine(reason: str, problem: object) -> str:
     return f"{reason}: {problem}"
 
 
+def recomputed_not_skipped(tensor: str) -> str:
+    return (
+        f"{tensor} is a rotary frequency that other engines skip, and this one's loader of the"
+        " draft ends with a KeyError: leave it out of the shard and of the index"
+    )
+
+
 def not_left_out(count: int, module: str, added: str, idle: Sequence[str]) -> str:
     """added: the entries that config.json lacks; idle: those that are there and act on nothing."""
     mend = f": add {added}" if added else ""
@@ -111,7 +118,7 @@ def not_left_out(count: int, module: str, added: str, idle: Sequence[str]) -> st
     blamed = f" ({idle[0]}{others} matches no module of it)" if idle else ""
     return (
         f"{count} matrices of the MTP module, such as {module}, are stored unquantized, and"
-        f" quantization_config leaves them out nowhere{blamed}, so that engines build them"
+        f" quantization_config leaves them out nowhere{blamed}, so that they are built"
         f" quantized{mend}"
     )
 
@@ -133,7 +140,7 @@ def left_out_though_quantized(count: int, module: str, entry: str, *, has_config
         mend = ": put the one back that they were quantized with"
     return (
         f"{count} matrices of the MTP module, such as {module}, are stored quantized, and"
-        f" {left_out}, so that engines build them unquantized{mend}"
+        f" {left_out}, so that they are built unquantized{mend}"
     )
 
 
