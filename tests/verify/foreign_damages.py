@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
-from quantized_by_others import Tensors
+from quantized_by_others import Tensors, read_all
 from verify.foreign_sources import INDEX, Checkpoint
 
 Damage = Callable[[Checkpoint], None]
@@ -266,6 +267,17 @@ def config(**fields: object) -> Damage:
 
 
 # Of folders that are written.
+
+
+def repeated(file: str, change: Value = torch.clone) -> FolderDamage:
+    """Write the tensors of the last layer again, changed, into a file that the index leaves out."""
+
+    def damage(folder: Path) -> None:
+        tensors = {name: one for name, one in read_all(folder).items() if "layers.3." in name}
+        assert tensors
+        save_file({name: change(one) for name, one in tensors.items()}, folder / file)
+
+    return damage
 
 
 def without_file(name: str) -> FolderDamage:

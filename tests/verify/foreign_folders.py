@@ -162,6 +162,22 @@ DAMAGED = (
         written=damages.unindexed(r"layers\.3\."),
     ),
     Folder(
+        "again in a file outside the index, with other values",
+        glm(),
+        words=(
+            r"model-00003-of-00003\.safetensors.*SGLang load the file that the index names",
+            "44 of its 44 tensors, such as model.layers.3",
+            "It matters which is loaded: 44 of the 44",
+        ),
+        written=damages.repeated("model-00003-of-00003.safetensors", scaled(2)),
+    ),
+    Folder(
+        "again in a file outside the index, with the same values",
+        glm(),
+        words=("Delete the file", "does not matter which is loaded", "44 of the 44"),
+        written=damages.repeated("mtp.safetensors"),
+    ),
+    Folder(
         "a shard is cut",
         glm(),
         words=("model-00002-of-00002",),

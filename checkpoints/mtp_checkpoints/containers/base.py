@@ -52,6 +52,25 @@ class ShardHeader:
         return self.file.path
 
 
+class RepeatedTensorsError(InvalidInputError):
+    """A shard that the index does not name and that holds tensors of shards that it does. pairs are
+    these tensors, each with the indexed one."""
+
+    def __init__(self, shard: ShardHeader, pairs: Sequence[tuple[TensorInfo, TensorInfo]]) -> None:
+        self.pairs = tuple(pairs)
+        first, listed = pairs[0]
+        super().__init__(
+            "A shard that the index does not name repeats tensors of the index",
+            where=shard.path,
+            expected="each tensor in one file: vLLM and SGLang load the file that the index names,"
+            " and a loader that reads every file of the folder takes either",
+            found=f"{len(pairs)} of its {len(shard.tensors)} tensors, such as {first.name}, in"
+            f" {listed.path.name} too",
+            todo="Delete the file if it is a leftover; if its tensors are the right ones, write the"
+            " index again",
+        )
+
+
 @dataclass(frozen=True)
 class Opened:
     """Content of a checkpoint: its config, the shards, and the source of tokenizer files.

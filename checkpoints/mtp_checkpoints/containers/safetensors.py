@@ -13,7 +13,9 @@ from mtp_checkpoints.containers.base import (
     CONFIG_NAME,
     FileLayout,
     Opened,
+    RepeatedTensorsError,
     ShardHeader,
+    TensorInfo,
     files_of_tensors,
 )
 from mtp_checkpoints.containers.safetensors_header import NAME, file_layout, read_header
@@ -52,6 +54,8 @@ class Safetensors:
         files = [source.file(name) for name in (*names, *unindexed)]
         with ThreadPoolExecutor(source.readers) as pool:
             shards = tuple(pool.map(read_header, files))
+        if weight_map is not None:
+            _check_none_repeated(shards[: len(names)], shards[len(names) :])
         _check_no_stray_shard(shards[len(names) :], config, weight_map or {}, len(names))
         if weight_map is None or not _is_listed(shards, weight_map):
             files_of = files_of_tensors(source, shards)
@@ -166,6 +170,20 @@ def _check_index(
                 found="no such tensor",
                 todo="Download the shard again, or write the index again",
             )
+
+
+def _check_none_repeated(indexed: Iterable[ShardHeader], beside: Iterable[ShardHeader]) -> None:
+    """Refuse shards that no index names and that repeat tensors of those that it names.
+
+    Source: `filter_duplicate_safetensors_files` of vLLM's and SGLang's `weight_utils.py`.
+    """
+    listed: dict[str, TensorInfo] | None = None
+    for shard in beside:
+        if listed is None:
+            listed = {tensor.name: tensor for one in indexed for tensor in one.tensors}
+        own = [tensor for tensor in shard.tensors if tensor.name in listed]
+        if own:
+            raise RepeatedTensorsError(shard, [(tensor, listed[tensor.name]) for tensor in own])
 
 
 def _check_no_stray_shard(

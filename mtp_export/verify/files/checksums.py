@@ -3,13 +3,13 @@ the same bytes, and nothing else that an engine would load."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from mtp_checkpoints.containers.base import ShardHeader
+from mtp_checkpoints.containers.base import RepeatedTensorsError, ShardHeader, TensorInfo
 from mtp_checkpoints.errors import MtpExportError
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.sources.disk_queue import DiskQueue, disk_depth
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from mtp_export.verify.context import Context
     from mtp_export.verify.evidence.parts import Part
 
+_SAMPLE_BYTES = 4096
+_REMOTE_SAMPLES = 16  # tensors that are compared over a network
 # Files that engines load from a folder by their endings; others do no harm there.
 READ_BY_ENGINES = (
     *(".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json", ".py"),
@@ -58,9 +60,32 @@ def _opened_item(name: str, error: Exception | None, bundle: Place) -> Item:
     if error is None:
         return verdict(name, [])
     raise_trouble(error, bundle)
+    if isinstance(error, RepeatedTensorsError):
+        words = f"{error} {_repeated(error.pairs)}"
+        return verdict(name, [Problem(str(error.where), words)])
     if isinstance(error, MtpExportError):
         return verdict(name, [Problem(str(error.where), str(error))])
     return ended_by(error, bundle)
+
+
+def _repeated(pairs: Sequence[tuple[TensorInfo, TensorInfo]]) -> str:
+    """Return whether tensors that two files hold are the same, by some bytes of each."""
+    asked = pairs if isinstance(pairs[0][0].path, Path) else pairs[:_REMOTE_SAMPLES]
+    unlike = [own.name for own, listed in asked if _sample(own) != _sample(listed)]
+    if unlike:
+        return causes.repeated_differ(len(unlike), len(asked), unlike[0])
+    return causes.repeated_alike(len(asked), len(pairs))
+
+
+def _sample(tensor: TensorInfo) -> tuple[str, tuple[int, ...], bytes]:
+    """Return dtype, shape, and bytes from the middle of a tensor."""
+    middle = tensor.offset_bytes + max(0, tensor.size_bytes - _SAMPLE_BYTES) // 2
+    stop = min(middle + _SAMPLE_BYTES, tensor.offset_bytes + tensor.size_bytes)
+    file = tensor.file.open()
+    try:
+        return tensor.dtype, tensor.shape, file.read(middle, stop)
+    finally:
+        file.close()
 
 
 def run(context: Context) -> Iterator[Item]:

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from cases import edit_json, read_json
 from mtp_checkpoints.containers import safetensors
+from mtp_checkpoints.containers.base import RepeatedTensorsError
 from mtp_checkpoints.errors import InvalidInputError, IoError, MtpExportError
 from mtp_checkpoints.sources.local_folder import LocalFolder
 from mtp_checkpoints.sources.strict_json import read_json_object
@@ -298,8 +299,17 @@ def test_a_stale_file_of_mtp_modules(folder: Path) -> None:
     names = dict.fromkeys(LAYER, "two.safetensors")
     edit_json(folder / INDEX, lambda index: index["weight_map"].update(names))
     assert Checkpoint.open(folder).unindexed == ()
-    save_file(LAYER, folder / "old.safetensors")
-    assert refusal(folder).where == folder / "old.safetensors"
+    for name in ("old.safetensors", "mtp.safetensors"):
+        save_file(LAYER | {"mtp.fc.weight": torch.ones(2)}, folder / name)
+        error = refusal(folder)
+        assert isinstance(error, RepeatedTensorsError)
+        assert error.what == "A shard that the index does not name repeats tensors of the index"
+        assert error.where == folder / name
+        assert error.found == f"1 of its 2 tensors, such as {[*LAYER][0]}, in two.safetensors too"
+        assert [(own.path.name, listed.path.name) for own, listed in error.pairs] == [
+            (name, "two.safetensors")
+        ]
+        (folder / name).unlink()
 
 
 def test_a_folder_is_read_from_a_local_disk(folder: Path) -> None:

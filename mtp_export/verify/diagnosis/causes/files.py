@@ -50,6 +50,20 @@ def bundle_unfinished(bundle: str, done: int, shards: int) -> str:
     return f"{bundle} is unfinished ({done} of {shards} shards): its run was stopped, or still runs"
 
 
+def repeated_differ(count: int, compared: int, first: str) -> str:
+    return (
+        f"It matters which is loaded: {count} of the {compared} tensors compared differ, such as"
+        f" {first}"
+    )
+
+
+def repeated_alike(compared: int, total: int) -> str:
+    return (
+        f"It does not matter which is loaded, as far as was looked: {compared} of the {total} were"
+        " compared by 4 kB of each, and are equal"
+    )
+
+
 # --- config.json compared with the tensors --------------------------------------------------------
 
 MTP_LAYERS_NOT_ADVERTISED = (
