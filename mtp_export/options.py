@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from mtp_checkpoints.errors import UsageError
-from mtp_checkpoints.sources.addresses import SOURCES, place_of
+from mtp_checkpoints.sources.addresses import place_of
 from mtp_checkpoints.sources.byte_source import Place
 
 METADATA = "option"
@@ -41,6 +41,28 @@ class Panel(StrEnum):
     REPORT = "Report"
 
 
+class Names(StrEnum):
+    """Kinds of names that can be typed; mtp_export/commands/names.py knows those of each."""
+
+    COMMAND = "command"
+    SHELL = "shell"
+    SCHEME = "scheme"
+    MTP_SCHEME = "scheme of the MTP module"
+    GRAFT_SCHEME = "scheme of a grafted layer"
+    GROUP_SIZE = "group size"
+    TARGET = "target"
+    ENGINE = "engine"
+    DRAFT_ENGINE = "engine whose reading of a draft is known"
+    DRAFTER = "method"
+    TRAINED_DRAFT = "draft"
+    LEVEL = "level"
+    DEVICE = "device"
+    TORCH_DEVICE = "torch device"
+    DTYPE = "dtype"
+    JOIN_MODE = "mode"
+    ADDRESS = "address"
+
+
 class Access(StrEnum):
     """Use that a command makes of the path in an option."""
 
@@ -53,9 +75,9 @@ class Option:
     """Description of an option, or of an argument; the field gives its name, type and default.
 
     flag is given where it is not the field's name. A bool that is True by default has one that
-    turns it off. parser takes the text of a value and raises ValueError; choices are the texts that
-    there are, or a function that returns them; suggestions are some. low and high bound a number.
-    default is the text of the
+    turns it off. parser takes the text of a value and raises ValueError. values is the kind of
+    names that it takes, some of them where takes_others; {names} in help stands for them, or for
+    those of an enumeration. low and high bound a number. default is the text of the
     field's default and show_default what --help shows of it, where they are not the default itself.
     access is there for every path. short is a second, short name. An option that shows something
     and exits has no environment variable, as the others have. One that configures is a file that
@@ -67,8 +89,8 @@ class Option:
     flag: str | None = None
     metavar: str | None = None
     parser: Callable[[str], Any] | None = None
-    choices: Sequence[str] | Callable[[], Sequence[str]] = ()
-    suggestions: Sequence[str] = ()
+    values: Names | None = None
+    takes_others: bool = False
     low: int | None = None
     high: int | None = None
     default: str | None = None
@@ -79,11 +101,6 @@ class Option:
     shows_and_exits: bool = False
     configures: bool = False
     access: Access | None = None
-
-    @property
-    def names(self) -> Sequence[str]:
-        """The choices as they are now: registries grow."""
-        return self.choices() if callable(self.choices) else self.choices
 
     def allows(self, number: float) -> bool:
         """Return whether a number is within the bounds."""
@@ -103,6 +120,9 @@ class Option:
         if self.high is None:
             return f"{self.low} or more"
         return f"{self.high} or less" if self.low is None else f"{self.low} to {self.high}"
+
+
+_ADDRESSES: Mapping[str, Any] = {"values": Names.ADDRESS, "takes_others": True}
 
 
 def option(help: str, panel: Panel, flag: str | None = None, **more: Any) -> Mapping[str, Option]:
@@ -137,7 +157,12 @@ def argument(
     help: str, metavar: str, parser: Callable[[str], Any], access: Access | None = None
 ) -> Mapping[str, Option]:
     """Return the metadata of a field that an argument sets; access: of a path."""
-    return {METADATA: Option(help, metavar=metavar, parser=parser, is_argument=True, access=access)}
+    more = _ADDRESSES if parser is parse_source else {}
+    return {
+        METADATA: Option(
+            help, metavar=metavar, parser=parser, is_argument=True, access=access, **more
+        )
+    }
 
 
 def path_option(
@@ -150,7 +175,13 @@ def path_option(
 def source_option(help: str, flag: str = "--input-dir") -> Mapping[str, Option]:
     """Return the metadata of a field for a checkpoint: a folder, or a repository's address."""
     return option(
-        help, Panel.INPUT_OUTPUT, flag, metavar="SRC", parser=parse_source, access=Access.READ
+        help,
+        Panel.INPUT_OUTPUT,
+        flag,
+        metavar="SRC",
+        parser=parse_source,
+        access=Access.READ,
+        **_ADDRESSES,
     )
 
 
@@ -177,11 +208,6 @@ def parse_path(text: str) -> Path:
 def parse_source(text: str) -> Place:
     """Return the path of a folder, or the address of a repository."""
     return place_of(text) if text else parse_path(text)
-
-
-def known_addresses(given: Option) -> Sequence[str]:
-    """Return the beginnings of addresses that an option takes; none for one of other values."""
-    return [f"{scheme}://" for scheme in SOURCES] if given.parser is parse_source else []
 
 
 def parse_cluster(text: str) -> str:

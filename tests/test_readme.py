@@ -226,7 +226,8 @@ def documented(command: str) -> dict[str, str]:
     }
     text = "\n".join(sections[name] for name in names.get(command, [command.capitalize()]))
     rows = [row for row in rows_of(text) if row[0].startswith("`--") and len(row) == 3]
-    return {code.split()[0]: default for first, default, _ in rows for code in code_in(first)}
+    codes = ((code.split()[0], default) for first, default, _ in rows for code in code_in(first))
+    return {name: default for name, default in codes if name.startswith("--")}
 
 
 @pytest.mark.parametrize("command", subcommands())

@@ -52,7 +52,7 @@ class ContentOptions:
     shared_weights: SharedWeights = field(
         default=SharedWeights.KEEP,
         metadata=option(
-            "Embedding and head in the MTP part: keep or drop.", Panel.CONTENT, metavar="CHOICE"
+            "Embedding and head in the MTP part: {names}.", Panel.CONTENT, metavar="CHOICE"
         ),
     )
     allow_untied: bool = field(
@@ -187,7 +187,7 @@ class RunOptions:
     link: Link = field(
         default=Link.AUTO,
         metadata=option(
-            "Way in which unchanged shards enter the bundle: auto, reflink, hardlink or copy.",
+            "Way in which unchanged shards enter the bundle: {names}.",
             Panel.INPUT_OUTPUT,
             metavar="WAY",
         ),
@@ -195,17 +195,23 @@ class RunOptions:
     workers: int = field(
         default=DEFAULT_WORKERS,
         metadata=option(
-            "Tensors worked on at once.", Panel.PERFORMANCE, metavar="N", low=1, high=MAX_WORKERS
+            "Tensors worked on at once.",
+            Panel.PERFORMANCE,
+            metavar="N",
+            low=1,
+            high=MAX_WORKERS,
+            show_default="the number of cores",
         ),
     )
     io_depth: int | None = field(
         default=None,
         metadata=option(
-            "Reads, and writes, under way at once; by default 16 for each disk.",
+            "Reads, and writes, of 2 MiB under way at once.",
             Panel.PERFORMANCE,
             metavar="N",
             low=1,
             high=64,
+            show_default="16 for each disk",
         ),
     )
     max_memory_bytes: int = field(

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from mtp_checkpoints.formats.base import GROUP_SIZES
-from mtp_export.options import Panel, option
-from mtp_export.schemes import SCHEMES
+from mtp_export.options import Names, Panel, option
 from mtp_export.schemes.scheme import KEEP
 
 
@@ -41,11 +39,6 @@ class Device(StrEnum):
     AUTO = "auto"
 
 
-_NAMES = (*SCHEMES, KEEP)
-# Every pair of the table gives the MTP module 8 bits or more.
-_MTP_NAMES = tuple(name for name in _NAMES if "int4" not in name)
-
-
 @dataclass(frozen=True)
 class Precision:
     """Schemes by name ("keep": that of the source), and their variants."""
@@ -53,25 +46,25 @@ class Precision:
     base_quant: str = field(
         default=KEEP,
         metadata=option(
-            f"Precision of the main model: {', '.join(_NAMES)}.",
+            "Precision of the main model: {names}.",
             Panel.PRECISION,
             metavar="SCHEME",
-            choices=_NAMES,
+            values=Names.SCHEME,
         ),
     )
     mtp_quant: str = field(
         default=KEEP,
         metadata=option(
-            f"Precision of the MTP module: {', '.join(_MTP_NAMES)}.",
+            "Precision of the MTP module: {names}.",
             Panel.PRECISION,
             metavar="SCHEME",
-            choices=_MTP_NAMES,
+            values=Names.MTP_SCHEME,
         ),
     )
     format: Format = field(
         default=Format.COMPRESSED_TENSORS,
         metadata=option(
-            "Layout of a8w8_fp8_wint4: compressed-tensors or w4afp8.",
+            "Layout of a8w8_fp8_wint4: {names}.",
             Panel.PRECISION,
             metavar="NAME",
         ),
@@ -79,29 +72,27 @@ class Precision:
     group_size: int = field(
         default=128,
         metadata=option(
-            "Weights per int4 scale: 32, 64 or 128.",
+            "Weights per int4 scale: {names}.",
             Panel.PRECISION,
             metavar="N",
             parser=int,
-            choices=tuple(map(str, GROUP_SIZES)),
+            values=Names.GROUP_SIZE,
             default="128",
         ),
     )
     int4_scope: Int4Scope = field(
         default=Int4Scope.EXPERTS,
         metadata=option(
-            "Linears that weight_only_int4 packs: experts or all.", Panel.PRECISION, metavar="SCOPE"
+            "Linears that weight_only_int4 packs: {names}.", Panel.PRECISION, metavar="SCOPE"
         ),
     )
     scale: ScaleRule = field(
         default=ScaleRule.MINMAX,
-        metadata=option("Choice of an int4 scale: minmax or mse.", Panel.PRECISION, metavar="RULE"),
+        metadata=option("Choice of an int4 scale: {names}.", Panel.PRECISION, metavar="RULE"),
     )
     device: Device = field(
         default=Device.CPU,
-        metadata=option(
-            "Device that computes: cpu, cuda, npu or auto.", Panel.PERFORMANCE, metavar="NAME"
-        ),
+        metadata=option("Device that computes: {names}.", Panel.PERFORMANCE, metavar="NAME"),
     )
     allow_untested_pair: bool = field(
         default=False,

@@ -11,7 +11,6 @@ from typing import Any
 from rich.console import Group, RenderableType
 
 from mtp_checkpoints.errors import UsageError
-from mtp_checkpoints.layouts import target_names
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_export.bundle.build import BundleResult, Maker, make_shards, run_bundle
 from mtp_export.bundle.bundle_plan import BundlePlan
@@ -43,9 +42,9 @@ from mtp_export.commands.output import (
     remark,
 )
 from mtp_export.commands.report_files import ReportFiles, try_reports
-from mtp_export.options import Access, Panel, option, parse_cluster, path_option
+from mtp_export.options import Access, Names, Panel, option, parse_cluster, path_option
 
-PART = option("Part to write: both, main or mtp.", Panel.CONTENT, metavar="PART")
+PART = option("Part to write: {names}.", Panel.CONTENT, metavar="PART")
 OUTPUT = path_option(
     "Bundle to write: main/, mtp/ and mtp_export.json in this folder; --dry-run needs none.",
     Panel.INPUT_OUTPUT,
@@ -73,10 +72,10 @@ class Making:
     target: str = field(
         default="hf",
         metadata=option(
-            f"Loader of the MTP part: {', '.join(target_names())}.",
+            "Loader of the MTP part: {names}.",
             Panel.CONTENT,
             metavar="ENGINE",
-            choices=target_names,
+            values=Names.TARGET,
         ),
     )
     content: ContentOptions = ContentOptions()

@@ -9,10 +9,11 @@ from typer.core import TyperCommand, TyperGroup
 
 from mtp_checkpoints.errors import UsageError
 from mtp_checkpoints.suggestions import did_you_mean
+from mtp_export.commands.names import names_of
+from mtp_export.options import Names
 
 COMPLETION_OPTIONS = ("--install-completion", "--show-completion")
 COMPLETION_VARIABLE = "_MTP_EXPORT_COMPLETE"  # which the scripts set
-SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
 
 
 def install_or_show(arguments: Sequence[str], program: TyperCommand | TyperGroup) -> None:
@@ -22,13 +23,14 @@ def install_or_show(arguments: Sequence[str], program: TyperCommand | TyperGroup
     Raises UsageError for a shell that has no script.
     """
     option, _, joined = arguments[0].partition("=")
+    shells = names_of(Names.SHELL)
     given = [joined] if joined else list(arguments[1:])
-    if given and (len(given) > 1 or given[0] not in SHELLS):
+    if given and (len(given) > 1 or given[0] not in shells):
         raise UsageError(
             f"Option {option} takes a shell that has completion",
-            expected=", ".join(SHELLS),
+            expected=", ".join(shells),
             found=" ".join(given),
-            todo=did_you_mean(given[0], SHELLS),
+            todo=did_you_mean(given[0], shells),
         )
     from typer.completion import install_callback, show_callback
 

@@ -25,12 +25,8 @@ from mtp_export.commands.bundle_tables import (
 from mtp_export.commands.garbage import gc_paused
 from mtp_export.commands.output import heading
 from mtp_export.commands.pairing import Proving
-from mtp_export.options import Access, Panel, argument, option, parse_source, source_option
-from mtp_export.schemes import SCHEMES
+from mtp_export.options import Access, Names, Panel, argument, option, parse_source, source_option
 from mtp_export.schemes.scheme import BF16
-
-# As for mtp-export quantize: every pair of its table gives the MTP module 8 bits or more.
-_NAMES = tuple(name for name in SCHEMES if "int4" not in name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +64,10 @@ class GraftCommand:
     mtp_quant: str = field(
         default=BF16,
         metadata=option(
-            f"Precision of the MTP module: {', '.join(_NAMES)}.",
+            "Precision of the MTP module: {names}.",
             Panel.PRECISION,
             metavar="SCHEME",
-            choices=_NAMES,
+            values=Names.GRAFT_SCHEME,
         ),
     )
     proving: Proving = Proving()

@@ -9,6 +9,7 @@ from rich.console import RenderableType
 from rich.panel import Panel
 from rich.table import Table
 
+from mtp_export.commands.names import COMMANDS
 from mtp_export.commands.output import plain_console
 
 # Of each command two examples, and the page of the documentation that explains it.
@@ -105,8 +106,8 @@ def epilog_of(command: str) -> str | None:
     return "\n\n".join(["\n".join(lines), *notes, SETTINGS, f"Documentation: {page}"])
 
 
-def print_help(commands: Mapping[str, str]) -> None:
-    """Print the page of the program; commands: what each does."""
+def print_help() -> None:
+    """Print the page of the program."""
     console = plain_console()
     console.print("Usage: mtp-export COMMAND [OPTIONS]", highlight=False)
     console.print()
@@ -114,7 +115,7 @@ def print_help(commands: Mapping[str, str]) -> None:
         "Export, quantize and verify DeepSeek-V3-class checkpoints with their MTP module.",
         highlight=False,
     )
-    console.print(_panel("Commands", commands))
+    console.print(_panel("Commands", COMMANDS))
     console.print("Examples:", highlight=False)
     for command in _FIRST_STEPS:
         console.print(f"  {EXAMPLES[command][0]}", highlight=False, soft_wrap=True)

@@ -16,7 +16,7 @@ from mtp_checkpoints.layouts.base import Placement
 from mtp_export.bundle.launch import draft_lines, engines_of, node_lines, probe_of
 from mtp_export.commands.output import Reporting, print_result
 from mtp_export.commands.runtime import BUNDLE
-from mtp_export.options import Access, Panel, option, path_option
+from mtp_export.options import Access, Names, Panel, option, path_option
 from mtp_export.paths import refuse_unprintable
 from mtp_runtime.config import MAX_DRAFT_TOKENS
 
@@ -29,10 +29,10 @@ class LaunchCommand:
     engine: str | None = field(
         default=None,
         metadata=option(
-            f"One of {', '.join(names_that_serve())}.",
+            "One of {names}.",
             Panel.PLACEMENT,
             metavar="ENGINE",
-            choices=names_that_serve,
+            values=Names.ENGINE,
             show_default="all that read the bundle",
         ),
     )

@@ -19,14 +19,11 @@ from mtp_export.commands.completion import (
 )
 from mtp_export.commands.failures import failure_json, failure_of, print_failure
 from mtp_export.commands.garbage import gc_paused
-from mtp_export.commands.registry import (
-    ALIASES,
-    COMMANDS,
-    after_interrupt,
-    command_named,
-    program,
-)
+from mtp_export.commands.help_page import print_help
+from mtp_export.commands.names import ALIASES, COMMANDS, names_of
+from mtp_export.commands.registry import after_interrupt, command_named, program
 from mtp_export.commands.standard_streams import guarded_streams
+from mtp_export.options import Names
 
 # Commands that torchrun may start: those that rank 0 runs while the other ranks follow it, and one
 # that every rank runs.
@@ -97,6 +94,9 @@ def _run_alone(arguments: Sequence[str], group: object = None) -> int:
     given = _as_command(arguments)
     if given and given[0].partition("=")[0] in COMPLETION_OPTIONS:
         install_or_show(given, program())
+    if given in (["-h"], ["--help"]):  # the page needs no command, and each takes long to import
+        print_help()
+        return 0
     try:
         if given and given[0] in COMMANDS:
             words = f"mtp-export {given[0]}"
@@ -128,7 +128,7 @@ def _as_command(arguments: Sequence[str]) -> list[str]:
     if name and not name.startswith("-") and name not in COMMANDS:
         raise UsageError(
             f"{name!r} is no command",
-            todo=did_you_mean(name, (*COMMANDS, *ALIASES)) or "See mtp-export help",
+            todo=did_you_mean(name, names_of(Names.COMMAND)) or "See mtp-export help",
         )
     return [name, *others] if name else []
 

@@ -12,14 +12,9 @@ from typing import Any
 from typer.core import TyperCommand
 
 from mtp_export.commands.help_page import epilog_of, print_help
+from mtp_export.commands.names import COMMANDS
 from mtp_export.commands.typed_command import QuickGroup, typed_command, typed_group
 
-# Each is a function of the module of its name; help lists them in this order.
-COMMANDS = (
-    *("export", "quantize", "graft", "tune", "finish", "verify"),
-    *("generate", "serve", "compile", "launch", "inspect", "push", "env"),
-)
-ALIASES = {"doctor": "env"}
 # Those that, as an export does, go on where Ctrl-C stopped them when they run again.
 RESUMED = ("export", "quantize", "graft", "tune", "finish", "push")
 _KEEPS = ("--stream", "--share")  # options of a verification that keep what it found
@@ -45,7 +40,7 @@ def after_interrupt(arguments: Sequence[str]) -> str | None:
 def command_named(name: str) -> TyperCommand:
     """Return one of COMMANDS, as Typer runs it."""
     run = getattr(import_module(f"mtp_export.commands.{name}"), name)
-    return typed_command(run, epilog_of(name))
+    return typed_command(run, COMMANDS[name], epilog_of(name))
 
 
 @cache
@@ -77,4 +72,4 @@ class _Group(QuickGroup):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the commands, examples and the options without a command; those of an export are
         in its own help."""
-        print_help({name: command_named(name).get_short_help_str(100) for name in COMMANDS})
+        print_help()

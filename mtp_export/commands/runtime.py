@@ -11,20 +11,15 @@ from typing import TYPE_CHECKING, Any
 from mtp_checkpoints.errors import UsageError
 from mtp_export.commands.garbage import gc_paused
 from mtp_export.commands.output import status
-from mtp_export.options import Access, Panel, argument, option, parse_path, path_option
+from mtp_export.options import Access, Names, Panel, argument, option, parse_path, path_option
 from mtp_runtime.config import MAX_DRAFT_TOKENS, LLMOptions
-from mtp_runtime.drafters import DRAFTERS, extra_drafts, listed
 
 if TYPE_CHECKING:
     from mtp_runtime import LLM
     from mtp_runtime.parallel.group import Group
 
 BUNDLE = argument("Bundle or checkpoint.", "BUNDLE", parse_path, Access.READ)
-DTYPE = option(
-    "float32 or bfloat16.", Panel.PERFORMANCE, metavar="DTYPE", choices=("float32", "bfloat16")
-)
-_MODELS = tuple(name for name, kind in DRAFTERS.items() if kind.needs_draft_model)
-_IN_FOLDERS = listed((*_MODELS, *extra_drafts()), "and")
+DTYPE = option("{names}.", Panel.PERFORMANCE, metavar="DTYPE", values=Names.DTYPE)
 
 
 def parse_schedule(text: str) -> tuple[tuple[int, int], ...]:
@@ -61,10 +56,10 @@ class Drafting:
     speculate_method: str = field(
         default="auto",
         metadata=option(
-            f"{listed(DRAFTERS)}; auto is mtp where the bundle has a module, else none.",
+            "{names}; auto is mtp where the bundle has a module, else none.",
             Panel.SPECULATION,
             metavar="NAME",
-            choices=lambda: ("auto", *DRAFTERS),
+            values=Names.DRAFTER,
         ),
     )
     speculate_max_draft_token_num: int | None = field(
@@ -123,7 +118,7 @@ class Drafting:
     draft_model: Path | None = field(
         default=None,
         metadata=path_option(
-            f"Second checkpoint, or draft, for methods {_IN_FOLDERS}.",
+            "Second checkpoint, or a draft in a folder of its own.",
             Panel.SPECULATION,
             "DIR",
             access=Access.READ,
@@ -138,10 +133,11 @@ class Runtime:
     device: str = field(
         default=LLMOptions.device,
         metadata=option(
-            "cpu, cuda or npu.",
+            "{names}.",
             Panel.PERFORMANCE,
             metavar="NAME",
-            suggestions=("cpu", "cuda", "npu"),
+            values=Names.DEVICE,
+            takes_others=True,
         ),
     )
     dtype: str = field(default=LLMOptions.dtype, metadata=DTYPE)
@@ -161,9 +157,10 @@ class Runtime:
     parallel_mode: str | None = field(
         default=None,
         metadata=option(
-            "Way in which the processes of torchrun join their parts: gather or reduce.",
+            "Way in which the processes of torchrun join their parts: {names}.",
             Panel.PERFORMANCE,
             metavar="MODE",
+            values=Names.JOIN_MODE,
             show_default="gather in float32, else reduce",
         ),
     )

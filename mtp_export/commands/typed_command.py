@@ -7,204 +7,25 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from enum import Enum
+from dataclasses import fields, is_dataclass
 from functools import cache, reduce
 from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, Literal, cast, get_args, get_type_hints
+from typing import Any, cast, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from mtp_checkpoints.errors import UsageError
-from mtp_checkpoints.suggestions import did_you_mean
 from mtp_export.commands.config_file import read_config
 from mtp_export.commands.retries import announced_retries
-from mtp_export.options import (
-    METADATA,
-    Access,
-    Option,
-    Panel,
-    flag_of,
-    known_addresses,
-    out_of_range,
-)
+from mtp_export.commands.typed_option import UNUSUAL, Leaf
+from mtp_export.options import METADATA, Access, Panel
 from mtp_export.paths import refuse_overlaps
 
-_NUMBERS = {
-    int: re.compile(r"0|[1-9]\d{0,17}", re.ASCII),
-    float: re.compile(r"\d+(\.\d+)?", re.ASCII),
-}
-_SWITCHES = {"1": True, "true": True, "yes": True, "on": True} | {
-    "0": False,
-    "false": False,
-    "no": False,
-    "off": False,
-}
-UNUSUAL = object()
 SETTINGS: dict[str, Any] = {
     "rich_markup_mode": "rich",
     "pretty_exceptions_enable": False,
     "context_settings": {"help_option_names": ["-h", "--help"]},
 }
-_SAYS_LITTLE = (None, "N", "NAME", "CHOICE", "MODE")  # metavars that do not say what a value is
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """A field that an option sets, and where it is: the names of the fields that lead to it."""
-
-    path: tuple[str, ...]
-    field: Field[Any]
-    hint: Any
-    option: Option
-
-    @property
-    def name(self) -> str:
-        """Name of the command's parameter."""
-        return "__".join(self.path)
-
-    @property
-    def flag(self) -> str:
-        """The option, or argument, as it is written."""
-        return flag_of(self.field)
-
-    @property
-    def envvar(self) -> str | None:
-        """Environment variable that sets the option; None for arguments, and for options that show
-        something and exit."""
-        if self.option.is_argument or self.option.shows_and_exits:
-            return None
-        return "MTP_EXPORT_" + self.flag.removeprefix("--").replace("-", "_").upper()
-
-    @property
-    def choices(self) -> Sequence[str]:
-        """All values that there are, where they have names."""
-        kinds = get_args(self.hint) or (self.hint,)
-        enums = (kind for kind in kinds if inspect.isclass(kind) and issubclass(kind, Enum))
-        by_type = [] if self.option.parser else [str(each.value) for kind in enums for each in kind]
-        return self.option.names or by_type
-
-    def completions(self, incomplete: str) -> list[str]:
-        """Return the values that begin as a text does, for the completion of a shell."""
-        known = self.choices or self.option.suggestions
-        if incomplete and not known:
-            known = known_addresses(self.option)
-        return [value for value in known if value.startswith(incomplete)]
-
-    @property
-    def turns_off(self) -> bool:
-        """True for a flag that makes the field False."""
-        return self.hint is bool and self.field.default is True and self.option.parser is None
-
-    def parameter(self) -> inspect.Parameter:
-        """Return the parameter as Typer takes it."""
-        given, hint, default = self.option, self.hint, self.field.default
-        if given.parser is not None and not given.is_argument:  # whose type --help shows
-            hint = Any
-        elif given.names:
-            hint = Literal[tuple(given.names)]
-        settings: dict[str, Any] = {
-            "help": given.help,
-            "metavar": "" if hint is bool and given.parser is None else given.shown_metavar,
-            "parser": None if given.parser is None else self.parsed,
-            "rich_help_panel": given.panel or None,
-            "show_default": given.show_default,
-            "envvar": self.envvar,
-            "show_envvar": given.show_envvar,
-            "autocompletion": self.completions,
-        }
-        info = (
-            typer.Argument(**settings)
-            if given.is_argument
-            else typer.Option(*filter(None, [self.flag, given.short]), **settings)
-        )
-        if default is MISSING:
-            default = inspect.Parameter.empty
-        elif self.turns_off:
-            default = False
-        return inspect.Parameter(
-            self.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=default if given.default is None else given.default,
-            annotation=Annotated[hint, info],
-        )
-
-    def missing(self) -> UsageError:
-        """Return the refusal of a command without this option or argument."""
-        kind = "argument" if self.option.is_argument else "option"
-        expected = ", ".join(self.choices) or f"{self.option.help.rstrip('.')}".replace("\\[", "[")
-        return UsageError(f"Missing {kind} '{self.flag}'", expected=expected)
-
-    def parsed(self, value: Any) -> Any:
-        """Return the value of a text (typer.BadParameter); Typer gives defaults to parsers too."""
-        if not isinstance(value, str) or self.option.parser is None:
-            return value
-        try:
-            return self.option.parser(value)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
-
-    def usual(self, value: Any) -> Any:
-        """Return a given value as Typer reads it; UNUSUAL for what is left to Typer, as every
-        mistake is."""
-        if self.option.names and value not in self.option.names:
-            return UNUSUAL
-        if self.option.parser is not None:
-            try:
-                return self.option.parser(value)
-            except ValueError:
-                return UNUSUAL
-        if self.option.names:
-            return value
-        if isinstance(value, list | tuple):
-            return list(value)
-        kinds = set(get_args(self.hint) or (self.hint,)) - {NoneType}
-        if str in kinds or (bool in kinds and isinstance(value, bool)):
-            return value
-        if bool in kinds:  # of an environment variable or a file
-            return _SWITCHES.get(str(value).lower(), UNUSUAL)
-        for kind in kinds:
-            if issubclass(kind, Enum):
-                return next((each for each in kind if value == each.value), UNUSUAL)
-            if kind in _NUMBERS and _NUMBERS[kind].fullmatch(value):
-                number = kind(value)
-                return number if self.option.allows(number) else UNUSUAL
-        return UNUSUAL
-
-    def refuse(self, value: Any, *, from_environment: bool) -> None:
-        """Refuse a text that Typer would not read either (UsageError), with what was meant."""
-        name = f"{self.flag} ({self.envvar})" if from_environment else self.flag
-        if self.choices and not isinstance(value, list | tuple):
-            if value not in self.choices:
-                metavar = self.option.metavar
-                kind = "value" if metavar in _SAYS_LITTLE else str(metavar).lower()
-                raise UsageError(
-                    f"{value!r} is no {kind} for {name}",
-                    expected=", ".join(self.choices),
-                    todo=did_you_mean(value, self.choices),
-                )
-        elif self.option.parser is not None:
-            try:
-                self.option.parser(value)
-            except ValueError as error:
-                raise UsageError(f"Option {name}: {error}") from None
-        elif self.option.low is not None or self.option.high is not None:
-            with suppress(ValueError, TypeError):
-                if self.option.allows(_number(value)):
-                    return
-            raise out_of_range(name, self.option, repr(value))
-        elif self.hint is bool:
-            raise UsageError(f"{name} is a switch", expected="1 or 0", found=repr(value))
-
-
-def _number(text: Any) -> float:
-    """Return the number of a text; a whole one is exact, however large (ValueError)."""
-    with suppress(ValueError):
-        return int(text)
-    return float(text)
 
 
 class QuickReading:
@@ -281,12 +102,16 @@ class QuickGroup(QuickReading, TyperGroup):
     """A group of commands that reads usual values itself."""
 
 
-def typed_command(run: Callable[..., None], epilog: str | None = None) -> TyperCommand:
+def typed_command(
+    run: Callable[..., None], help: str | None = None, epilog: str | None = None
+) -> TyperCommand:
     """Return the command of a function, which takes its options, a dataclass, and may take the
-    context too; epilog: what follows its help."""
+    context too; help: what it does, by default the docstring; epilog: what follows its help."""
     app, leaves = typer.Typer(add_completion=False, **SETTINGS), _leaves_of(run)
     settings = SETTINGS["context_settings"]
-    app.command(cls=QuickCommand, epilog=epilog, context_settings=settings)(_callback(run, leaves))
+    app.command(cls=QuickCommand, help=help, epilog=epilog, context_settings=settings)(
+        _callback(run, leaves)
+    )
     return cast(QuickCommand, _with_leaves(typer.main.get_command(app), leaves))
 
 

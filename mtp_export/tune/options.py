@@ -12,10 +12,8 @@ from typing import Any
 
 from mtp_checkpoints.errors import UsageError
 from mtp_export.bundle.options import OVERWRITE, RunOptions
-from mtp_export.options import Access, Panel, check_bounds, option, path_option
-from mtp_export.tune.drafts import DRAFTS
+from mtp_export.options import Access, Names, Panel, check_bounds, option, path_option
 from mtp_runtime.config import MAX_DRAFT_TOKENS
-from mtp_runtime.drafters import listed
 
 
 @dataclass(frozen=True)
@@ -129,10 +127,10 @@ class TrainOptions:
     dtype: str = field(
         default="float32",
         metadata=option(
-            "float32 or bfloat16 products.",
+            "Products in {names}.",
             Panel.PERFORMANCE,
             metavar="NAME",
-            choices=("float32", "bfloat16"),
+            values=Names.DTYPE,
         ),
     )
     seed: int = field(
@@ -163,10 +161,22 @@ class TuneOptions:
     data: DataOptions
     draft: str = field(
         default="mtp",
-        metadata=option(f"Draft to train: {listed(DRAFTS)}.", Panel.TRAINING, metavar="NAME"),
+        metadata=option(
+            "Draft to train: {names}.",
+            Panel.TRAINING,
+            metavar="NAME",
+            values=Names.TRAINED_DRAFT,
+        ),
     )
     device: str = field(
-        default="cpu", metadata=option("cpu or cuda.", Panel.PERFORMANCE, metavar="NAME")
+        default="cpu",
+        metadata=option(
+            "{names}.",
+            Panel.PERFORMANCE,
+            metavar="NAME",
+            values=Names.TORCH_DEVICE,
+            takes_others=True,
+        ),
     )
     train: TrainOptions = field(default_factory=TrainOptions)
     workdir: Path | None = field(

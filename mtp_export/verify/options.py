@@ -11,19 +11,19 @@ from mtp_checkpoints.layouts import names_that_read_drafts
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.suggestions import did_you_mean
 from mtp_export.bundle.options import MAX_WORKERS
-from mtp_export.options import Access, Panel, argument, option, parse_source, path_option
+from mtp_export.options import Access, Names, Panel, argument, option, parse_source, path_option
 from mtp_export.verify.check import Level
 
 MAX_DRAFTS = 5
-_LEVELS = {level.name.lower(): level for level in Level} | {"all": max(Level)}
+LEVELS = {level.name.lower(): level for level in Level} | {"all": max(Level)}
 _DEFAULT_WORKERS = min(4, os.cpu_count() or 1)
 
 
 def parse_level(text: str) -> Level:
     """Return a depth by its name."""
-    if text not in _LEVELS:
-        raise ValueError(f"{text!r} is not one of {', '.join(map(repr, _LEVELS))}")
-    return _LEVELS[text]
+    if text not in LEVELS:
+        raise ValueError(f"{text!r} is not one of {', '.join(map(repr, LEVELS))}")
+    return LEVELS[text]
 
 
 def parse_ks(text: str) -> tuple[int, ...]:
@@ -84,11 +84,11 @@ class VerifyOptions:
     level: Level = field(
         default=Level.RUN,
         metadata=option(
-            "Depth: files, weights, run or all; each includes those before it.",
+            "Depth: {names}; each includes those before it.",
             Panel.CHECKS,
             metavar="LEVEL",
             parser=parse_level,
-            choices=tuple(_LEVELS),
+            values=Names.LEVEL,
             default="all",
         ),
     )
@@ -117,7 +117,14 @@ class VerifyOptions:
         ),
     )
     device: str = field(
-        default="cpu", metadata=option("cpu or cuda.", Panel.PERFORMANCE, metavar="NAME")
+        default="cpu",
+        metadata=option(
+            "{names}.",
+            Panel.PERFORMANCE,
+            metavar="NAME",
+            values=Names.TORCH_DEVICE,
+            takes_others=True,
+        ),
     )
     checksums: bool = field(
         default=True,
@@ -141,7 +148,12 @@ class VerifyOptions:
     workers: int = field(
         default=_DEFAULT_WORKERS,
         metadata=option(
-            "Tensors worked on at once.", Panel.PERFORMANCE, metavar="N", low=1, high=MAX_WORKERS
+            "Tensors worked on at once.",
+            Panel.PERFORMANCE,
+            metavar="N",
+            low=1,
+            high=MAX_WORKERS,
+            show_default="4, at most the number of cores",
         ),
     )
     mtp: Place | None = field(
@@ -151,16 +163,19 @@ class VerifyOptions:
             Panel.CHECKS,
             metavar="SRC",
             parser=parse_source,
+            values=Names.ADDRESS,
+            takes_others=True,
             access=Access.READ,
         ),
     )
     engine: str | None = field(
         default=None,
         metadata=option(
-            "Judge how this engine alone reads the draft; by default all that are known must.",
+            "Judge how this engine alone reads the draft: {names}.",
             Panel.CHECKS,
             metavar="NAME",
             parser=parse_engine,
-            choices=names_that_read_drafts(),
+            values=Names.DRAFT_ENGINE,
+            show_default="all of them must",
         ),
     )

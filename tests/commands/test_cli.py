@@ -29,7 +29,8 @@ from cases import (
 from mtp_checkpoints.layouts import TARGETS
 from mtp_checkpoints.sources.disk_queue import DiskQueue
 from mtp_export.bundle.options import DEFAULT_WORKERS
-from mtp_export.commands.registry import COMMANDS, command_named, program
+from mtp_export.commands.names import COMMANDS
+from mtp_export.commands.registry import command_named, program
 from mtp_export.commands.typed_command import QuickReading
 from mtp_export.options import parse_path, parse_size, parse_source
 from mtp_export.progress import format_bytes

@@ -1,53 +1,88 @@
-"""The page of the command line names every option that there is, and none that there is not."""
+"""The page of the command line is what its script writes, and the table of names is what
+completion, help, refusals and the page have."""
 
 from __future__ import annotations
 
-import re
+import importlib.util
 from pathlib import Path
-from typing import cast
+from types import ModuleType
+from typing import Any, cast
 
 import pytest
 
-from mtp_export.commands.registry import COMMANDS, command_named, program
+from cases import run_program
+from mtp_export.commands import names
+from mtp_export.commands.names import COMMANDS, names_of
+from mtp_export.commands.registry import command_named
 from mtp_export.commands.typed_command import QuickReading
+from mtp_export.commands.typed_option import Leaf
+from mtp_export.options import Names
+from mtp_runtime.layers.tensor_parallel import MODES
+from mtp_runtime.models.load import DTYPES
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs/cli.md").read_text()
-SECTIONS = {
-    title.split()[0].lower(): text
-    for title, text in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S)
-}
-# Commands whose section refers to the options of another.
-SHARED = {"quantize": "export", "graft": "export"}
-OF_ALL = ("--debug", "--json", "--quiet", "--report")
+ROOT = Path(__file__).resolve().parents[2]
 
 
-def flags_of(command: str) -> set[str]:
-    leaves = cast(QuickReading, command_named(command)).leaves.values()
-    return {leaf.flag for leaf in leaves if leaf.flag.startswith("--")}
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("cli_page", ROOT / "scripts/cli_page.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def section_of(command: str) -> str:
-    return SECTIONS.get(command, "") + SECTIONS.get(SHARED.get(command, ""), "")
+def leaves_of(command: str) -> list[Leaf]:
+    return list(cast(QuickReading, command_named(command)).leaves.values())
 
 
-@pytest.mark.parametrize("command", [name for name in COMMANDS if name in SECTIONS])
-def test_every_option_is_on_the_page(command: str) -> None:
-    missing = {flag for flag in flags_of(command) if f"`{flag}" not in section_of(command)}
-    assert missing <= set(OF_ALL) and all(flag in PAGE for flag in missing)
+def test_the_page_is_what_its_script_writes() -> None:
+    page, text = script(), (ROOT / "docs/cli.md").read_text()
+    assert page.page_of(text) == text, "run python scripts/cli_page.py"
+    spoilt = text.replace("| `--no-resume` |  |", "| `--no-resume` | on |")
+    assert spoilt != text and page.page_of(spoilt) == text
+    with pytest.raises(ValueError, match="no table of options for env"):
+        page.page_of(text.replace("<!-- options: env -->", ""))
 
 
-def test_every_option_of_a_table_is_there() -> None:
-    known = {name for parameter in program().params for name in parameter.opts}
-    known |= {flag for command in COMMANDS for flag in flags_of(command)}
-    for row in re.findall(r"^\| (`--.+?) \|", PAGE, re.M):
-        for flag in re.findall(r"`(--[a-z0-9-]+)", row):
-            assert flag in known, f"{flag} of docs/cli.md"
+def test_the_page_and_the_help_have_the_same_words() -> None:
+    text, shown = (ROOT / "docs/cli.md").read_text(), run_program("--help").out
+    for command, words in COMMANDS.items():
+        assert f"mtp-export {command:8}  {words}" in text
+        assert f"│ {command} " in shown
+        help_page = " ".join(run_program(command, "--help").out.split())
+        assert words in help_page and words in " ".join(shown.replace("│", " ").split())
 
 
-@pytest.mark.parametrize("command", [name for name in COMMANDS if name in SECTIONS])
-def test_every_choice_is_on_the_page(command: str) -> None:
-    for leaf in cast(QuickReading, command_named(command)).leaves.values():
-        rows = re.findall(rf"^\| `{leaf.flag}[ `].*$", section_of(command), re.M)
-        named = [row for row in rows if "as for `" not in row]
-        for choice in leaf.choices if named and "SCHEME" not in named[0] else ():
-            assert re.search(rf"\b{re.escape(choice)}\b", PAGE), (leaf.flag, choice)
+def test_every_kind_of_name_is_known() -> None:
+    assert all(len(names_of(kind)) > 1 for kind in Names)
+    # Their owners bring torch.
+    assert (names_of(Names.JOIN_MODE), names_of(Names.DTYPE)) == (MODES, tuple(DTYPES))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_names_every_choice(command: str) -> None:
+    for leaf in leaves_of(command):
+        assert "{names}" not in leaf.help
+        assert [name for name in leaf.choices if name not in leaf.help] == []
+
+
+def test_a_new_name_is_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In completion, help, refusals and the page, by the table alone."""
+    table: Any = names._NAMES
+    monkeypatch.setitem(table, Names.ENGINE, lambda: ("vllm", "toyengine"))
+    (engine,) = (leaf for leaf in leaves_of("launch") if leaf.flag == "--engine")
+    assert engine.completions("to") == ["toyengine"]
+    assert engine.help == "One of vllm or toyengine."
+    refused = run_program("launch", "x", "--engine", "toyengin")
+    assert (
+        "'toyengin' is no engine for --engine. Expected vllm, toyengine. Did you mean toyengine?"
+    ) in refused.err
+    page = script().page_of((ROOT / "docs/cli.md").read_text())
+    assert "| One of vllm or toyengine. |" in page
+
+
+def test_addresses_are_offered_once_something_is_typed() -> None:
+    """Before that a shell offers its files."""
+    (source,) = (leaf for leaf in leaves_of("inspect") if leaf.flag == "SRC")
+    assert source.completions("") == [] and source.completions("hf") == ["hf://"]
+    assert source.choices == ()

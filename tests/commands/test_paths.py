@@ -15,8 +15,10 @@ import pytest
 from cases import Outcome, export, quantize, run_program, tree
 from mtp_checkpoints.errors import UsageError
 from mtp_checkpoints.sources.byte_source import Place
-from mtp_export.commands.registry import COMMANDS, command_named, program
-from mtp_export.commands.typed_command import Leaf, QuickCommand, QuickGroup
+from mtp_export.commands.names import COMMANDS
+from mtp_export.commands.registry import command_named, program
+from mtp_export.commands.typed_command import QuickCommand, QuickGroup
+from mtp_export.commands.typed_option import Leaf
 from mtp_export.options import Access
 from mtp_export.paths import refuse_overlaps
 

@@ -14,8 +14,9 @@ import pytest
 
 from cases import WHOLE_TILES, make_checkpoint, run_program
 from mtp_export import __version__
+from mtp_export.commands.names import COMMANDS
 from mtp_export.commands.program import exit_code
-from mtp_export.commands.registry import COMMANDS, RESUMED
+from mtp_export.commands.registry import RESUMED
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
@@ -87,6 +88,24 @@ def test_commands_that_need_no_torch_import_little(
     whole = make_checkpoint(tmp_path / "whole", WHOLE_TILES)
     done = run_python("-c", IMPORTED, str(pristine), str(whole), str(output))
     assert done.returncode == 0, done.stderr
+
+
+PAGE_ALONE = """
+import sys
+from mtp_export.commands.program import exit_code
+
+assert exit_code(sys.argv[1:]) == 0
+loaded = {module for module in sys.modules if module.startswith("mtp_export.")}
+assert not loaded & {"mtp_export.bundle", "mtp_export.schemes", "mtp_export.commands.export"}
+assert not [module for module in sys.modules if module.startswith("mtp_runtime")]
+"""
+
+
+@pytest.mark.parametrize("words", [(), ("--help",), ("help",)])
+def test_the_page_of_the_program_imports_no_command(words: tuple[str, ...]) -> None:
+    """They take three times as long as the page."""
+    done = run_python("-c", PAGE_ALONE, *words)
+    assert done.returncode == 0 and "Commands" in done.stdout, done.stderr
 
 
 def test_ctrl_c_while_it_starts_ends_as_at_any_other_time() -> None:

@@ -9,8 +9,10 @@ import pytest
 import typer
 
 from mtp_checkpoints.errors import MtpExportError
-from mtp_export.commands.registry import COMMANDS, command_named, program
-from mtp_export.commands.typed_command import UNUSUAL, QuickReading
+from mtp_export.commands.names import COMMANDS
+from mtp_export.commands.registry import command_named, program
+from mtp_export.commands.typed_command import QuickReading
+from mtp_export.commands.typed_option import UNUSUAL
 from mtp_export.options import METADATA
 
 ALL_COMMANDS = {"help", "install_completion", "show_completion"}  # Typer's own options
@@ -58,7 +60,7 @@ def test_every_value_is_read_as_typer_reads_it(name: str) -> None:
     for parameter in parameters_of(name):
         leaf = command.leaves[parameter.name]
         flags = (True,) if parameter.param_type_name == "option" and parameter.is_flag else ()
-        known = (*leaf.option.names, *(parameter.type_descriptor.choices or ()))
+        known = (*leaf.choices, *(parameter.type_descriptor.choices or ()))
         read = 0
         for value in flags or (*GIVEN, *map(str, known)):
             given = [value, "a"] if parameter.multiple else value

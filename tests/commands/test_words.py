@@ -15,7 +15,8 @@ from mtp_checkpoints.errors import UsageError
 from mtp_export import __version__
 from mtp_export.commands.failures import Failure, print_failure
 from mtp_export.commands.help_page import EXAMPLES
-from mtp_export.commands.registry import COMMANDS, command_named
+from mtp_export.commands.names import COMMANDS
+from mtp_export.commands.registry import command_named
 from mtp_export.commands.typed_command import QuickReading
 
 DOCS = Path(__file__).resolve().parents[2]
