@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -194,8 +195,9 @@ def planned(folder: Path, ranks: int, mode: str, gpu_bytes: int) -> Plan:
 
 
 def held_bytes(roots: list[Any]) -> int:
-    """Bytes of all tensors that some objects hold, however they do, each storage once."""
-    storages: dict[StorageWeakRef, int] = {}
+    """Bytes of all tensors and arrays that some objects hold, however they do, each storage
+    once."""
+    storages: dict[StorageWeakRef | int, int] = {}
     seen, left = set[int](), list(roots)
     while left:
         one = left.pop()
@@ -205,6 +207,10 @@ def held_bytes(roots: list[Any]) -> int:
         if isinstance(one, torch.Tensor):
             storage = one.untyped_storage()
             storages[StorageWeakRef(storage)] = storage.nbytes()
+        elif isinstance(one, np.ndarray):
+            while isinstance(one.base, np.ndarray):
+                one = one.base
+            storages[one.ctypes.data] = one.nbytes
         elif isinstance(one, FunctionType):  # its module is no part of what is held
             left += one.__closure__ or ()
         else:

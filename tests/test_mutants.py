@@ -22,6 +22,7 @@ WHOLE = (
     "checkpoints/mtp_checkpoints/formats/**/*.py",
     "checkpoints/mtp_checkpoints/quantization/**/*.py",
     "checkpoints/mtp_checkpoints/sources/**/*.py",
+    "checkpoints/mtp_checkpoints/free_memory.py",
     "checkpoints/mtp_checkpoints/suggestions.py",
     "checkpoints/mtp_checkpoints/tensors/**/*.py",
     "checkpoints/mtp_checkpoints/weights/**/*.py",

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from mtp_checkpoints.errors import ResourceError
+from mtp_checkpoints.free_memory import free_memory
 from mtp_checkpoints.sources.staging import DOWNLOADS_NAME
 from mtp_export.bundle.links import existing_parent
 from mtp_export.bundle.run_folder import PARTS
@@ -54,7 +55,7 @@ def _reusable_bytes(output: Path) -> int:
 
 def check_memory(limit_bytes: int, needed_bytes: int) -> None:
     """Refuse to start when the run needs more memory than is allowed or free (ResourceError)."""
-    limits = {"--max-memory": limit_bytes, **_system_limits()}
+    limits = {"--max-memory": limit_bytes, **free_memory()}
     for name, have in limits.items():
         if have < needed_bytes:
             raise ResourceError(
@@ -63,21 +64,3 @@ def check_memory(limit_bytes: int, needed_bytes: int) -> None:
                 found=f"{have} bytes ({have / 1e6:.0f} MB)",
                 todo="Nothing was written. Raise --max-memory or lower --workers",
             )
-
-
-def _system_limits() -> dict[str, int]:
-    """Return available memory and the container's limit, where Linux reports them."""
-    limits: dict[str, int] = {}
-    for name, path in (
-        ("available memory", "/proc/meminfo"),
-        ("a container limit", "/sys/fs/cgroup/memory.max"),
-    ):
-        try:
-            words = Path(path).read_text().split()
-        except OSError:
-            continue
-        if "MemAvailable:" in words:
-            limits[name] = int(words[words.index("MemAvailable:") + 1]) * 1024
-        elif len(words) == 1 and words[0].isdigit():
-            limits[name] = int(words[0])
-    return limits

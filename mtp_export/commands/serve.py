@@ -14,7 +14,7 @@ from mtp_checkpoints.errors import UnsupportedError, UsageError
 from mtp_export.commands.output import DEBUG, plain_console, remark
 from mtp_export.commands.runtime import BUNDLE, Runtime
 from mtp_export.options import Access, Panel, option, parse_path, parse_size
-from mtp_runtime.config import LLMOptions
+from mtp_runtime.config import EngineConfig, LLMOptions
 
 _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client")
 
@@ -117,7 +117,7 @@ class Limits:
             Panel.LIMITS,
             metavar="SIZE",
             parser=parse_size,
-            show_default=f"a cache of {LLMOptions.cache_tokens} tokens",
+            show_default=f"a cache of {EngineConfig.cache_tokens} tokens, or what fits",
         ),
     )
 

@@ -221,7 +221,8 @@ class LLMOptions:
     deterministic (layers that compiled kernels run): tokens do not depend on batch or drafter, with
     either dtype, which is that of the weights there.
     max_model_len: tokens of prompt and output together; above index_topk, torch computes
-    DeepSeek-V3.2's and GLM-5's sparse attention. max_memory_bytes: bound on resident memory, or on
+    DeepSeek-V3.2's and GLM-5's sparse attention. cache_tokens None: EngineConfig's, or as many as
+    main memory has room for. max_memory_bytes: bound on resident memory, or on
     a GPU's with what CUDA graphs keep, which cache_tokens follows from in place of being given.
     static_graph: True captures the target's steps of decoding as CUDA graphs; the path of a package
     that `mtp-export compile` made of this model runs them on a CPU.
@@ -239,7 +240,7 @@ class LLMOptions:
     draft_model: Path | str | None = None
     contract: MtpContract | None = None
     max_batch_size: int = EngineConfig.max_batch_size
-    cache_tokens: int = EngineConfig.cache_tokens
+    cache_tokens: int | None = None
     page_size: int = EngineConfig.page_size
     prefill_chunk: int = EngineConfig.prefill_chunk
     max_step_tokens: int = EngineConfig.max_step_tokens
@@ -268,7 +269,9 @@ class LLMOptions:
         return EngineConfig(
             max_batch_size=self.max_batch_size,
             page_size=self.page_size,
-            cache_tokens=self.cache_tokens,
+            cache_tokens=EngineConfig.cache_tokens
+            if self.cache_tokens is None
+            else self.cache_tokens,
             prefill_chunk=self.prefill_chunk,
             max_step_tokens=self.max_step_tokens,
             prefix_cache=self.prefix_cache,

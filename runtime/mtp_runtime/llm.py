@@ -29,7 +29,7 @@ from mtp_runtime.engine import Engine
 from mtp_runtime.loading.same_files import require_same_draft
 from mtp_runtime.loading.weight_source import Ledger
 from mtp_runtime.logprobs import TokenLogprobs
-from mtp_runtime.memory import bound_device, cache_tokens_within
+from mtp_runtime.memory import bound_device, cache_tokens_free, cache_tokens_within
 from mtp_runtime.models.load import Loaded, LoadOptions, load_model, no_module_to_draft_with
 from mtp_runtime.models.model import Model
 from mtp_runtime.parallel.group import LONE, Group
@@ -84,10 +84,9 @@ class LLM:
         folder = _draft_folder(Path(bundle), config, given.draft_model)
         graphs = GraphOptions.of(given.static_graph, given.device, group)
         loading = _load_options(given, config.speculation, graphs)
-        limit = given.max_memory_bytes
-        self._loaded = loaded or _load_within(limit, Path(bundle), loading, group)
+        self._loaded = loaded or _load_within(given, Path(bundle), loading, group)
         draft = None if folder is None else self._draft(folder, config, loading)
-        self.engine = self._engine(config, limit, draft, graphs)
+        self.engine = self._engine(config, given, draft, graphs)
         self.next_request_id, self._numbering = 0, Lock()
 
     @cached_property
@@ -118,7 +117,7 @@ class LLM:
     def _engine(
         self,
         config: EngineConfig,
-        max_memory_bytes: int | None,
+        options: LLMOptions,
         draft: Model | TargetDraft | None,
         graph_options: GraphOptions,
     ) -> Engine:
@@ -136,15 +135,19 @@ class LLM:
         else:
             build, second = DRAFTERS[config.speculation.method].build, draft
         graphs = graph_options.graphs(model, config.page_size)
-        if max_memory_bytes is not None:
-            weights = draft.weights if isinstance(draft, TargetDraft) else draft
+        weights = draft.weights if isinstance(draft, TargetDraft) else draft
+        cached = (model,) if weights is None else (model, weights)
+        if options.max_memory_bytes is not None:
             tokens = cache_tokens_within(
-                max_memory_bytes,
+                options.max_memory_bytes,
                 model.device,
-                (model,) if weights is None else (model, weights),
+                cached,
                 page_size=config.page_size,
                 kept_bytes=pool_bytes(graphs, model, config),
             )
+            config = replace(config, cache_tokens=group.smallest(tokens))
+        elif options.cache_tokens is None and model.device.type == "cpu":
+            tokens = cache_tokens_free(config.cache_tokens, cached, config.page_size)
             config = replace(config, cache_tokens=group.smallest(tokens))
         return Engine(model, config, build, second, graphs, group)
 
@@ -332,14 +335,14 @@ def _load_options(
     )
 
 
-def _load_within(
-    max_memory_bytes: int | None, bundle: Path, options: LoadOptions, group: Group
-) -> Loaded:
+def _load_within(given: LLMOptions, bundle: Path, options: LoadOptions, group: Group) -> Loaded:
     """Load a model; on this rank's GPU no more than the limit is allocated from here on."""
-    if max_memory_bytes is not None:
-        check_count("max_memory_bytes", max_memory_bytes, 1, 1 << 60)
-        bound_device(torch.device(group.device(options.device)), max_memory_bytes)
-    return load_model(bundle, options, group)
+    limit_bytes = given.max_memory_bytes
+    if limit_bytes is None:
+        return load_model(bundle, options, group, cache_tokens=given.cache_tokens or 0)
+    check_count("max_memory_bytes", limit_bytes, 1, 1 << 60)
+    bound_device(torch.device(group.device(options.device)), limit_bytes)
+    return load_model(bundle, options, group)  # what is left is the cache's
 
 
 def _extra_draft(bundle: Path, method: str) -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Protocol
 import torch
 
 from mtp_checkpoints.errors import ResourceError, UsageError
+from mtp_checkpoints.free_memory import free_memory
 from mtp_runtime.cache import PageAllocator
 
+logger = logging.getLogger(__name__)
 _FOR_CACHE = 0.9  # of what the model leaves; the rest is for what a step computes
 
 
@@ -63,6 +66,20 @@ def cache_tokens_beside(
             todo="Raise --max-memory",
         )
     return count * page_size
+
+
+def cache_tokens_free(most: int, cached: Sequence[Cached], page_size: int) -> int:
+    """Return how many tokens of cache main memory has room for now, at most some.
+
+    Raises ResourceError where there is no room.
+    """
+    free = min(free_memory().values(), default=None)
+    if free is None:
+        return most
+    tokens = min(most, cache_tokens_beside(0, free, cached=cached, page_size=page_size))
+    if tokens < most:
+        logger.warning("The cache has room for %d tokens, not for %d: memory is full", tokens, most)
+    return tokens
 
 
 def bytes_per_page(cached: Sequence[Cached], page_size: int) -> int:

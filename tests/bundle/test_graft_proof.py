@@ -137,7 +137,7 @@ def test_nothing_is_run_unless_asked_for(main: Path, tmp_path: Path) -> None:
 def test_a_model_that_does_not_fit_is_not_proven(
     main: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "available_bytes", lambda: 1)
+    monkeypatch.setattr(parts, "free_memory", lambda: {"available memory": 1})
     outcome = graft(main, GLM, tmp_path / "output", "--prove", "--json")
     assert outcome.code == 0
     assert pairing_of(outcome)["status"] == "not tested"

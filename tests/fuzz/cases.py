@@ -156,6 +156,21 @@ _LONG_NUMBER = _EXPERT.replace("1", "1" * 5000)
 
 CASES: dict[str, Known] = {
     "rope_theta is an object": Known("export", "fp8", field(_CONFIG, "rope_theta", {}), 3),
+    "a beta is the least float": Known(
+        "verify foreign",
+        "bf16",
+        field(
+            _CONFIG,
+            "rope_scaling",
+            {
+                "type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 1024,
+                "beta_slow": 5e-324,
+            },
+        ),
+        0,
+    ),
     "rms_norm_eps is text": Known("export", "fp8", field(_CONFIG, "rms_norm_eps", "x"), 3),
     "one and a half experts": Known("export", "fp8", field(_CONFIG, "num_experts_per_tok", 1.5), 3),
     "a config field is NaN": Known("export", "bf16", field(_CONFIG, "rope_theta", nan), 3),

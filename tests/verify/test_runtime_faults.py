@@ -50,7 +50,7 @@ def whole(bundle: Path) -> Context:
 def test_a_model_that_does_not_fit_into_memory_is_not_run(
     bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(parts, "free_memory", lambda: {"available memory": 1000})
     context = Context.open(VerifyOptions(bundle), no_progress)
     assert context.why_not_run is not None and "use verify --stream" in context.why_not_run
 

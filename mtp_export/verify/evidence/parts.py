@@ -13,6 +13,7 @@ from mtp_checkpoints.containers import is_checkpoint
 from mtp_checkpoints.containers.base import CONFIG_NAME
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.families.signs import main_layers, mtp_modules
+from mtp_checkpoints.free_memory import free_memory
 from mtp_checkpoints.layouts import likely_target
 from mtp_checkpoints.layouts.base import Target
 from mtp_checkpoints.quantization.absent import as_engines_take
@@ -150,7 +151,6 @@ def layer_count(checkpoints: Iterable[Checkpoint]) -> int:
     return 1
 
 
-_MEMINFO = Path("/proc/meminfo")
 _DENSE_BYTES = 4  # the runtime holds every weight in fp32
 
 
@@ -163,22 +163,9 @@ def dense_bytes(layouts: Iterable[PartLayout]) -> int:
     )
 
 
-def available_bytes() -> int | None:
-    """Memory available to new work without swapping, None if the system does not tell."""
-    try:
-        lines = _MEMINFO.read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        name, _, rest = line.partition(":")
-        if name == "MemAvailable":
-            return int(rest.split()[0]) * 1024
-    return None
-
-
 def why_too_large(layouts: Iterable[PartLayout]) -> str | None:
     """The reason why the model does not fit into memory, None if it does."""
-    needed, available = dense_bytes(layouts), available_bytes()
+    needed, available = dense_bytes(layouts), min(free_memory().values(), default=None)
     if available is None or needed < available:
         return None
     return (

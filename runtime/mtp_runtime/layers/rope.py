@@ -21,8 +21,10 @@ def inverse_frequencies(rope: parts.Rope) -> torch.Tensor:
     yarn = rope.yarn
     if yarn is None or yarn.factor <= 1.0:
         return plain
-    low = max(math.floor(_pair_of_rotations(rope, yarn, yarn.beta_fast)), 0)
-    high = min(math.ceil(_pair_of_rotations(rope, yarn, yarn.beta_slow)), rope.size - 1)
+    # Bounded first: of a config's tiniest beta the pair is infinite.
+    fast, slow = (_pair_of_rotations(rope, yarn, beta) for beta in (yarn.beta_fast, yarn.beta_slow))
+    low = math.floor(min(max(fast, 0), rope.size))
+    high = math.ceil(min(slow, rope.size - 1))
     pair = torch.arange(rope.size // 2, dtype=torch.float32)
     interpolated = ((pair - low) / max(high - low, 1e-3)).clamp(0, 1)
     return plain / yarn.factor * interpolated + plain * (1 - interpolated)

@@ -103,6 +103,11 @@ class WeightSource:
         wanted = [n for n in self._present if with_mtp or self._spec(n).mtp_layer is None]
         return sum(tensor.size_bytes for n in wanted for tensor in self._on_disk(n).tensors)
 
+    @property
+    def on_disk(self) -> list[WeightOnDisk]:
+        """Every weight that is stored."""
+        return [self._on_disk(name) for name in self._present]
+
     def stored(self, name: str) -> StoredWeight:
         """Return the form that a weight is stored in."""
         return self.owners[name].stored.weights[name]

@@ -276,24 +276,38 @@ def _accept(part: Any) -> None:
     """Accept every part of a type."""
 
 
+def _nothing(part: Any) -> int:
+    """Return what a feed-forward part keeps of a token."""
+    return 0
+
+
+def _slot(part: parts.Mla | parts.Gqa) -> int:
+    return part.sizes.slot
+
+
+def _sparse_slot(part: parts.SparseMla) -> int:
+    return part.mla.sizes.slot + part.indexer.head
+
+
 @dataclass(frozen=True)
 class LayerType:
     """Layer that computes parts of one type.
 
     load makes it of a part, under the prefix of its modules. check raises UnsupportedError for a
-    part that is not computed. usual_context: tokens of the longest context that it takes unless
-    longer ones are asked for, and what bounds them.
+    part that is not computed. cached: elements that it keeps of a token. usual_context: tokens of
+    the longest context that it takes unless longer ones are asked for, and what bounds them.
     """
 
     load: Callable[[LayerLoader, Any, str], Any]
     check: Callable[[Any], None] = _accept
+    cached: Callable[[Any], int] = _nothing
     usual_context: Callable[[Any], tuple[int, str]] | None = None
 
 
 LAYERS: dict[type, LayerType] = {
-    parts.Mla: LayerType(load_mla, check_rope),
-    parts.SparseMla: LayerType(load_sparse_mla, check_rope, dense_context),
-    parts.Gqa: LayerType(load_gqa, check_rope),
+    parts.Mla: LayerType(load_mla, check_rope, _slot),
+    parts.SparseMla: LayerType(load_sparse_mla, check_rope, _sparse_slot, dense_context),
+    parts.Gqa: LayerType(load_gqa, check_rope, _slot),
     parts.GatedMlp: LayerType(load_mlp, check_mlp),
     parts.Moe: LayerType(load_moe, check_moe),
 }

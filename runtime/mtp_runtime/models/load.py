@@ -29,6 +29,7 @@ from mtp_runtime.loading.weight_source import Ledger, WeightSource
 from mtp_runtime.models.compiled import CompiledExecution, refuse_torch_layers
 from mtp_runtime.models.execution import Execution, Head, Outputs, TorchExecution
 from mtp_runtime.models.layer_types import LayerLoader, layer_type, load_layer
+from mtp_runtime.models.memory_plan import MemoryPlan, planned
 from mtp_runtime.models.model import Model, MtpModule
 from mtp_runtime.models.sharded import ShardedExecution
 from mtp_runtime.parallel.group import LONE, Group
@@ -189,6 +190,12 @@ class OpenedModel:
         """Bytes of the tensors that are stored for the model."""
         return self.source.size_bytes(with_mtp=self.contract is not None)
 
+    def memory_plan(self, options: LoadOptions) -> MemoryPlan:
+        """Plan its memory by headers alone."""
+        dense = DTYPES[options.dtype] if options.keeps_dense else None
+        with_mtp = self.contract is not None and self.source.has_mtp
+        return planned(self.source, self.spec, dense, with_mtp=with_mtp)
+
     @cached_property
     def loader(self) -> LayerLoader:
         """Loader of the model's layers."""
@@ -254,16 +261,20 @@ class OpenedModel:
         return Outputs(self.source.head(mtp.modules.head), main.execution)
 
 
-def load_model(path: Path, options: LoadOptions, group: Group = LONE) -> Loaded:
+def load_model(
+    path: Path, options: LoadOptions, group: Group = LONE, *, cache_tokens: int = 0
+) -> Loaded:
     """Load a bundle or a checkpoint folder, tensor by tensor; every rank calls this, and loads its
-    own part.
+    own part. cache_tokens: those that are cached beside it.
 
-    Raises InvalidInputError for tensors that contradict config.json, or files in which ranks
-    differ, UnsupportedError for a model that the runtime does not compute, or not deterministically
-    where that is asked for.
+    Raises ResourceError for what does not fit into memory, InvalidInputError for tensors that
+    contradict config.json, or files in which ranks differ, UnsupportedError for a model that the
+    runtime does not compute, or not deterministically where that is asked for.
     """
     opened = open_model(path, options, group, packs=options.compiled)
     require_same_files(opened.checkpoints, group)
+    if opened.source.device.type == "cpu":
+        opened.memory_plan(options).check(opened.folder, cache_tokens)
     # What is read on demand is no part of loading.
     read_bytes = 0 if options.on_demand else opened.size_bytes // group.split.size
     with show_loading(path, read_bytes) as advance, torch_threads_for(opened.config.hidden):

@@ -1,0 +1,122 @@
+"""Memory that a model takes, by the headers of its files alone, before the first weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+
+from mtp_checkpoints.errors import ResourceError
+from mtp_checkpoints.families.base import Role
+from mtp_checkpoints.families.spec import ModelSpec
+from mtp_checkpoints.free_memory import free_memory
+from mtp_runtime.loading.weight_source import WeightSource
+from mtp_runtime.models.layer_types import layer_type
+
+# Of a process with the runtime's packages, and of the pieces that are read to be packed.
+WORKING_BYTES = 1 << 30
+# Copies of tensors of the main model that an MTP layer may have. Here they are taken for equal, as
+# they nearly always are; one that is not is held too.
+_COPIES = (Role.EMBEDDING, Role.HEAD)
+_ON_DEMAND = (*_COPIES, Role.ROUTED_EXPERT)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes that a model takes: all its weights, and a token in the cache.
+
+    dtype is that of dense matrices, dense_bytes those of the weights that have it.
+    """
+
+    weight_bytes: int
+    dense_bytes: int
+    token_bytes: int
+    dtype: torch.dtype
+
+    def needed_bytes(self, cache_tokens: int) -> int:
+        """Return what a run takes at most, with a cache of so many tokens."""
+        return self.weight_bytes + self.token_bytes * cache_tokens + WORKING_BYTES
+
+    def in_dtype(self, dtype: torch.dtype) -> MemoryPlan:
+        """Return the plan with dense matrices of another dtype."""
+        dense = self.dense_bytes // self.dtype.itemsize * dtype.itemsize
+        return MemoryPlan(
+            self.weight_bytes - self.dense_bytes + dense, dense, self.token_bytes, dtype
+        )
+
+    def check(self, folder: Path, cache_tokens: int) -> None:
+        """Refuse to load what does not fit into this machine's memory (ResourceError)."""
+        needed, limits = self.needed_bytes(cache_tokens), free_memory()
+        name, free = min(limits.items(), key=lambda limit: limit[1], default=("", needed))
+        if free >= needed:
+            return
+        cache = f"a cache of {cache_tokens:,} tokens {_gb(self.token_bytes * cache_tokens)}, "
+        raise ResourceError(
+            "The model does not fit into memory",
+            where=folder,
+            expected=f"{_gb(needed)}: weights in {_name(self.dtype)} {_gb(self.weight_bytes)},"
+            f" {cache if cache_tokens else ''}and {_gb(WORKING_BYTES)} to work with",
+            found=f"{name} of {_gb(free)}",
+            todo=f"No weight was read. {self._what_fits(free, cache_tokens)}",
+        )
+
+    def _what_fits(self, free: int, cache_tokens: int) -> str:
+        """Return what to do where this does not fit."""
+        smaller = self.in_dtype(torch.bfloat16)
+        room = free - self.weight_bytes - WORKING_BYTES
+        if smaller.needed_bytes(cache_tokens) <= free:
+            return f"--dtype bfloat16 takes {_gb(smaller.needed_bytes(cache_tokens))}"
+        if self.token_bytes and room >= self.token_bytes:
+            return f"A cache of {room // self.token_bytes:,} tokens fits: --max-memory {free}"
+        return "Use a machine with more memory; verify --stream holds one layer at a time"
+
+
+def planned(
+    source: WeightSource, spec: ModelSpec, dense: torch.dtype | None, *, with_mtp: bool
+) -> MemoryPlan:
+    """Plan the memory of a model.
+
+    dense: dtype of matrices that become dense when they are loaded; None where they stay as they
+    are stored. Of several ranks, each holds its share of every matrix.
+    """
+    sizes = list(_sizes(source, dense, with_mtp=with_mtp))
+    dense_bytes = sum(size for size, is_dense in sizes if is_dense)
+    layers = [*spec.layers, *(mtp.layer for mtp in spec.mtp if with_mtp)]
+    elements = sum(layer_type(layer.attention).cached(layer.attention) for layer in layers)
+    return MemoryPlan(
+        weight_bytes=sum(size for size, _ in sizes),
+        dense_bytes=dense_bytes,
+        token_bytes=elements * source.dtype.itemsize,
+        dtype=dense or source.dtype,
+    )
+
+
+def _sizes(
+    source: WeightSource, dense: torch.dtype | None, *, with_mtp: bool
+) -> Iterable[tuple[int, bool]]:
+    """Yield the bytes of each weight, and whether it is a dense matrix."""
+    for weight in source.on_disk:
+        spec = weight.stored.weight
+        in_mtp = spec.mtp_layer is not None
+        if (in_mtp and (not with_mtp or spec.role in _COPIES)) or (
+            source.on_demand and spec.role in _ON_DEMAND
+        ):
+            continue
+        ranks = source.split.size if len(spec.shape) == 2 else 1
+        if spec.role is Role.EMBEDDING or len(spec.shape) != 2 or spec.role is Role.ROUTER:
+            yield prod(spec.shape) * source.dtype.itemsize // ranks, False
+        elif dense is None:
+            yield sum(tensor.size_bytes for tensor in weight.tensors) // ranks, False
+        else:
+            yield prod(spec.shape) * dense.itemsize // ranks, True
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.1f} GB"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
