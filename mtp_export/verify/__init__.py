@@ -25,7 +25,7 @@ from mtp_export.verify.files.repair import unfinished, with_repair
 from mtp_kernels.cpu.torch_threads import torch_threads_for
 
 _OF_VALUES = (
-    *("weights.value_checks", "weights.zero_points"),
+    *("weights.value_checks", "weights.zero_points", "weights.word_order"),
     *("weights.mtp_values", "weights.unnamed_values"),
 )
 # In the order of a report. A new check is one file and one line here.
@@ -67,7 +67,9 @@ def run_checks(context: Context) -> Iterator[CheckResult]:
     Raises IoError where this machine cannot read or write: that is no verdict on a bundle.
     """
     for name, check in CHECKS.items():
-        yield check_result(name, check, context)
+        result = check_result(name, check, context)
+        context.note_failures(name, result.items)
+        yield result
 
 
 def check_result(name: str, check: Check, context: Context) -> CheckResult:

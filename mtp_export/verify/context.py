@@ -4,7 +4,7 @@ prompts; and one loaded model that all engines share."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export import __version__
 from mtp_export.paths import refuse_overlaps
 from mtp_export.progress import ShowCount, ShowProgress, format_bytes, uncounted
-from mtp_export.verify.check import Level
+from mtp_export.verify.check import Item, Level, Status
 from mtp_export.verify.evidence.parts import (
     OpenedPlace,
     Part,
@@ -71,6 +71,7 @@ class Context:
     _layouts: dict[str, PartLayout] = field(default_factory=dict)
     _loaded: dict[LoadOptions, Loaded] = field(default_factory=dict)
     _drafts: dict[str, ExtraDraft] = field(default_factory=dict)
+    _failed: dict[str, list[Item]] = field(default_factory=dict)
 
     @classmethod
     def open(
@@ -316,6 +317,22 @@ class Context:
             except MtpExportError:
                 continue
         return tuple(found)
+
+    def note_failures(self, check: str, items: Iterable[Item]) -> None:
+        """Keep the failures of a finished check, for those after it."""
+        self._failed[check] = [item for item in items if item.status is Status.FAIL]
+
+    @property
+    def named_damage(self) -> str:
+        """Check and item that named damage of a checkpoint's MTP module before it was run; "" where
+        none did. How such a module drafts is the consequence, which no other cause explains."""
+        if self.is_bundle or self.mtp is None:
+            return ""
+        for check in ("ledger", "weights"):
+            for item in self._failed.get(check, ()):
+                if item.subject in self.mtp.tensors or item.name.startswith(f"{MTP}: "):
+                    return f"check {check}, {item.name}"
+        return ""
 
     def loaded(self, options: LoadOptions) -> Loaded:
         """The bundle's model, loaded once per options. Raises what load_model raises.

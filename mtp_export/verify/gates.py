@@ -45,6 +45,17 @@ ZERO_SHARE = 0.75
 # must be to tell zero points that are off by it. 0.001 and less in the trained fixtures.
 ZERO_POINT_SLACK = 0.25
 
+# How far the correlation of codes and scales may lie above that in plain order: AWQ's words are at
+# -0.7, in another order at -0.2.
+ORDER_MARGIN = 0.25
+
+# The acceptance of the first draft. A sanity check and no baseline: every known layout bug but the
+# mildest falls below it. DeepSeek reports 0.85 to 0.90 for V3 and R1.
+LEAST_ACCEPTANCE = 0.5
+# What undoing one exchange of experts must give back of a module below that: of the many one is
+# better by chance.
+LEAST_RISE = 0.05
+
 # The acceptance that spoilt input costs a working module at least, as a share of its drafts: 0.17
 # and more in the trained fixture. Modules that are fed wrong in the first place lost at most 0.01
 # there, by intervals that end below 0.04 with 368 drafts.

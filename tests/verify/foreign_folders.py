@@ -428,6 +428,13 @@ DAMAGED = (
         "weights",
         ("no checkpoint_format is right for both", "graft .*--replace"),
     ),
+    Folder(
+        "AWQ's words in plain order",
+        both("awq"),
+        each("qweight|qzeros", damages.nibbles_in_plain_order),
+        "weights",
+        ("plain nibble order", "graft .*--replace", _without("zero points")),
+    ),
     Folder("a main layer instead", glm(), damages.main_layer_as_own, "weights", (r"layers\.2",)),
     Folder(
         "a main layer of fp8 instead",

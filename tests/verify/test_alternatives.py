@@ -20,7 +20,9 @@ EXCHANGED = ScoredVariant("experts", "two are exchanged", "they are swapped", NO
         (0.01, 0.05, False),  # still by chance
         (0.3, 0.3, False),
         (0.3, 0.29, False),
+        (0.3, 0.34, False),  # of a module that drafts badly for another reason
         (0.3, 0.8, True),
+        (0.7, 0.72, True),
         (None, None, True),  # of a draft whose acceptance was not measured
     ],
 )

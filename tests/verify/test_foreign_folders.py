@@ -60,3 +60,17 @@ def test_a_folder_of_mtp_that_has_none_is_named(tmp_path: Path) -> None:
 def test_good_ones_pass(tmp_path: Path, case: Folder) -> None:
     code, failed = verified(case.write(tmp_path / "checkpoint"), "weights")
     assert (code, [item["name"] for item in failed]) == (0, [])
+
+
+def test_a_named_cause_is_not_followed_by_its_consequences(tmp_path: Path) -> None:
+    """Where values told, drafts that are refused have no other cause."""
+    (case,) = (one for one in DAMAGED if one.name == "AWQ's words in plain order")
+    folder = case.write(tmp_path / "checkpoint")
+    few = ("--max-new-tokens", "16", "--k", "1")
+    outcome = run_program("verify", folder, *few, "--json", "--quiet")
+    checks = json.loads(outcome.out)["checks"]
+    failed = {i["name"]: i for c in checks for i in c["items"] if i["status"] == "fail"}
+    order = "mtp: codes in the order of their scales"
+    assert failed.keys() == {order, "sanity band of draft 1"}
+    assert failed["sanity band of draft 1"]["cause"].endswith(f"as check ledger, {order} says")
+    assert "experts" not in outcome.out.replace(".experts.", "")

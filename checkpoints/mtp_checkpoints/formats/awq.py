@@ -11,7 +11,8 @@ from mtp_checkpoints.formats.int_words import CODES_PER_WORD, IntWords, unpacked
 if TYPE_CHECKING:
     import torch
 
-# A word is packed from columns 0, 2, 4, 6, 1, 3, 5, 7: this is where each column lies in it.
+# A word is packed from these columns; _ORDER is where each column lies in it.
+_PACKED = (0, 2, 4, 6, 1, 3, 5, 7)
 _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
@@ -36,3 +37,10 @@ class AwqInt4(IntWords):
 
     def zero_points(self, words: torch.Tensor) -> torch.Tensor:
         return unpacked_columns(words, self.bits, _ORDER)
+
+    @staticmethod
+    def in_plain_order(rows: torch.Tensor) -> torch.Tensor:
+        """Return what belongs to the rows of a weight [N, ...], read in AWQ's order, as if its
+        words had been packed from columns 0 to 7."""
+        words = rows.reshape(-1, CODES_PER_WORD, *rows.shape[1:])
+        return words[:, list(_PACKED)].reshape(rows.shape)

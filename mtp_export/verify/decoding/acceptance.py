@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from mtp_export.verify import gates
 from mtp_export.verify.check import MTP_MODULE, Item, failed, judged, measured, not_tested, passed
 from mtp_export.verify.context import Context
 from mtp_export.verify.decoding.drafter_agreement import drafter_bug, drafter_items, equal_tokens
@@ -22,9 +23,6 @@ from mtp_export.verify.evidence.decode import Decoded
 from mtp_export.verify.evidence.extra_drafts import ExtraDraft
 from mtp_export.verify.evidence.statistics import Estimate, ratio
 
-# A sanity check and no baseline: every known layout bug but the mildest falls below it. DeepSeek
-# reports 0.85 to 0.90 for V3 and R1.
-LEAST_ACCEPTANCE = 0.5
 # Acceptance of a draft over that of the one before it, both given that all before were accepted.
 LEAST_KEPT = 0.6
 
@@ -39,7 +37,7 @@ def run(context: Context) -> Iterator[Item]:
     known = None if better is None else better.explained
     yield _no_collapse(corpus, max(context.options.ks), known)
     yield from drafter_items(corpus, max(context.options.ks))
-    yield from diagnosed(corpus, tried)
+    yield from diagnosed(corpus, tried, damage=context.named_damage)
 
 
 def extra_drafts(context: Context) -> Iterator[Item]:
@@ -62,14 +60,20 @@ def _extra_diagnosed(corpus: Corpus, extra: ExtraDraft) -> Item:
 
 
 def diagnosed(
-    corpus: Corpus, tried: Sequence[Alternative] | None = None, generated: bool = True
+    corpus: Corpus,
+    tried: Sequence[Alternative] | None = None,
+    *,
+    generated: bool = True,
+    damage: str = "",
 ) -> Iterator[Item]:
     """The module compared with its variants: one that drafts better names a known bug. generated:
-    the texts are the model's own, so that drafts should hit them."""
+    the texts are the model's own, so that drafts should hit them. damage: what named damage of the
+    module before, of which refused drafts and better variants are the consequence."""
     tried = alternatives(corpus) if tried is None else tried
     if generated:
-        yield _sanity_band(corpus, best_of(tried))
-    yield _none_better("no other layout drafts better", tried)
+        yield _sanity_band(corpus, best_of(tried), damage)
+    name = "no other layout drafts better"
+    yield not_tested(name, causes.damaged(damage)) if damage else _none_better(name, tried)
     yield _first_token(corpus)
     yield _contract(corpus, tried)
 
@@ -141,20 +145,22 @@ def first_draft(corpus: Corpus) -> Estimate | None:
 
 def is_in_band(found: Estimate) -> bool:
     """True for an acceptance that its interval does not tell from a working module's."""
-    return (found.high or found.value) >= LEAST_ACCEPTANCE
+    return (found.high or found.value) >= gates.LEAST_ACCEPTANCE
 
 
-def _sanity_band(corpus: Corpus, better: Alternative | None) -> Item:
+def _sanity_band(corpus: Corpus, better: Alternative | None, damage: str) -> Item:
     """Acceptance of the first draft at every position of the texts."""
-    name, bound = "sanity band of draft 1", f"at least {LEAST_ACCEPTANCE}"
+    name, bound = "sanity band of draft 1", f"at least {gates.LEAST_ACCEPTANCE}"
     found = first_draft(corpus)
     if found is None:
         return not_tested(name, "nothing was drafted: the texts are too short")
-    explains = better is not None and (better.other or 0.0) >= LEAST_ACCEPTANCE
+    cause = causes.damaged(damage) if damage else causes.NO_KNOWN_BUG
+    if better is not None and not damage and (better.other or 0.0) >= gates.LEAST_ACCEPTANCE:
+        cause = better.explained
     return judged(
         name,
         holds=is_in_band(found),
-        cause=better.explained if better is not None and explains else causes.NO_KNOWN_BUG,
+        cause=cause,
         subject=MTP_MODULE,
         figure=found.shown(),
         bound=bound,

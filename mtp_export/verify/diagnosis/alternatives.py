@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mtp_export.progress import CountCallback
+from mtp_export.verify import gates
 from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.experts import expert_variant_count, expert_variants
 from mtp_export.verify.diagnosis.variants import (
@@ -61,10 +62,12 @@ class Alternative:
     @property
     def helps(self) -> bool:
         """False where nearly every draft is still refused: the variant is less wrong by chance. Of
-        the many exchanges of experts one is so at any acceptance: more must be accepted by it."""
+        the many exchanges of experts one is so at any acceptance: more must be accepted by it, and
+        by far where most drafts are refused."""
         if self.other is None or self.own is None:
             return True
-        rises = self.other > self.own or isinstance(self.variant, Variant)
+        least = gates.LEAST_RISE if self.own < gates.LEAST_ACCEPTANCE else 0.0
+        rises = self.other - self.own > least or isinstance(self.variant, Variant)
         return self.other >= LEAST_ACCEPTED and rises
 
     @property

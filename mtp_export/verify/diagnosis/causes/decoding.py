@@ -33,6 +33,11 @@ NO_KNOWN_BUG = (
 )
 
 
+def damaged(damage: str) -> str:
+    """damage: the check and item that found it."""
+    return f"the module's weights are damaged, as {damage} says"
+
+
 def gate_and_up_swapped(expert: str) -> str:
     return f"gate_proj and up_proj of {expert} are swapped"
 

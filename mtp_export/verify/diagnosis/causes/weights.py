@@ -142,6 +142,14 @@ def no_label_for_both(field: str) -> str:
     )
 
 
+def words_in_plain_order(tensor: str) -> str:
+    return (
+        f"{tensor}, as the others of its part, is packed in plain nibble order: its codes go with"
+        " the scales of other columns where a word is read in AWQ's order (columns 0, 2, 4, 6, 1,"
+        " 3, 5, 7), and with those of its own in order. Pack it again in AWQ's"
+    )
+
+
 # --- Compared with the source ---------------------------------------------------------------------
 
 CONSTANT = "it is constant: never written, or dropped and filled in"
