@@ -291,6 +291,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         sizes = [row.concurrency for row in mine]
         axes[0].plot(sizes, [r.output_tokens_per_second for r in mine], marker="o", label=method)
         axes[1].plot(sizes, [r.mean_tpot_ms for r in mine], marker="o", label=method)
+    figure.suptitle("Decoding of the trained miniature on a CPU, by requests at once and drafts")
     for axis, name in zip(axes, ("output tokens/s", "mean TPOT (ms)"), strict=True):
         axis.set_xscale("log", base=2)
         axis.set_xticks(CONCURRENCIES, [str(size) for size in CONCURRENCIES], fontsize=8)

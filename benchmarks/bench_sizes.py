@@ -108,6 +108,8 @@ def plot(points: list[dict[str, Any]], path: Path) -> None:
         xlabel="GB read and written", ylabel="peak memory, MB", xlim=0, ylim=(0, 1.2 * max(peaks))
     )
     time.legend()
+    time.set_title("Time of an export")
+    memory.set_title("Memory of an export")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 

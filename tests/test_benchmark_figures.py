@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 import statistics
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import bench_scaling, bench_static_graph
+from benchmarks import bench_decode, bench_scaling, bench_sizes, bench_static_graph
 from pages import README, ROOT, rows_of, sections_of
 
 PAGE = ROOT / "docs/benchmarks.md"
@@ -370,3 +371,23 @@ def test_adaptive() -> None:
         (str(row["concurrency"]), f"{row['adaptive_over_best']:.2f}") for row in facts["rows"]
     ]
     assert facts["hardware"]["commit"][:12] in page.read_text()
+
+
+def test_every_plot_has_a_title_and_is_on_the_page(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from matplotlib.figure import Figure
+
+    titles: list[list[str]] = []
+
+    def saved(figure: Figure, path: Path, **more: object) -> None:
+        whole = [figure.get_suptitle()] if figure.get_suptitle() else []
+        titles.append(whole or [axis.get_title() for axis in figure.axes])
+
+    monkeypatch.setattr(Figure, "savefig", saved)
+    rows = results("decode.json")["concurrency"]
+    bench_decode.draw([bench_decode.Row(**row) for row in rows], tmp_path / "decode.png")
+    bench_sizes.plot(results("sizes.json")["points"], tmp_path / "sizes.png")
+    assert len(titles) == 2 and all(title for plot in titles for title in plot), titles
+    for name in ("decode.png", "sizes.png"):
+        assert f"](../benchmarks/results/{name})" in TEXT, name

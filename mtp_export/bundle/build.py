@@ -207,6 +207,10 @@ def write_rest(plan: BundlePlan, finished: Mapping[str, ShardFacts]) -> None:
         "options": plan.recorded,
         "source": source_identity(plan.checkpoint) | verified,
         **({} if main is None else {MAIN_IDENTITY: main}),
+        "sizes": {
+            "bytes_before": plan.sizes.before_bytes,
+            "bytes_after": plan.sizes.after_bytes,
+        },
     }
     folders = [(part, output / part.name) for part in plan.parts]
     content = manifest(head=head, parts=folders, finished=finished, source=plan.checkpoint)

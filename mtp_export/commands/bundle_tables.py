@@ -15,7 +15,7 @@ from mtp_export.bundle.launch import launch_lines
 from mtp_export.bundle.options import Share
 from mtp_export.bundle.preflight import free_disk_bytes, needed_disk_bytes
 from mtp_export.bundle.sizes import USABLE_BYTES, Sizes
-from mtp_export.commands.next_steps import next_steps
+from mtp_export.commands.next_steps import draft_launch, next_steps
 from mtp_export.commands.output import FiguresTable, heading
 from mtp_export.plan import COPY, PartPlan
 from mtp_export.progress import format_binary, format_bytes
@@ -61,7 +61,8 @@ def plan_facts(plan: BundlePlan) -> dict[str, Any]:
 def result_facts(result: BundleResult) -> dict[str, Any]:
     """Return the result of a run in bytes and seconds, and the commands that serve the bundle."""
     plan = result.plan
-    facts = plan_facts(plan) | {"next": next_steps(plan), "launch": launch_lines(plan)}
+    serving = {"launch": launch_lines(plan), "draft_launch": draft_launch(plan)}
+    facts = plan_facts(plan) | {"next": next_steps(plan)} | serving
     seconds = {"seconds": round(result.seconds, 3)}
     if result.shares is not None:  # each has told how long it took
         return facts | {"shares": result.shares} | seconds

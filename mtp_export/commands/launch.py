@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
@@ -167,11 +167,8 @@ def _draft_tokens(options: LaunchCommand) -> int:
         return options.k or 1
     from mtp_export.verify.report.reading import read_report
 
-    items = (item for result in read_report(options.report).results for item in result.items)
-    told = (item.data["recommended"] for item in items if "recommended" in item.data)
-    found: Mapping[str, Any] = next(told, {})
-    k = int(found[max(found, key=int)]["k"]) if found else 0
-    if not k:
+    k = read_report(options.report).recommended_k
+    if k is None:
         raise UsageError(
             "The report recommends no number of drafts",
             where=options.report,

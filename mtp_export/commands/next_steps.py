@@ -1,4 +1,5 @@
-"""Commands that follow a bundle that was just made: check it, and try it."""
+"""Commands that follow a bundle that was just made: check it, try it, and serve it with drafts of
+others than its MTP module."""
 
 from __future__ import annotations
 
@@ -6,8 +7,10 @@ import shlex
 from pathlib import Path
 
 from mtp_export.bundle.bundle_plan import BundlePlan
+from mtp_export.bundle.launch import draft_lines, launch_lines
 from mtp_export.bundle.options import Part
 from mtp_export.schemes.scheme import GRAFTED
+from mtp_runtime.drafters import draft_folders, undrafted
 
 _PROMPT = "def read("
 
@@ -23,10 +26,33 @@ def next_steps(plan: BundlePlan) -> dict[str, str]:
     else:
         words = ["--level", "files"]
     steps = {"check": _command("verify", bundle, *words)}
-    is_whole = plan.options.content.part is Part.BOTH
-    if is_whole and "tokenizer.json" in plan.parts[0].extra_files:
+    if _can_be_tried(plan):
         steps["try"] = _command("generate", bundle, "--prompt", _PROMPT)
     return steps
+
+
+def draft_launch(plan: BundlePlan) -> dict[str, dict[str, str]]:
+    """Return the shell commands that serve a finished bundle with other drafts than its MTP
+    module's, by method and by engine: those of its extra drafts, and of methods that need none."""
+    bundle = plan.options.output_dir
+    if plan.options.content.part is not Part.BOTH:
+        return {}
+    found: dict[str, dict[str, str]] = {method: {} for method in draft_folders(bundle)}
+    for engine in launch_lines(plan) if found else ():
+        for method, lines in draft_lines(bundle, engine, None).items():
+            if lines is not None:
+                found[method][engine] = "\n".join(lines)
+    if _can_be_tried(plan):
+        for method in (*found, *undrafted()):
+            own = _command("serve", str(bundle), "--speculate-method", method)
+            found.setdefault(method, {})["mtp-export"] = own
+    return found
+
+
+def _can_be_tried(plan: BundlePlan) -> bool:
+    """Return True for a bundle that has all that a prompt's decoding needs."""
+    is_whole = plan.options.content.part is Part.BOTH
+    return is_whole and "tokenizer.json" in plan.parts[0].extra_files
 
 
 def _command(command: str, bundle: str, *words: str) -> str:

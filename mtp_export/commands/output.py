@@ -104,6 +104,9 @@ def print_result(facts: dict[str, Any], table: RenderableType, reporting: Report
             print("", *(f"{_NEXT[kind]}{command}" for kind, command in steps.items()), sep="\n")
         for engine, line in facts.get("launch", {}).items():
             print(f"\nTo serve it with {engine}:\n{line}")
+        for method, lines in facts.get("draft_launch", {}).items():
+            for engine, line in lines.items():
+                print(f"\nTo serve it with {engine}, drafts by {method}:\n{line}")
 
 
 def show(result: RenderableType) -> None:

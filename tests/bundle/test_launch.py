@@ -353,6 +353,33 @@ def test_drafts_in_folders_of_their_own_have_their_commands(
     ]
 
 
+def test_a_bundle_that_keeps_drafts_ends_with_their_commands(drafted: Path, tmp_path: Path) -> None:
+    """Beside those of its MTP module, and of what drafts from the text alone."""
+    output = tmp_path / "kept"
+    outcome = export(drafted, output, "--json")
+    assert outcome.code == 0, outcome.err
+    facts = json.loads(outcome.out)
+    own = {name: draft_commands(output, name)["eagle3"] for name in ("vllm", "sglang")}
+    told = facts["draft_launch"]
+    served = {
+        method: {"mtp-export": f"mtp-export serve {output} --speculate-method {method}"}
+        for method in ("eagle3", "parallel_heads", "inference_with_reference")
+    }
+    engines = {name: line for name, (line,) in own.items()}
+    assert told == served | {"eagle3": engines | served["eagle3"]}
+    shown = export(drafted, output, "--overwrite").out
+    assert f"To serve it with vllm, drafts by eagle3:\n{told['eagle3']['vllm']}\n" in shown
+    assert "drafts by" not in export(drafted, tmp_path / "mtp", "--part", "mtp").out
+
+
+def test_a_bundle_with_a_tokenizer_names_what_drafts_from_the_text(tmp_path: Path) -> None:
+    output = tmp_path / "bundle"
+    shown = export(FIXTURE, output).out
+    command = f"mtp-export serve {output} --speculate-method inference_with_reference"
+    heading = "To serve it with mtp-export, drafts by inference_with_reference:"
+    assert shown.splitlines()[-2:] == [heading, command]
+
+
 def test_heads_of_medusa_are_vllms_alone(drafted: Path) -> None:
     config = json.loads((drafted / "main/config.json").read_text())
     sizes = {"hidden": config["hidden_size"], "vocab": config["vocab_size"]}

@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 import shutil
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,17 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from cases import read_json, run_program
+from cases import edit_json, read_json, run_program
 from faults import planting
 from faults.small_model import write_dense, write_fp8, write_row
 from mtp_checkpoints.errors import VerificationError
+from mtp_export.progress import format_bytes
 from mtp_export.verify import CHECKS
 from mtp_export.verify.check import CheckResult, Item, Problem, failed, passed, verdict
 from mtp_export.verify.options import VerifyOptions
 from mtp_export.verify.report.html import html_page
 from mtp_export.verify.report.junit import junit_xml
+from mtp_export.verify.report.reading import read_report
 from mtp_export.verify.report.report import Report
 from mtp_export.verify.report.summary import Summary, markdown
 from mtp_export.verify.report.table import ItemTable
@@ -82,6 +85,52 @@ def test_json_is_as_documented(reports: Path) -> None:
             assert item["status"] == "pass" or item["cause"]
     assert report["counts"]["fail"] == 0
     assert {check["name"] for check in report["checks"]} <= set(re.findall(r"`([a-z]+)`", DOCS))
+
+
+def test_sizes_are_those_that_the_other_commands_print(reports: Path, tmp_path: Path) -> None:
+    """Of tensors; only the reports of older bundles count files, and say so."""
+    made = run_program("export", "--input-dir", reports / "source", "--output-dir",
+                       tmp_path / "own", "--json")  # fmt: skip
+    printed = json.loads(made.out)
+    words = ("verify", tmp_path / "own", "--level", "files")
+    page, report = tmp_path / "own.html", tmp_path / "own.json"
+    assert run_program(*words, "--html", page, "--report", report).code == 0
+    told = read_json(report)["bundle"]["tensor_bytes"]
+    assert told.pop("source") == printed["bytes_before"]
+    assert sum(told.values()) == printed["bytes_after"]
+    for size in (printed["bytes_before"], *told.values()):
+        assert f">{format_bytes(size)}</text>" in page.read_text()
+    assert "tensors, without headers of files" in page.read_text()
+    edit_json(tmp_path / "own/mtp_export.json", lambda manifest: manifest.pop("sizes"))
+    assert run_program(*words, "--html", page, "--report", report).code == 0
+    assert "source" not in read_json(report)["bundle"]["tensor_bytes"]
+    assert "files, with their headers" in page.read_text()
+    assert run_program(*words, "--source", reports / "source", "--report", report).code == 0
+    assert read_json(report)["bundle"]["tensor_bytes"]["source"] == printed["bytes_before"]
+
+
+def test_the_launch_line_is_on_top_with_the_recommended_k(reports: Path) -> None:
+    good, bad = (read_json(reports / f"{name}.json") for name in ("good", "bad"))
+    assert good["recommended_k"] is None and bad["launch"] == {}
+    launched = json.loads(run_program("launch", reports / "good", "--json").out)
+    engines = launched.get("engines") or {launched["engine"]: launched}
+    assert good["launch"] == {name: own["commands"][0] for name, own in engines.items()}
+    page = (reports / "good.html").read_text()
+    head = page.partition("<h2>")[0]
+    for name, line in good["launch"].items():
+        assert f"<b>Serve it with {name}</b>" in head and line in unescape(head)
+    assert "Serve it" not in (reports / "bad.html").read_text()
+    read = read_report(reports / "good.json")
+    assert read.launch == good["launch"]
+
+
+@pytest.mark.parametrize(
+    ("by_batch", "k"),
+    [({"1": {"k": 3}, "4": {"k": 2}, "16": {"k": 4}}, 4), ({"1": {"k": 0}}, None), ({}, None)],
+)
+def test_k_is_recommended_for_the_largest_batch(by_batch: dict[str, Any], k: int | None) -> None:
+    report = sample_report(passed("recommended k", data={"recommended": by_batch}))
+    assert report.recommended_k == k == report.as_json()["recommended_k"]
 
 
 def test_levels_above_say_that_they_were_left_out(reports: Path) -> None:

@@ -43,6 +43,7 @@ def _shard(entry: Any) -> Mapping[str, Any]:
 _SHAPE = {
     "options": _OPTIONS,
     f"{MAIN_IDENTITY}?": "text",
+    "sizes?": dict.fromkeys(("bytes_before", "bytes_after"), "a size in bytes"),
     "source": {"shards": {"*": {"size_bytes": "a size in bytes"}}},
     "parts": {"*": {"shards": {"*": _shard}, "files": {"*": _FILE}}},
 }

@@ -79,16 +79,20 @@ def _sqnr(report: Report) -> Iterator[Chart]:
 
 
 def _sizes(report: Report) -> Iterator[Chart]:
-    sizes = {"source": report.facts["source_bytes"], **report.facts["parts_bytes"]}
-    if sizes["source"]:
-        after = sum(report.facts["parts_bytes"].values())
+    parts, basis = dict(report.facts.get("tensor_bytes", {})), "tensors, without headers of files"
+    source = parts.pop("source", 0)
+    if not source:  # of a bundle that was made before manifests said it
+        basis, source = "files, with their headers", report.facts["source_bytes"]
+        parts = report.facts["parts_bytes"]
+    if source:
+        after = sum(parts.values())
         rows = [
-            Bar("source", value=sizes["source"], text=format_bytes(sizes["source"]), series=1),
+            Bar("source", value=source, text=format_bytes(source), series=1),
             Bar("bundle", after, format_bytes(after)),
             *(Bar(f"  {name}", value=size, text=format_bytes(size), series=2)
-              for name, size in report.facts["parts_bytes"].items()),
+              for name, size in parts.items()),
         ]  # fmt: skip
-        title = "Size before and after: files, with their headers"
+        title = f"Size before and after: {basis}"
         yield Chart("size", title, bars(rows, title))
 
 

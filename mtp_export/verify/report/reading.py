@@ -57,7 +57,8 @@ def _report(content: Mapping[str, Any]) -> Report:
     )
     # What the charts and the verdict count on; Item and the others refuse unknown keys themselves.
     facts = {**facts, "source_bytes": int(facts["source_bytes"])}
-    facts["parts_bytes"] = {name: int(size) for name, size in facts["parts_bytes"].items()}
+    for key in ("parts_bytes", "tensor_bytes"):
+        facts[key] = {name: int(size) for name, size in facts.get(key, {}).items()}
     results = tuple(
         CheckResult(
             name=str(check["name"]),
@@ -76,6 +77,7 @@ def _report(content: Mapping[str, Any]) -> Report:
         seconds=float(content["seconds"]),
         date=str(content.get("date", "")),
         command=str(content.get("command", "")),
+        launch={str(name): str(line) for name, line in content.get("launch", {}).items()},
     )
 
 

@@ -9,16 +9,17 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from mtp_checkpoints.errors import VerificationError
+from mtp_checkpoints.errors import MtpExportError, VerificationError
 from mtp_checkpoints.layouts import engine_of
 from mtp_checkpoints.sources.byte_source import Address
 from mtp_export import __version__
+from mtp_export.bundle.launch import engines_of, node_lines
 from mtp_export.verify.check import ENGINE, LEFT_OUT, CheckResult, Item, Status, overall
 from mtp_export.verify.context import Context
 from mtp_export.verify.options import VerifyOptions
@@ -33,7 +34,8 @@ _OF_WEIGHTS = {"files", "ledger", "weights"}  # checks that decode nothing
 class Report:
     """The results of every check, in order; facts are the kind of what was verified, the
     manifest's options and SHA-256, and sizes in bytes. date: of its end, in UTC, as ISO 8601 has
-    it. command: the command line that ran it."""
+    it. command: the command line that ran it. launch: the command that serves the bundle with the
+    recommended number of drafts, by engine."""
 
     options: VerifyOptions
     facts: dict[str, Any]
@@ -41,6 +43,7 @@ class Report:
     seconds: float
     date: str = ""
     command: str = ""
+    launch: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def status(self) -> Status:
@@ -68,6 +71,14 @@ class Report:
         """Names of the engines that read the draft as it is where others do not."""
         judged = self.engines
         return [] if all(judged.values()) else [name for name, reads in judged.items() if reads]
+
+    @property
+    def recommended_k(self) -> int | None:
+        """Number of drafts that check `speed` recommends for its largest batch; None where it was
+        not run, or nothing was gained."""
+        told = (item.data["recommended"] for _, item in self.items if "recommended" in item.data)
+        by_batch: Mapping[str, Any] = next(told, {})
+        return int(by_batch[max(by_batch, key=int)]["k"]) or None if by_batch else None
 
     def count(self, status: Status) -> int:
         """Number of items of a status."""
@@ -133,6 +144,8 @@ class Report:
             "date": self.date,
             "command": self.command,
             "status": self.status,
+            "recommended_k": self.recommended_k,
+            "launch": dict(self.launch),
             "counts": {status: self.count(status) for status in Status},
             "engines": self.engines,
             "seconds": round(self.seconds, 3),
@@ -163,6 +176,7 @@ def report_of(context: Context, results: tuple[CheckResult, ...], seconds: float
         "kind": BUNDLE if context.is_bundle else CHECKPOINT,
         "options": dict(context.recorded_options),
         "manifest_sha256": context.manifest_sha256,
+        "tensor_bytes": _tensor_bytes(context),
         "source_bytes": sum(shard.get("size_bytes", 0) for shard in shards.values()),
         "parts_bytes": {
             part.name: sum(shard.size_bytes for shard in part.checkpoint.shards)
@@ -171,7 +185,7 @@ def report_of(context: Context, results: tuple[CheckResult, ...], seconds: float
             for part in context.parts
         },
     }
-    return Report(
+    report = Report(
         options=context.options,
         facts=facts,
         results=results,
@@ -179,6 +193,34 @@ def report_of(context: Context, results: tuple[CheckResult, ...], seconds: float
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         command=shlex.join(("mtp-export", *sys.argv[1:])),
     )
+    if report.status is not Status.PASS or not context.is_bundle:
+        return report
+    return replace(report, launch=_launch(context, report.recommended_k or 1))
+
+
+def _tensor_bytes(context: Context) -> dict[str, int]:
+    """Bytes of the tensors of each part, and of those that they were made of as "source", where
+    they are known: without the headers of files, as the other commands count them."""
+    parts = {
+        name: sum(tensor.size_bytes for tensor in part.tensors.values())
+        for name, part in context.checkpoints.items()
+    }
+    before = (context.manifest or {}).get("sizes", {}).get("bytes_before")
+    if before is None and context.source is not None:
+        before = sum(tensor.size_bytes for tensor in context.source.tensors.values())
+    return parts if before is None else {"source": before, **parts}
+
+
+def _launch(context: Context, k: int) -> dict[str, str]:
+    """The command that serves a bundle with k drafts, by engine; none where no engine does."""
+    if not context.is_local:
+        return {}
+    bundle = context.folder
+    try:
+        names = engines_of(bundle)
+        return {name: "\n".join(node_lines(bundle, name, None, k)) for name in names}
+    except MtpExportError:  # of a bundle without one of its parts
+        return {}
 
 
 def recommended(report: Report) -> str:
