@@ -36,6 +36,7 @@ WHOLE = (
     "mtp_export/options.py",
     "mtp_export/serve/activity.py",
     "mtp_export/verify/files/pairing.py",
+    "mtp_export/verify/files/repair.py",
     "mtp_export/verify/pairing_proof.py",
     "mtp_export/verify/weights/unnamed_values.py",
     "mtp_export/verify/report/golden.py",

@@ -14,7 +14,7 @@ from mtp_checkpoints.errors import MtpExportError, UnsupportedError
 from mtp_checkpoints.families import FAMILIES
 from mtp_checkpoints.quantization.methods import quant_config_of
 from mtp_checkpoints.quantization.native import quantization_of
-from mtp_checkpoints.tensors.bundle_folder import MTP
+from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_export.bundle.journal import journaled
 from mtp_export.schemes.scheme import GRAFTED
 from mtp_export.verify.check import MTP_MODULE, Item, Status, failed
@@ -61,7 +61,7 @@ def unfinished(context: Context) -> Item | None:
         "export finished",
         bundle_unfinished(str(place), done=len(journal.finished), shards=shards),
         subject=str(place),
-        repair=remade(journal.identity.get("options", {}), context.options.source, place),
+        repair=remade(journal.identity, context.options.source, place),
     )
 
 
@@ -71,20 +71,25 @@ def bundle_command(context: Context) -> str:
     place = context.options.bundle
     if context.manifest is None or not isinstance(place, Path):
         return ""
-    made = remade(context.recorded_options, context.options.source, place)
+    made = remade(context.manifest, context.options.source, place)
     return f"{made} --overwrite" if made else ""
 
 
 def remade(recorded: Mapping[str, Any], source: Path | None, output: Path) -> str:
-    """Return the command that makes a bundle by recorded options, "" for options that none has; an
-    unknown source is called SOURCE."""
-    if not recorded or recorded.keys() - _FLAGS.keys() - _RECORDED:
+    """Return the command that makes a bundle by the options and the source that its manifest or
+    journal records, "" for options that none has; a folder, of which nothing records the path, is
+    called SOURCE where it is not given."""
+    given, origin = dict(recorded.get("options", {})), recorded.get("source", {})
+    if not given or given.keys() - _FLAGS.keys() - _RECORDED:
         return ""
-    given, place = dict(recorded), quote(str(source)) if source else _UNKNOWN_SOURCE
+    is_graft = given.get("base_quant") == GRAFTED
+    address = _address_of(origin, MTP if is_graft else None)
+    place = quote(str(source)) if source else address or _UNKNOWN_SOURCE
     command = f"mtp-export --input-dir {place}"
-    if given.get("base_quant") == GRAFTED:
+    if is_graft:
         del given["base_quant"]
-        command = f"mtp-export graft --main {_UNKNOWN_MAIN} --mtp {place}"
+        main = _address_of(origin, MAIN) or _UNKNOWN_MAIN
+        command = f"mtp-export graft --main {main} --mtp {place}"
     elif "base_quant" in given:
         command = f"mtp-export quantize --input-dir {place}"
     words = [command, f"--output-dir {quote(str(output))}"]
@@ -97,6 +102,23 @@ def remade(recorded: Mapping[str, Any], source: Path | None, output: Path) -> st
     if given.get("pair_in_table") is False:
         words.append("--allow-untested-pair")
     return " ".join(words)
+
+
+def _address_of(origin: Any, part: str | None) -> str:
+    """Return the address of a remote source for a shell, at the commit that was read; "" for a
+    folder, and for what is no address: anybody may have written a manifest. part: that of a graft's
+    two sources."""
+    if part is not None and isinstance(origin, Mapping):
+        origin = origin.get(part)
+    if not isinstance(origin, Mapping):
+        return ""
+    where = [origin.get(key, "") for key in ("repo", "commit", "folder", "url")]
+    if not all(isinstance(text, str) and text.isprintable() for text in where):
+        return ""
+    repo, commit, folder, url = where
+    if not repo or not commit:
+        return quote(url) if url else ""
+    return quote(f"hf://{repo}@{commit}" + (f"/{folder}" if folder else ""))
 
 
 def with_repair(context: Context, item: Item, *, remake: bool) -> Item:
