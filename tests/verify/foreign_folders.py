@@ -455,6 +455,13 @@ DAMAGED = (
         (r"experts \d and \d are swapped",),
     ),
     Folder(
+        "queries of two ranks in another order",
+        glm(),
+        each(r"q_proj\.(weight|bias)", lambda tensor: tensor.roll(len(tensor) // 2, 0)),
+        "run",
+        ("halves of q_proj's rows are swapped", "graft .*--replace"),
+    ),
+    Folder(
         "NaN in an expert",
         glm(),
         each(r"experts\.2\.up_proj", put(float("nan"), 100, 104)),

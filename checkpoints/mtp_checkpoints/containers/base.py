@@ -64,8 +64,8 @@ class RepeatedTensorsError(InvalidInputError):
             where=shard.path,
             expected="each tensor in one file: vLLM and SGLang load the file that the index names,"
             " and a loader that reads every file of the folder takes either",
-            found=f"{len(pairs)} of its {len(shard.tensors)} tensors, such as {first.name}, in"
-            f" {listed.path.name} too",
+            found=f"{len(pairs)} of its {len(shard.tensors)} tensors, such as {first.name}, also in"
+            f" {listed.path.name}",
             todo="Delete the file if it is a leftover; if its tensors are the right ones, write the"
             " index again",
         )

@@ -18,6 +18,7 @@ from mtp_export.verify.diagnosis.alternatives import (
     first_token,
 )
 from mtp_export.verify.diagnosis.causes import decoding as causes
+from mtp_export.verify.diagnosis.variants import LOADING
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.decode import Decoded
 from mtp_export.verify.evidence.extra_drafts import ExtraDraft
@@ -197,8 +198,10 @@ def _none_better(name: str, tried: Sequence[Alternative]) -> Item:
     better = best_of(tried)
     best = better or tried[0]
     figure = f"{best.gain.value:+.3f} nats when {best.variant.change}"
-    cause = "" if better is None else better.explained
-    return judged(name, better is None, cause, figure=figure, bound=bound)
+    if better is None:
+        return passed(name, figure=figure, bound=bound)
+    subject = MTP_MODULE if better.kind == LOADING else ""  # which the original's layer mends
+    return failed(name, better.explained, figure=figure, bound=bound, subject=subject)
 
 
 def _first_token(corpus: Corpus) -> Item:

@@ -71,6 +71,11 @@ class Alternative:
         return self.other >= LEAST_ACCEPTED and rises
 
     @property
+    def kind(self) -> str:
+        """LOADING or CONTRACT: what the variant undoes."""
+        return self.variant.kind if isinstance(self.variant, Variant) else LOADING
+
+    @property
     def explained(self) -> str:
         """The finding as a sentence, behind its kind."""
         if self.own is not None and self.other is not None and self.other - self.own > 0.005:
@@ -79,8 +84,7 @@ class Alternative:
             what = f"the drafts' log-probability rises by {self.gain.value:.2f} nats"
         depth = self.variant.depth if isinstance(self.variant, Variant) else 1
         at = f" at draft {depth}" if depth > 1 else ""
-        kind = self.variant.kind if isinstance(self.variant, Variant) else LOADING
-        return f"{kind}: {what}{at} when {self.variant.change}: {self.variant.cause}"
+        return f"{self.kind}: {what}{at} when {self.variant.change}: {self.variant.cause}"
 
 
 def alternatives(corpus: Corpus) -> list[Alternative]:

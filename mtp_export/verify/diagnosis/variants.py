@@ -142,6 +142,13 @@ def _grouped(model: Model, own: Variant, attention: Gqa) -> Iterator[Variant]:
         change="the rotary rows are put in halves",
         cause=causes.ROPE_INTERLEAVED,
     )
+    yield _with_attention(
+        own,
+        query_halves_exchanged(attention),
+        name="query heads",
+        change="the halves of q_proj's rows are exchanged",
+        cause=causes.QUERY_HALVES_SWAPPED,
+    )
     if attention.query_norm is not None:
         yield _with_attention(
             own,
@@ -339,3 +346,12 @@ def missing_temperatures(rope: Rope | None) -> list[float]:
 
 def _words(side: Hidden) -> str:
     return "before the norm" if side is Hidden.BEFORE_NORM else "after the norm"
+
+
+def query_halves_exchanged(attention: Gqa) -> Gqa:
+    """The attention with the first half of its query heads in the place of the second."""
+    rows = torch.arange(attention.qkv.weight.shape[0])
+    queries = attention.sizes.heads * attention.sizes.head
+    rows[:queries] = rows[:queries].roll(queries // 2)
+    bias = None if attention.bias is None else attention.bias[rows]
+    return replace(attention, qkv=reordered(attention.qkv, rows), bias=bias)

@@ -305,7 +305,7 @@ def test_a_stale_file_of_mtp_modules(folder: Path) -> None:
         assert isinstance(error, RepeatedTensorsError)
         assert error.what == "A shard that the index does not name repeats tensors of the index"
         assert error.where == folder / name
-        assert error.found == f"1 of its 2 tensors, such as {[*LAYER][0]}, in two.safetensors too"
+        assert error.found == f"1 of its 2 tensors, such as {[*LAYER][0]}, also in two.safetensors"
         assert [(own.path.name, listed.path.name) for own, listed in error.pairs] == [
             (name, "two.safetensors")
         ]

@@ -23,6 +23,10 @@ ROPE_IN_HALVES = (
 ROPE_INTERLEAVED = (
     "the rotary rows of q_proj and k_proj are stored as interleaved pairs instead of in halves"
 )
+QUERY_HALVES_SWAPPED = (
+    "the halves of q_proj's rows are swapped: parts of tensor-parallel ranks were joined in another"
+    " order"
+)
 QUERY_AND_KEY_NORMS_SWAPPED = "q_norm and k_norm are swapped"
 YARN_SCALE_DROPPED = "yarn's attention scale was dropped: rope_scaling lacks mscale_all_dim"
 EMBEDDING_OF_ANOTHER_CHECKPOINT = "the draft's embedding is of another checkpoint"
