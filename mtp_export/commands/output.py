@@ -54,7 +54,8 @@ REPORT = path_option(
 
 
 class FiguresTable(Table):
-    """Table whose columns of figures are never cut; those of words wrap where it is narrow."""
+    """Table whose columns of figures are never cut; those of words wrap where it is narrow, and a
+    terminal that is too narrow for it gets a line of words per row."""
 
     def add_words(self, *names: str) -> None:
         """Add columns of words."""
@@ -65,6 +66,15 @@ class FiguresTable(Table):
         """Add columns of figures."""
         for name in names:
             self.add_column(name, justify="right", no_wrap=True)
+
+    def as_lines(self) -> Iterator[Text]:
+        """Yield each row as one line: its first cell, then what the others are of."""
+        headers = [str(column.header) if self.show_header else "" for column in self.columns]
+        for row in zip(*(column.cells for column in self.columns), strict=True):
+            first, *cells = (str(cell).replace("\n", " + ") for cell in row)
+            named = (f"{name} {cell}".strip() for name, cell in zip(headers[1:], cells, strict=True)
+                     if cell)  # fmt: skip
+            yield Text(f"{first}: {', '.join(named)}")
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         for column in self.columns:
@@ -106,17 +116,23 @@ def print_result(facts: dict[str, Any], table: RenderableType, reporting: Report
             print(f"\nTo serve it with {engine}:\n{line}")
         for method, lines in facts.get("draft_launch", {}).items():
             for engine, line in lines.items():
-                print(f"\nTo serve it with {engine}, drafts by {method}:\n{line}")
+                show(Text(f"\nTo serve it with {engine}, drafts by {method}:"))
+                print(line)
 
 
 def show(result: RenderableType) -> None:
-    """Print tables and paragraphs, unwrapped where the terminal is narrower than a word of them."""
+    """Print tables and paragraphs. What has words that are wider than the terminal is broken within
+    them there, a table becomes lines, and a file gets it unwrapped."""
     console = plain_console()
     terminal_width = console.width
     anywhere = console.options.update(max_width=_ANY_WIDTH)
     for part in result.renderables if isinstance(result, Group) else [result]:
         needed = console.measure(part, options=anywhere)
-        console.width = terminal_width if needed.minimum <= terminal_width else needed.maximum
+        fits = needed.minimum <= terminal_width
+        if console.is_terminal and not fits and isinstance(part, FiguresTable):
+            console.print(*part.as_lines(), sep="\n", overflow="fold")
+            continue
+        console.width = terminal_width if fits or console.is_terminal else needed.maximum
         is_heading = isinstance(part, Text) and bool(part.no_wrap)
         console.print(part, crop=False, soft_wrap=is_heading)
 

@@ -97,7 +97,7 @@ class Terminal:
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
-            env=_environment({"TERM": "xterm-256color", **(environment or {})}),
+            env=environment_of({"TERM": "xterm-256color", **(environment or {})}),
             cwd=folder,
             start_new_session=True,
         )
@@ -175,7 +175,7 @@ def in_pipe(
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env=_environment(environment or {}),
+        env=environment_of(environment or {}),
         cwd=folder,
         timeout=seconds,
         check=False,
@@ -183,7 +183,9 @@ def in_pipe(
     return Seen(done.returncode, done.stdout.decode(errors="replace"))
 
 
-def _environment(added: Mapping[str, str]) -> dict[str, str]:
+def environment_of(added: Mapping[str, str]) -> dict[str, str]:
+    """Return the tests' environment without what decides what the program prints, and with some
+    variables added."""
     own = {name: value for name, value in os.environ.items() if name not in _OF_TERMINALS}
     paths = [str(_ROOT / name) for name in ("", "runtime", "checkpoints", "kernels")]
     return {**own, "PYTHONPATH": os.pathsep.join(paths), **added}

@@ -1,0 +1,151 @@
+"""export, quantize and serve as people see them: terminals of all kinds, and pipes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+
+from terminal.screen import Seen, Terminal, environment_of, in_pipe, in_terminal
+
+FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"
+INT4 = (
+    *("--base-quant", "weight_only_int4", "--mtp-quant", "weight_only_int8"),
+    *("--group-size", "64"),
+)
+# What is copied is never broken: commands, and paths in headings.
+COPIED = re.compile(r"(Check it:|Try it:|Exported to|Quantized to|vllm |python -m|mtp-export )")
+COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-7]|9[0-7]|38|48|4[0-7])(?:;\d+)*m")
+SIZES = pytest.mark.parametrize(("columns", "rows"), [(80, 24), (40, 20)])
+PLAIN = pytest.mark.parametrize(
+    "environment", [{"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=["NO_COLOR", "dumb"]
+)
+
+
+def too_wide(seen: Seen, columns: int) -> list[str]:
+    return [state for state in seen.wider_than(columns) if not COPIED.match(state)]
+
+
+def words_of(command: str, folder: Path, source: Path) -> tuple[object, ...]:
+    output = ("--output-dir", folder / "out")
+    if command == "export":
+        return "export", "--input-dir", source, *output
+    return "quantize", "--input-dir", source, *output, *INT4
+
+
+def assert_key_lines(command: str, seen: Seen, folder: Path) -> None:
+    """The result's heading, its figures, and the commands that follow."""
+    out = folder / "out"
+    assert seen.code == 0, seen.text
+    assert f"{'Exported' if command == 'export' else 'Quantized'} to {out}" in seen.lines
+    text = " ".join(seen.text.split())
+    assert re.search(r"written in [\d.]+ s, [\d.]+ \wB/s\.", text)
+    assert "31.5 MB before, " in text and " bits per weight." in text
+    if command == "quantize":
+        assert "Worst: " in text and "verify asks for 12 dB or more." in text
+    assert any(line.startswith(f"Check it:  mtp-export verify {out} ") for line in seen.lines)
+    assert any(line.startswith(f"vllm serve {out}/main ") for line in seen.lines)
+
+
+@SIZES
+@pytest.mark.parametrize("command", ["export", "quantize"])
+def test_results_fit_the_terminal(command: str, columns: int, rows: int, tmp_path: Path) -> None:
+    words = words_of(command, tmp_path, FIXTURE)
+    seen = in_terminal(*words, columns=columns, rows=rows)
+    assert_key_lines(command, seen, tmp_path)
+    assert too_wide(seen, columns) == []
+    first = {"export": "main", "quantize": "attention"}[command]
+    (row,) = (line for line in seen.lines if re.match(rf"(│ )?{first}\b", line))
+    assert row.startswith("│ ") is (columns == 80)
+    left = r"100%\|.*\| .* of .*, 00:00 left" if columns == 80 else rf"100%, 00:00 left: {command}"
+    assert any(re.search(left, line) for line in seen.lines)
+
+
+@PLAIN
+@pytest.mark.parametrize("command", ["export", "quantize"])
+def test_results_have_no_colour_where_none_belongs(
+    command: str, environment: dict[str, str], tmp_path: Path
+) -> None:
+    seen = in_terminal(*words_of(command, tmp_path, FIXTURE), environment=environment)
+    assert_key_lines(command, seen, tmp_path)
+    assert not COLOUR.search(seen.raw)
+    if "TERM" in environment:
+        assert seen.escapes == []
+
+
+@pytest.mark.parametrize("command", ["export", "quantize"])
+def test_results_in_a_pipe_are_plain_lines(command: str, tmp_path: Path) -> None:
+    seen = in_pipe(*words_of(command, tmp_path, FIXTURE))
+    assert_key_lines(command, seen, tmp_path)
+    assert seen.escapes == [] and "\r" not in seen.raw
+    assert any(re.fullmatch(rf"{command}: 100%, .* left", line) for line in seen.lines)
+
+
+def test_rows_of_a_narrow_table_have_their_names(tmp_path: Path) -> None:
+    text = " ".join(in_terminal("quantize", "--list", columns=40, rows=20).text.split())
+    assert "weight_only_int4 + weight_only_int8: on disk int4 + bf16" in text
+    assert "version: " in in_terminal("env", columns=24, rows=20).text
+
+
+def assert_served(seen: Seen, columns: int | None) -> None:
+    """The banner and the end of a server; its command is whole."""
+    assert seen.code == 0, seen.text
+    starts = ("Page ", "API ", "Metrics ", "Try ")
+    assert [line.split()[0] for line in seen.lines if line.startswith(starts)] == [
+        start.strip() for start in starts
+    ]
+    assert "Ctrl-C stops it." in seen.lines and seen.lines[-1] == "Stopped: 0 requests served."
+    if columns is not None:
+        copied = (*starts, "  curl", "  -d")
+        wide = [each for each in seen.wider_than(columns) if not each.startswith(copied)]
+        assert wide == [], wide
+
+
+def stopped(columns: int, rows: int, environment: dict[str, str]) -> Seen:
+    words = ("serve", FIXTURE, "--port", 0)
+    with Terminal(*words, columns=columns, rows=rows, environment=environment) as terminal:
+        terminal.wait_for("Ctrl-C stops it.")
+        terminal.press("\x03")
+        return terminal.finish()
+
+
+@SIZES
+def test_a_server_fits_the_terminal(columns: int, rows: int) -> None:
+    seen = stopped(columns, rows, {})
+    assert_served(seen, columns)
+    assert re.search(r"Loading deepseek-v3-tiny", seen.raw)
+
+
+@PLAIN
+def test_a_server_has_no_colour_where_none_belongs(environment: dict[str, str]) -> None:
+    seen = stopped(80, 24, environment)
+    assert_served(seen, 80)
+    assert not COLOUR.search(seen.raw)
+    if "TERM" in environment:
+        assert seen.escapes == []
+
+
+def test_a_server_in_a_pipe_writes_plain_lines() -> None:
+    words = [sys.executable, "-m", "mtp_export", "serve", str(FIXTURE), "--port", "0"]
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(words, env=environment_of({}), **options) as process:
+        assert process.stdout is not None
+        raw = b""
+        while b"Ctrl-C stops it." not in raw:
+            read = os.read(process.stdout.fileno(), 4096)
+            assert read, raw.decode()
+            raw += read
+        process.send_signal(signal.SIGINT)
+        raw += process.stdout.read()
+        code = process.wait(60)
+    seen = Seen(code, raw.decode())
+    assert_served(seen, None)
+    assert seen.escapes == [] and "\r" not in seen.raw
+    assert all(cell_len(line) < 200 for line in seen.lines)
