@@ -101,6 +101,13 @@ def nibbles_in_plain_order(words: torch.Tensor) -> torch.Tensor:
     return torch.where(total >= 1 << 31, total - (1 << 32), total).to(torch.int32)  # type: ignore[operator, arg-type, union-attr]
 
 
+def in_larger_groups(checkpoint: Checkpoint) -> None:
+    """Every second group's scales and zero points of the MTP layer are left out."""
+    for name in checkpoint.mtp():
+        if name.endswith((".scales", ".qzeros")):
+            checkpoint.tensors[name] = checkpoint.tensors[name][::2]
+
+
 def put(number: float, first: int, last: int) -> Value:
     """Write a number into a run of elements."""
 

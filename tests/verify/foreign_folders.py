@@ -272,6 +272,24 @@ DAMAGED = (
         words=("set num_hidden_layers to 3",),
     ),
     Folder(
+        "4 bits that are called 8",
+        both("auto-round"),
+        damages.quantization(bits=8),
+        words=("says bits 8.* as by 4: set bits to 4", _without("weight holds|graft")),
+    ),
+    Folder(
+        "groups of another size in both parts",
+        both("awq"),
+        damages.quantization(group_size=64),
+        words=("says group_size 64.* set group_size to 32", _without("graft")),
+    ),
+    Folder(
+        "groups of another size in the MTP layer",
+        both("awq"),
+        damages.in_larger_groups,
+        words=("group_size 32.* as by 64; the other part", "graft .*--replace"),
+    ),
+    Folder(
         "without its quantization_config",
         deepseek,
         damages.config(quantization_config=None),

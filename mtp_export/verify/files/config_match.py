@@ -35,6 +35,7 @@ from mtp_export.verify.check import (
 )
 from mtp_export.verify.diagnosis.causes import files as causes
 from mtp_export.verify.evidence.parts import Part, PartLayout
+from mtp_export.verify.files.described import misdescribed
 from mtp_export.verify.files.left_out import ListedDraft
 from mtp_export.verify.files.repair import graft_command
 
@@ -63,6 +64,9 @@ def run(context: Context) -> Iterator[Item]:
                 yield from _left_out_by_engines(context, layout, found)
                 continue
             yield found
+        if (wrong := misdescribed(context, layout)) is not None:
+            yield wrong  # which all below would repeat
+            continue
         yield from _part_items(layout)
         if part.name == MTP:
             yield from _draft_items(context, layout)

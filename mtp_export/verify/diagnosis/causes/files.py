@@ -113,6 +113,17 @@ def another_storage(module: str, stored: str, storage: str, expected: str) -> st
     )
 
 
+def field_misdescribes(field: str, *, said: int, stored: int, fits: bool) -> str:
+    """fits: the other part is stored as the field says."""
+    words = f"quantization_config says {field} {said}, and every weight is stored as by {stored}"
+    if not fits:
+        return f"{words}: set {field} to {stored}"
+    return (
+        f"{words}; the other part is stored as it says, so that no {field} is right for both:"
+        " quantize the layer again, or graft the original's"
+    )
+
+
 def misread_by_engine(reason: str, problem: object) -> str:
     """reason: of the engine's own reading of the draft."""
     return f"{reason}: {problem}"
