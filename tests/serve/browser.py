@@ -43,7 +43,8 @@ FLAWS = """(() => {
     const text = texts.currentNode.textContent.trim(), owner = texts.currentNode.parentElement;
     const isShown = owner.getClientRects().length && !owner.closest(":disabled, script, style");
     if (!text || !isShown) continue;
-    const [one, other] = [light(getComputedStyle(owner).color), light(behind(owner))];
+    const style = getComputedStyle(owner), own = owner.ownerSVGElement ? style.fill : style.color;
+    const [one, other] = [light(own), light(behind(owner))];
     const ratio = (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05);
     if (ratio < 4.5) found.push(ratio.toFixed(2) + ": " + text.slice(0, 40));
   }
