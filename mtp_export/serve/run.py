@@ -122,11 +122,12 @@ class _Connection(H11Protocol):
         connection is closed reset it, and take from the client what it has not read yet."""
         self._is_refused = True
         self.transport.write(_refusal())
-        if len(self.connections) > max_connections() + MAX_REFUSED:
-            self.transport.close()
-            return
-        self.transport.write_eof()
-        self._without_request = self.loop.call_later(REFUSED_SECONDS, self.transport.close)
+        stays = len(self.connections) <= max_connections() + MAX_REFUSED
+        self._without_request = self.loop.call_later(
+            REFUSED_SECONDS if stays else 0, self.transport.close
+        )
+        with suppress(OSError):  # the client is gone
+            self.transport.write_eof()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_expecting()
