@@ -5,15 +5,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from cases import make_checkpoint, read_tensors, run_program, tree
-from mtp_export.bundle.sizes import Growth, Sizes
+from cases import make_checkpoint, read_json, read_tensors, run_program, tree
+from mtp_checkpoints.dtypes import DType, OutputTensor
+from mtp_checkpoints.formats import UNQUANTIZED, Int8Channel
+from mtp_checkpoints.quantization.stored import stored_model
+from mtp_export.bundle.sizes import Growth, Sizes, sizes_of
 from mtp_export.commands.bundle_tables import size_lines
+from mtp_export.plan import OutputShard, PartPlan, Step, copy_step
 from mtp_export.progress import format_binary
+from mtp_export.schemes.transforms import Convert
 
 FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"
 SIZES = ("bytes_before", "bytes_after", "weights", "bits_per_weight", "fits_8x80gb", "grown")
@@ -117,6 +123,26 @@ def test_a_plan_says_what_a_bundle_weighs_and_why(output: Path) -> None:
 def test_an_export_is_as_large_as_its_source(output: Path) -> None:
     facts = facts_of("export", "--input-dir", FIXTURE, "--output-dir", output)
     assert facts["bytes_before"] == facts["bytes_after"] and facts["grown"] == []
+    assert facts["weights"] == facts_of("inspect", FIXTURE)["parameters"]
+
+
+def test_growth_is_told_where_the_whole_grew() -> None:
+    """Of tensors that no family has too: a draft's, in a folder of its own."""
+    sizes = {name: OutputTensor(name, DType.F32, (4, 6)) for name in ("own", "up", "down")}
+
+    def step(name: str, format: Any, rows: int) -> Step:
+        return Step(Convert(format, "minmax"), (name,), (OutputTensor(name, DType.F32, (rows, 6)),))
+
+    def sizes_with(rows: int) -> Sizes:
+        converted = step("up", Int8Channel(), 5), step("down", UNQUANTIZED, rows)
+        steps = (copy_step(sizes["own"]), *converted)
+        part = PartPlan("eagle3", (OutputShard(steps),), {}, ())
+        stored = replace(stored_model(read_json(FIXTURE / "config.json")), kinds=[])
+        return sizes_of([part], cast(Any, sizes), stored)
+
+    assert sizes_with(3) == Sizes(3 * 96, 3 * 96, 24 + 30 + 18, ())
+    grown = Growth("draft", "bf16", "int8_channel", 24)
+    assert sizes_with(4) == Sizes(3 * 96, 3 * 96 + 24, 24 + 30 + 24, (grown,))
 
 
 def test_sizes_in_words() -> None:

@@ -23,6 +23,7 @@ from mtp_export.verify.options import VerifyOptions
 from mtp_export.verify.weights import load_report
 from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.acceptance.base import Draft
+from mtp_runtime.cache import JoinedCaches
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import (
     DrafterParts,
@@ -99,8 +100,8 @@ class Offsets:
 
     offsets: torch.Tensor
 
-    def new_cache(self, pages: object) -> tuple[torch.Tensor, ...]:
-        return ()
+    def new_cache(self, pages: object) -> JoinedCaches:
+        return JoinedCaches(())
 
 
 class ByOffsets(NextId):
