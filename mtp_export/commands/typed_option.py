@@ -30,7 +30,7 @@ _SWITCHES = {"1": True, "true": True, "yes": True, "on": True} | {
     "off": False,
 }
 UNUSUAL = object()
-_SAYS_LITTLE = (None, "N", "NAME", "CHOICE", "MODE")  # metavars that do not say what a value is
+_SAYS_LITTLE = ("NAME", "CHOICE")  # metavars that do not say what a value is
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from mtp_export.commands import names
 from mtp_export.commands.names import COMMANDS, names_of
 from mtp_export.commands.registry import command_named
 from mtp_export.commands.typed_command import QuickReading
-from mtp_export.commands.typed_option import Leaf
+from mtp_export.commands.typed_option import UNUSUAL, Leaf
 from mtp_export.options import Names
 from mtp_runtime.layers.tensor_parallel import MODES
 from mtp_runtime.models.load import DTYPES
@@ -86,3 +86,24 @@ def test_addresses_are_offered_once_something_is_typed() -> None:
     (source,) = (leaf for leaf in leaves_of("inspect") if leaf.flag == "SRC")
     assert source.completions("") == [] and source.completions("hf") == ["hf://"]
     assert source.choices == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("export", "--link", "x"), "'x' is no way for --link"),
+        (("export", "--checksums", "al"), "'al' is no value for --checksums"),
+        (("quantize", "--format", "w4afp"), "'w4afp' is no value for --format"),
+        (("quantize", "--mtp-quant", "x"), "'x' is no scheme of the MTP module for --mtp-quant"),
+    ],
+)
+def test_a_refusal_says_what_a_value_is(words: tuple[str, ...], said: str) -> None:
+    assert run_program(*words).err.startswith(f"mtp-export: error: {said}. Expected ")
+
+
+def test_a_switch_has_four_words_for_each_state() -> None:
+    """In environment variables and files."""
+    (switch,) = (leaf for leaf in leaves_of("export") if leaf.flag == "--dry-run")
+    assert [switch.usual(text) for text in ("1", "true", "yes", "On")] == [True] * 4
+    assert [switch.usual(text) for text in ("0", "False", "no", "off")] == [False] * 4
+    assert switch.usual("2") is UNUSUAL

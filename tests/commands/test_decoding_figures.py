@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
 
 from cases import run_program
-from mtp_export.commands import decoding_figures, generate
+from mtp_export.commands import decoding_figures, generate, plain_comparison
 from mtp_export.commands.decoding_figures import (
     Elapsed,
     acceptance_lines,
@@ -114,6 +117,23 @@ def test_compare_decodes_plainly_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert last.endswith(", same tokens") or last.startswith("this machine is too busy")
     facts = json.loads(run_program("generate", *ASKED, "--compare", "--json").out)
     assert facts["plain"]["same_tokens"] and facts["plain"]["tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize(("seconds", "turns"), [(0.0, 3), (6.0, 2), (11.0, 1)])
+def test_turns_are_three_or_as_many_as_there_is_time_for(
+    seconds: float, turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, decoded = iter(range(100)), []
+
+    def timed(llm: object, prompts: object, params: Sequence[SamplingParams]) -> Any:
+        decoded.append([own.use_drafts for own in params])
+        return [], 1.0
+
+    monkeypatch.setattr(plain_comparison, "_timed", timed)
+    fake = SimpleNamespace(monotonic=lambda: next(clock) * seconds)
+    monkeypatch.setattr(plain_comparison, "time", fake)
+    found = plain_comparison.compared(cast(Any, None), ["a"], [SamplingParams()])
+    assert len(found.turns) == turns and decoded == [[False], [True]] * turns
 
 
 def test_compare_needs_drafts() -> None:
