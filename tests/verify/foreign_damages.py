@@ -204,6 +204,16 @@ def experts_reordered(checkpoint: Checkpoint) -> None:
     checkpoint.replace(lambda found: {turned(name): one for name, one in found.items()})
 
 
+def gate_and_up_exchanged(checkpoint: Checkpoint) -> None:
+    """Of every expert, the shared one included."""
+    names = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
+
+    def exchanged(name: str) -> str:
+        return re.sub(r"(?<=\.)(gate|up)_proj(?=\.)", lambda m: names[m[0]], name)
+
+    checkpoint.replace(lambda found: {exchanged(name): one for name, one in found.items()})
+
+
 def hidden_axis_reordered(checkpoint: Checkpoint) -> None:
     """Of another model: its inputs in another order, and what it adds to the residual in none."""
     size = checkpoint.config["hidden_size"]

@@ -473,6 +473,13 @@ DAMAGED = (
         (r"experts \d and \d are swapped",),
     ),
     Folder(
+        "gate and up exchanged in every expert",
+        glm(),
+        damages.gate_and_up_exchanged,
+        "run",
+        ("gate_proj and up_proj of every expert are swapped", "graft .*--replace"),
+    ),
+    Folder(
         "queries of two ranks in another order",
         glm(),
         each(r"q_proj\.(weight|bias)", lambda tensor: tensor.roll(len(tensor) // 2, 0)),

@@ -384,3 +384,12 @@ def test_inspect_counts_what_it_does_not_know(tmp_path: Path) -> None:
     facts = json.loads(run_program("inspect", known, "--json").out)
     assert (facts["tensors"], facts["quantization"]) == (141, "quark")
     assert "does not read" in facts["unknown"]
+
+
+def test_a_tokenizer_beside_a_main_model_that_does_not_open_is_not_called_missing(
+    tmp_path: Path,
+) -> None:
+    folder = rewritten(GLM, tmp_path / "main", lambda _: None)
+    (folder / "config.json").write_text("{")
+    _, items = verified(folder)
+    assert items["main: tokenizer"]["cause"] == "its config.json or index cannot be opened"

@@ -1,4 +1,4 @@
-"""Variants of an MTP module's experts: two exchanged, or one's gate and up exchanged. Each expert
+"""Variants of an MTP module's experts: two exchanged, or gate and up of one or of all. Each expert
 runs once on all rows, and a variant only mixes the results anew, so that many cost little."""
 
 from __future__ import annotations
@@ -76,14 +76,22 @@ def _changed(moe: Moe, normed: torch.Tensor) -> Iterator[tuple[str, str, torch.T
     weights[:, :routed].scatter_(1, picked, chosen.to(weights.dtype))
     weights[:, routed:] = 1.0
     outputs = [one(normed) for one in moe.experts.every()]
+    every = torch.zeros_like(outputs[0])
     for expert, one in enumerate(moe.experts.every()):
         name = f"expert {expert}" if expert < routed else "the shared expert"
         other = replace(one, gate_up=_output_halves_exchanged(one.gate_up))(normed)
+        moved = weights[:, expert, None] * (other - outputs[expert])
+        every += moved
         yield (
             f"gate and up of {name} are exchanged",
             causes.gate_and_up_swapped(name),
-            weights[:, expert, None] * (other - outputs[expert]),
+            moved,
         )
+    yield (
+        "gate and up of every expert are exchanged",
+        causes.gate_and_up_swapped("every expert"),
+        every,
+    )
     for a, b in combinations(range(routed), 2):
         yield (
             f"experts {a} and {b} are exchanged",

@@ -87,7 +87,9 @@ def _tokenizer(part: Part, *, required: bool) -> Item:
         if not required:
             return not_tested(name, words)
         return verdict(name, [Problem(str(part.folder), words)])
-    config = {} if part.checkpoint is None else part.checkpoint.config
+    if part.checkpoint is None:
+        return not_tested(name, "its config.json or index cannot be opened")
+    config = part.checkpoint.config
     vocab = config.get("vocab_size")
     if _TOKENIZER_JSON not in files or type(vocab) is not int:
         return not_tested(name, f"it has no {_TOKENIZER_JSON} to look into")
