@@ -23,6 +23,8 @@ from serve.running import Client, Running, announced_port, wait_for
 
 WORDS = ["sea", "wind", "of", "story", "night", "light", "to", "for", "in", "stone", "cold", "a"]
 SAMPLES_PER_MINUTE = 12
+# Of the model and a cache of 130 pages, each of which is soon used: what grows later is a leak.
+MEMORY = "2GB"
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ def test_clients_that_hang_up_cost_the_others_nothing(served: Running, plain: LL
 def in_a_process() -> Iterator[tuple[subprocess.Popen[str], int]]:
     """Serve in a process of its own, with drafts and a prefix cache; yields it and its port."""
     command = [sys.executable, "-m", "mtp_export", "serve", str(FIXTURE), "--port", "0"]
-    command += ["--speculate-method", "mtp", "--enable-prefix-cache"]
+    command += ["--speculate-method", "mtp", "--enable-prefix-cache", "--max-memory", MEMORY]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     try:
