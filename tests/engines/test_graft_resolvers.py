@@ -171,7 +171,7 @@ def check(config: dict[str, Any], left_out: LeftOut, original: Path, bundle: Pat
     assert len([key for key in linears if key.startswith(draft)]) > 10
 
 
-# Those of AutoRound are read, not executed: nothing here runs its rules yet.
+# Those of AutoRound are executed in test_foreign_readers.py.
 EXECUTED = [name for name in METHODS if not name.startswith("auto-round")]
 
 

@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cases import edit_json, read_json
+from mtp_checkpoints.families import family_of
+from mtp_checkpoints.quantization.method import modules_of
 from mtp_checkpoints.quantization.methods import METHODS as METHODS_READ
 from quantized_by_others import read_all, write
 
@@ -94,4 +96,8 @@ def mtp_left_out(fields: Config) -> None:
     leave_out = METHODS_READ[quantization["quant_method"]].leave_out
     assert leave_out is not None
     layer = f"model.layers.{fields['num_hidden_layers']}"
-    fields["quantization_config"] = leave_out(quantization, [layer])
+    left_out = [layer]
+    if quantization["quant_method"] == "fp8":  # whose list has whole names
+        specs = family_of(fields).tensors.values()
+        left_out = modules_of(s for s in specs if s.is_linear_weight and s.mtp_layer is not None)
+    fields["quantization_config"] = leave_out(quantization, left_out)

@@ -211,9 +211,20 @@ DAMAGED = (
         words=(r"shared_head\.norm",),
     ),
     Folder("int4 of which nothing is left out", unquantized(INT4), words=(r"layers\.3", "ignore")),
-    Folder("fp8 of which nothing is left out", unquantized("fp8"), words=(r"layers\.3", "ignore")),
     Folder(
-        "AWQ of which nothing is left out", unquantized("awq"), words=("SGLang", r"model\.decoder")
+        "fp8 of which nothing is left out",
+        unquantized("fp8"),
+        words=(r"layers\.3", "each by its whole name, to ignored_layers"),
+    ),
+    Folder(
+        "AWQ of which nothing is left out",
+        unquantized("awq"),
+        words=(r"24 matrices", r"layers\.3\.mlp\.experts to modules_to_not_convert"),
+    ),
+    Folder(
+        "GPTQ, whose experts SGLang quantizes whatever is left out",
+        unquantized("gptq", r".*layers\.3\..*", r".*decoder\..*"),
+        words=("SGLang builds every expert", "mtp-export graft"),
     ),
     Folder("left out though quantized", both(FP8, MTP_OF_GLM), words=(r"layers\\?\.3", "ignore")),
     Folder("left out but for v_proj", but_of(INT4, "v_proj"), words=("v_proj|qkv_proj", "ignore")),
@@ -597,9 +608,7 @@ GOOD = (
     Folder("fp8 in blocks, both parts", both("fp8")),
     Folder("AWQ, left out by its prefix", unquantized("awq", "model.layers.3.", "model.decoder.")),
     Folder("AWQ, both parts", both("awq")),
-    Folder(
-        "GPTQ, left out by a pattern", unquantized("gptq", r".*layers\.3\..*", r".*decoder\..*")
-    ),
+    Folder("GPTQ, both parts", both("gptq")),
     Folder("GPTQ v2, both parts", both("gptq v2")),
     Folder("GPTQ of 8 bits, both parts", both("gptq, 8 bits")),
     Folder("AutoRound of 8 bits, both parts", both("auto-round, 8 bits"), _blocks_of_sglang),

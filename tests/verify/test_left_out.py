@@ -34,7 +34,7 @@ OF_VLLM = "mtp: precision as vLLM reads it"
 LACKS = {
     "auto-round": r"^model\.layers\.3(\..*)?$ to extra_config",
     "compressed-tensors, int8": r"re:model.layers.3(\..*)?$ to ignore",
-    "fp8": "model.layers.3 to modules_to_not_convert",
+    "fp8": "model.layers.3.self_attn.q_proj, model.layers.3.self_attn.k_proj and 6 more",
     "modelopt fp8, in a file": "model.layers.3* to ignore",
 }
 
@@ -49,11 +49,20 @@ def test_the_entry_that_lacks_is_named(tmp_path: Path, method: str) -> None:
     assert f"add {LACKS[method]}" in items[item]["cause"]
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq"])
-def test_vllm_finds_by_its_tensors_what_no_list_names(tmp_path: Path, method: str) -> None:
-    outcome, items = verified(quantized(GLM, tmp_path / "main", method))
-    assert (outcome.code, failures(items)) == (7, {"mtp: precision as SGLang reads it"})
-    assert items[ITEM]["status"] == "pass"
+# The key to add to, and the entry, of an unquantized MTP layer whose linears vLLM finds itself.
+EXPERTS_LACK = {
+    "awq": "model.layers.3.mlp.experts to modules_to_not_convert",
+    "gptq": r"-:model\.layers\.3\.mlp\.experts(\..*)?$ to dynamic",
+}
+
+
+@pytest.mark.parametrize("method", EXPERTS_LACK)
+def test_vllm_finds_linears_by_their_tensors_and_no_experts(tmp_path: Path, method: str) -> None:
+    folder = quantized(GLM, tmp_path / "main", method)
+    outcome, items = verified(folder)
+    assert (outcome.code, failures(items)) == (7, {ITEM})
+    assert "24 matrices of the MTP module" in items[ITEM]["cause"]
+    assert f"add {EXPERTS_LACK[method]}" in items[ITEM]["cause"]
 
 
 def listed_as(*entries: str) -> Callable[[Config], None]:
@@ -61,7 +70,7 @@ def listed_as(*entries: str) -> Callable[[Config], None]:
 
 
 ENGINES = {
-    "vllm": ("awq", lambda fields: None, "sglang"),
+    "vllm": ("awq", mtp_left_out, "sglang"),
     "sglang": ("compressed-tensors, int4", listed_as(r"re:.*decoder\..*"), "vllm"),
 }
 
@@ -142,7 +151,7 @@ def test_a_projection_that_no_list_names_is_fine_unless_it_is_quantized(tmp_path
 def test_the_entry_that_is_too_many_is_named(tmp_path: Path) -> None:
     def quantize(fields: Config) -> None:
         fields["quantization_config"] = METHODS["fp8"].config | {
-            "modules_to_not_convert": ["lm_head", "model.layers.3", "shared_head"]
+            "modules_to_not_convert": ["lm_head", "model.layers.3.mlp.experts", "shared_head"]
         }
 
     source = quantized(GLM, tmp_path / "source", "fp8")
@@ -160,7 +169,8 @@ def test_the_entry_that_is_too_many_is_named(tmp_path: Path) -> None:
     outcome, items = verified(folder)
     assert (outcome.code, failures(items)) == (7, {OF_VLLM})
     assert "stored quantized" in items[OF_VLLM]["cause"]
-    assert "(model.layers.3 in modules_to_not_convert)" in items[OF_VLLM]["cause"]
+    entry = "model.layers.3.mlp.experts in modules_to_not_convert"
+    assert f"({entry})" in items[OF_VLLM]["cause"]
 
 
 def test_a_list_of_hundreds_of_entries_is_read_once_for_all_modules(

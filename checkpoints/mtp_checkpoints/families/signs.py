@@ -22,6 +22,9 @@ _NESTED = ("text_config", "llm_config", "language_config")
 _OWN_BLOCK = "mtp_config"  # announces modules without counting them
 # Models whose config.json has no such field, with the number that engines take.
 USUAL_COUNTS = {"qwen3_next": 1, "longcat_flash": 1, "mimo_v2": 3, "mimo_v2_flash": 3}
+# SGLang's `maybe_add_mtp_safetensors`: the file that it loads though the index leaves it out.
+_ADDED_BY_SGLANG = "mtp.safetensors"
+_ADDED_TO = frozenset({"Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM"})
 _ONE_MODULE = frozenset({"hy_v4"})  # counts the passes over one module
 _EXPERT_COUNTS = (
     *("mtp_num_experts", "n_routed_experts", "num_experts", "num_local_experts"),
@@ -46,6 +49,13 @@ _PROJECTIONS = frozenset(
 _JOINT_PROJECTIONS = frozenset({"eh_proj", "fc", "input_proj", "linear_proj", "mtp_linear_proj"})
 # Linears that take the hidden state.
 _TAKING = frozenset({"gate_proj", "up_proj", "gate_up_proj", "q_proj", "q_a_proj"})
+
+
+def sglang_adds(config: Mapping[str, Any], file: str) -> bool:
+    """Return whether SGLang loads a file of a checkpoint though the index leaves it out."""
+    names = config.get("architectures") or [None]
+    counted = config.get("num_nextn_predict_layers") or 0
+    return file == _ADDED_BY_SGLANG and names[0] in _ADDED_TO and counted > 0
 
 
 @dataclass(frozen=True)

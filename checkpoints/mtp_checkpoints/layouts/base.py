@@ -13,6 +13,7 @@ from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.formats import storages_of
 from mtp_checkpoints.quantization.method import Dialect
 from mtp_checkpoints.quantization.native import with_renamed_modules
+from mtp_checkpoints.quantization.readers import Reads, as_it_is
 from mtp_checkpoints.quantization.stored import StoredModel, stored_mtp
 
 Config = dict[str, Any]
@@ -94,17 +95,20 @@ class DraftReading:
     by_main_config: it follows the quantization_config of main/config.json, else the draft's own.
     layer_name replaces `model.layers.N` of the MTP layer in tensor names and patterns; None where
     the engine keeps it. reason says the same in a sentence, for reports. method is the drafting
-    method it holds for, where it is one of several. finds_absent: it takes a config as
-    with_absent_listed does. unquantized_beside: formats of main models beside which it builds every
-    draft unquantized. refuses_recomputed: model_types whose draft it does not load with tensors
-    that all others skip, as is_recomputed tells.
+    method it holds for, where it is one of several. reads returns what it takes another's config
+    for, given the tensors' names. renamed: quant_methods whose lists it renames with the layer.
+    unquantized_beside: formats of main models beside which it builds every draft unquantized.
+    loads_tables: it loads the draft's own embedding and head. refuses_recomputed: model_types whose
+    draft it does not load with tensors that all others skip, as is_recomputed tells.
     """
 
     by_main_config: bool
     reason: str
     layer_name: str | None = None
     method: str = ""
-    finds_absent: bool = False
+    reads: Reads = as_it_is
+    renamed: frozenset[str] = frozenset()
+    loads_tables: bool = True
     unquantized_beside: frozenset[str] = frozenset()
     refuses_recomputed: frozenset[str] = frozenset()
 

@@ -20,12 +20,13 @@ from mtp_checkpoints.layouts.base import (
 )
 from mtp_checkpoints.quantization.method import SGLANG, VLLM
 from mtp_checkpoints.quantization.methods import METHODS
+from mtp_checkpoints.quantization.readers import RENAMED_BY_SGLANG, sglang_reads, vllm_reads
 
 VLLM_PROBE = "command -v vllm"
 VLLM_READING = DraftReading(
     by_main_config=True,
     reason="vLLM builds the draft with the quantization_config of main/config.json",
-    finds_absent=True,
+    reads=vllm_reads,
     refuses_recomputed=frozenset({"glm4_moe"}),  # glm4_moe_mtp.py looks up every name of the layer
 )
 _SGLANG_PORT = 20000  # at which its machines find each other
@@ -125,6 +126,9 @@ HF = Target(
                 reason=f"SGLang knows the draft's layer as {SGLANG_DRAFT}, which entries of ignore"
                 " and the like must match",
                 layer_name=SGLANG_DRAFT,
+                reads=sglang_reads,
+                renamed=RENAMED_BY_SGLANG,
+                loads_tables=False,
                 unquantized_beside=frozenset({NvFp4.storage}),  # of its models/*_nextn.py
             ),
         ),

@@ -13,15 +13,21 @@ from mtp_checkpoints.quantization.methods import METHODS, quant_config_of
 from mtp_checkpoints.quantization.native import Config, quantization_of, with_quantization
 
 
-def as_engines_take(config: Mapping[str, Any], tensors: Collection[str]) -> Config:
-    """Return a config.json as a loader that looks at a folder's tensors takes it. Raises as
-    family_of and quant_config_of."""
-    return with_projection_listed(with_absent_listed(config, tensors), tensors)
+def as_engines_take(
+    config: Mapping[str, Any], tensors: Collection[str], *, experts: bool = False
+) -> Config:
+    """Return a config.json as a loader that looks at a folder's tensors takes it. experts is that
+    of with_absent_listed. Raises as family_of and quant_config_of."""
+    listed = with_absent_listed(config, tensors, experts=experts)
+    return with_projection_listed(listed, tensors)
 
 
-def with_absent_listed(config: Mapping[str, Any], tensors: Collection[str]) -> Config:
+def with_absent_listed(
+    config: Mapping[str, Any], tensors: Collection[str], *, experts: bool = False
+) -> Config:
     """Return a config.json as vLLM takes it for a folder with these tensors: where a quant_method
-    lists no unquantized linear, those that have no codes are taken for listed.
+    lists no unquantized linear, those that have no codes are taken for listed. vLLM builds routed
+    experts quantized unless they are listed; with experts, those are taken so too.
 
     Source: vLLM's `maybe_update_config` of AWQ and GPTQ. Raises as family_of and quant_config_of.
     """
@@ -31,7 +37,11 @@ def with_absent_listed(config: Mapping[str, Any], tensors: Collection[str]) -> C
     method = METHODS.get(str(quantization.get("quant_method")))
     if method is None or not method.absent_key or quantization.get(method.absent_key):
         return dict(config)
-    specs = family_of(config).tensors.values()
+    specs = [
+        spec
+        for spec in family_of(config).tensors.values()
+        if experts or spec.role is not Role.ROUTED_EXPERT
+    ]
     return _listed(config, plain_linears(quant_config_of(quantization), specs, tensors))
 
 

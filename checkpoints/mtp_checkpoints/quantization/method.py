@@ -150,8 +150,8 @@ class Method:
     without quantized linears. dialect is that of the only engine with the method. absent_key: where
     this field lists nothing, loaders find unquantized linears by their tensors.
     zero_labels: how a config labels zero points, where it does.
-    whole_names: they compare names of linears, not of modules above them. in_groups: fp8 has
-    compressed-tensors' name for scales.
+    whole_names: they compare names of linears, not of modules above them. experts_as_one: they ask
+    for all experts of a layer by one name. in_groups: fp8 has compressed-tensors' name for scales.
     """
 
     read: Callable[[Mapping[str, Any]], QuantConfig]
@@ -163,6 +163,7 @@ class Method:
     absent_key: str = ""
     zero_labels: ZeroLabels | None = None
     whole_names: bool = False
+    experts_as_one: bool = False
     in_groups: bool = False
 
     def draft_storages(self, dialect: Dialect) -> frozenset[str]:

@@ -24,7 +24,7 @@ from mtp_checkpoints.formats import (
 from mtp_checkpoints.named_tuples import rows_of
 from mtp_checkpoints.quantization.fusion_rules import EXPERTS, check_fusion_rules
 from mtp_checkpoints.quantization.method import QuantConfig
-from mtp_checkpoints.quantization.methods import quant_config_of
+from mtp_checkpoints.quantization.methods import METHODS, quant_config_of
 from mtp_checkpoints.quantization.mismatches import HasLayout, Mismatch, StoredTensor, compare
 from mtp_checkpoints.quantization.native import (
     COMPRESSED,
@@ -186,11 +186,12 @@ class StoredModel:
         def is_there(spec: TensorSpec) -> bool:
             return main if spec.mtp_layer is None else mtp
 
-        return replace(
-            self,
-            specs=[spec for spec in self.specs if is_there(spec)],
-            kinds=[kind for kind in self.kinds if is_there(kind.specs[0])],
-        )
+        return self.of_tensors(is_there)
+
+    def of_tensors(self, is_there: Callable[[TensorSpec], bool]) -> StoredModel:
+        """Return what a folder must hold of some tensors, all or none of a kind."""
+        specs = [spec for spec in self.specs if is_there(spec)]
+        return replace(self, specs=specs, kinds=[k for k in self.kinds if is_there(k.specs[0])])
 
     @cached_property
     def native(self) -> NativeFp8 | None:
@@ -212,11 +213,11 @@ class StoredModel:
         return Fp8Channel.storage in storages and storages <= _IN_CHANNELS
 
     def reread(self, quantization: object, rename: Callable[[str], str]) -> StoredModel:
-        """Return what the same weights must be under another quantization_config and other names.
-
-        Raises as stored_model.
-        """
-        return _stored(self.family, self.specs, quantization=quantization, rename=rename)
+        """Return what the same weights must be under another quantization_config and other names,
+        experts by the name that engines ask for. Raises as stored_model."""
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        as_one = method in METHODS and METHODS[method].experts_as_one
+        return _stored(self.family, self.specs, quantization, rename, experts_as_one=as_one)
 
     def with_mtp_of(self, other: StoredModel, quantization: object) -> StoredModel:
         """Return the main model's part beside the MTP layers of another checkpoint."""
@@ -310,8 +311,10 @@ def _stored(
     rename: Callable[[str], str] = str,
     *,
     transposes: bool = False,
+    experts_as_one: bool = False,
 ) -> StoredModel:
-    """Return how tensors of a model lie on disk; the config's patterns match the renamed names."""
+    """Return how tensors of a model lie on disk; the config's patterns match the renamed names, and
+    with experts_as_one the name of a layer's experts."""
     config = quant_config_of(quantization)
     formats: dict[str, WeightFormat | None] = {}
     kinds: dict[tuple[object, ...], WeightKind] = {}
@@ -322,6 +325,8 @@ def _stored(
         if kind is None:
             # Engines read all experts of a layer in the format of the first one.
             first = f"{layer}{EXPERTS}0{tail}" if expert else tail
+            if expert and experts_as_one:
+                first = f"{layer}{EXPERTS.rstrip('.')}{_WEIGHT}"
             stored_as = _format_of(config, first, spec, formats) or UNQUANTIZED
             kind = kinds[key] = _kind_of(spec, tail, stored_as, transposes=transposes)
         kind.specs.append(spec)

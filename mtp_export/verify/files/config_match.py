@@ -5,18 +5,18 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mtp_checkpoints.containers.base import CONFIG_NAME, TensorInfo
-from mtp_checkpoints.errors import MtpExportError, UnsupportedError
+from mtp_checkpoints.errors import InvalidInputError, MtpExportError, UnsupportedError
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.formats import mixes_groups_with_fp8
 from mtp_checkpoints.formats.base import SCALES_OF_CODES
 from mtp_checkpoints.layouts.base import DraftReading, Engine
-from mtp_checkpoints.quantization.absent import with_absent_listed, with_projection_listed
+from mtp_checkpoints.quantization.absent import with_projection_listed
 from mtp_checkpoints.quantization.mismatches import Mismatch, is_recomputed
 from mtp_checkpoints.quantization.native import quantization_of
 from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight
@@ -243,9 +243,17 @@ def _draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
                 continue
             config = context.main.config
         if not context.is_bundle:
+            main = context.main.tensors if context.main is not None else ()
+            try:
+                config = engine.draft_reading.reads(config, {*main, *tensors})
+            except UnsupportedError as error:
+                yield not_tested(name, str(error))
+                continue
+            except InvalidInputError as error:
+                data = {ENGINE: engine.name}
+                yield failed(name, str(error), subject=CONFIG_NAME, data=data)
+                continue
             config = with_projection_listed(config, tensors)
-            if engine.draft_reading.finds_absent and context.main is not None:
-                config = with_absent_listed(config, {*context.main.tensors, *tensors})
         unquantized = engine.draft_reading.unquantized_beside & of_main
         quantization = None if unquantized else quantization_of(config)
         item = _as_read(name, layout, quantization, engine.draft_reading)
@@ -299,7 +307,7 @@ def _as_read(name: str, layout: PartLayout, config: Any, reading: DraftReading) 
     reason = reading.reason
     if reading.layer_name is not None:
         rename = partial(_with_layer_name, layers, reading.layer_name)
-        if not keeps_patterns:
+        if not keeps_patterns and config and config.get("quant_method") in reading.renamed:
             config = json.loads(rename(json.dumps(config)))
             reason = f"{reason}, with {layers[0]} in them replaced as it is written"
         tensors = {rename(key): tensor for key, tensor in tensors.items()}
@@ -311,6 +319,10 @@ def _as_read(name: str, layout: PartLayout, config: Any, reading: DraftReading) 
     except MtpExportError as error:
         cause = causes.misread_by_engine(reason, error)
         return failed(name, cause, subject="config.json")
+    if not reading.loads_tables:
+        tables = {_module_of(table) for table in read.tables.values()}
+        tensors = {n: one for n, one in tensors.items() if n.rpartition(".")[0] not in tables}
+        read = read.of_tensors(lambda spec: spec.role not in _COPIED)
     renamed = (reading.layer_name,) if reading.layer_name else ()
     problems = ListedDraft(read, tensors, config, renamed or layers).problems()
     if problems:  # of which each tensor's are the consequence
@@ -318,13 +330,8 @@ def _as_read(name: str, layout: PartLayout, config: Any, reading: DraftReading) 
             Problem(one.subject, causes.misread_by_engine(reason, one.words)) for one in problems
         ]
         return verdict(name, problems, f"{len(specs):,} weights")
-    presence, precision = _sorted_out(tensors, read)
     absent = {rename(name) for name in layout.stored.tensors.keys() - layout.checkpoint.tensors}
-    presence = [problem for problem in presence if problem.subject not in absent]
-    if keeps_patterns:  # a release names its other matrices by the layer, and none is asked
-        linears = {w.tensors[0].name for w in read.weights.values() if w.weight.is_linear_weight}
-        precision = [problem for problem in precision if problem.subject in linears]
-    problems = presence + precision
+    problems = _differing(tensors, read, absent, linears_alone=keeps_patterns)
     if problems:  # the reason once, before all of them
         first = problems[0]
         words = causes.misread_by_engine(reason, first.words)
@@ -338,6 +345,32 @@ def _refused(layout: PartLayout, reading: DraftReading) -> list[Problem]:
         return []
     names = filter(is_recomputed, layout.checkpoint.tensors)
     return [Problem(name, causes.recomputed_not_skipped(name)) for name in names]
+
+
+def _differing(
+    tensors: Mapping[str, TensorInfo],
+    read: StoredModel,
+    absent: Collection[str],
+    *,
+    linears_alone: bool,
+) -> list[Problem]:
+    """Problems of a draft as an engine reads it. absent: tensors that no reader needs.
+    linears_alone: a release names its other matrices by the layer, and none is asked."""
+    presence, precision = _sorted_out(tensors, read)
+    asked = {
+        weight.tensors[0].name
+        for weight in read.weights.values()
+        if weight.weight.role is not Role.MTP_PROJECTION
+        and (weight.weight.is_linear_weight or not linears_alone)
+    }
+    return [
+        *(problem for problem in presence if problem.subject not in absent),
+        *(problem for problem in precision if problem.subject in asked),
+    ]
+
+
+def _module_of(weight: StoredWeight) -> str:
+    return weight.tensors[0].name.rpartition(".")[0]
 
 
 def _by_released_names(layout: PartLayout) -> Mapping[str, TensorInfo]:

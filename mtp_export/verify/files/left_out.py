@@ -22,6 +22,7 @@ from mtp_export.verify.check import Problem
 from mtp_export.verify.diagnosis.causes import files as causes
 
 _SHOWN = 300  # characters of what must be added, or of an entry
+_NAMED = 6  # entries that are added and named one by one
 _LOOKED_INTO = 20  # entries of a list that are for the module and may act on nothing
 _MTP_WORD = re.compile("mtp|nextn|eh_proj")
 
@@ -102,11 +103,12 @@ class ListedDraft:
             return True
 
     def _to_leave_out(self, weights: list[StoredWeight]) -> list[str]:
-        """The MTP layers, where all that is stored of their linears is unquantized; else the
-        modules."""
+        """The MTP layers, where all that is stored of their linears is unquantized and the method
+        knows modules; else the linears."""
         own = {weight.weight.name for weight in weights}
         every = (one.weight for one in self.described.weights.values())
-        if all(spec.name in own for spec in every if spec.is_linear_weight):
+        whole_names = METHODS[self.quantization["quant_method"]].whole_names
+        if not whole_names and all(s.name in own for s in every if s.is_linear_weight):
             return list(self.layers)
         return modules_of(weight.weight for weight in weights)
 
@@ -212,7 +214,10 @@ def _added(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]
         if not isinstance(value, list | dict):
             continue
         if more := [one for one in value if isinstance(one, str) and one not in old]:
-            yield f"{', '.join(more)} to {key}"
+            first = ", ".join(more)
+            if len(more) > _NAMED:
+                first = f"{', '.join(more[:2])} and {len(more) - 2} more, each by its whole name,"
+            yield f"{first} to {key}"
 
 
 def _entries(value: object) -> Iterator[str]:

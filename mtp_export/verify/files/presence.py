@@ -28,6 +28,7 @@ from mtp_checkpoints.families.signs import (
     other_draft,
     projection_in_main,
     renamed,
+    sglang_adds,
 )
 from mtp_checkpoints.formats.base import SCALES_OF_CODES
 from mtp_checkpoints.quantization.native import describe, quantization_of
@@ -247,7 +248,10 @@ def _indexed(context: Context, found: Found) -> Item:
             if shard.path.name in checkpoint.unindexed:
                 outside |= {tensor.name: shard.path.name for tensor in shard.tensors}
     lost = sorted(name for name in found.mtp_names if name in outside)
-    words = [causes.not_in_index(file) for file in dict.fromkeys(outside[name] for name in lost)]
+    words = [
+        causes.not_in_index(file, sglang_adds=sglang_adds(found.config, file))
+        for file in dict.fromkeys(outside[name] for name in lost)
+    ]
     return verdict("MTP modules in the index", [Problem(lost[0], each) for each in words])
 
 

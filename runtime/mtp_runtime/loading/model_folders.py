@@ -66,13 +66,13 @@ def _apart(main: Checkpoint, mtp: Checkpoint) -> list[ModelFolder]:
     target = likely_target(mtp.config, mtp.tensors.keys(), len(spec.layers))
     if target.name == RELEASED:
         mtp = mtp.of_tensors([name for name in mtp.tensors if spec.mtp_layer_of(name) is not None])
-    stored = stored_model(as_engines_take(main.config, main.tensors)).main
+    stored = stored_model(as_engines_take(main.config, main.tensors, experts=True)).main
     return [ModelFolder(main_part, stored), _draft(mtp, main, target)]
 
 
 def _whole(checkpoint: Checkpoint) -> ModelFolder:
     """Return a single folder as it is: main alone, or main and MTP."""
-    stored = stored_model(as_engines_take(checkpoint.config, checkpoint.tensors))
+    stored = stored_model(as_engines_take(checkpoint.config, checkpoint.tensors, experts=True))
     if checkpoint.tensors.keys() & stored.mtp.tensors.keys():
         return ModelFolder(checkpoint, stored)
     return ModelFolder(checkpoint, stored.main)

@@ -122,4 +122,4 @@ def _leave_out(quantization: Config, modules: Sequence[str]) -> Config:
     return {**quantization, _CHANGES: {**patterns, **_changes(quantization)}}
 
 
-AUTO_ROUND = Method(_read, leave_out=_leave_out, zero_labels=_ZEROS)
+AUTO_ROUND = Method(_read, leave_out=_leave_out, zero_labels=_ZEROS, experts_as_one=True)

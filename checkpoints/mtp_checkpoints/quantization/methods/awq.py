@@ -55,4 +55,4 @@ def _leave_out(quantization: Config, modules: Sequence[str]) -> Config:
     return {**quantization, _LEFT_OUT: list(dict.fromkeys(names))}
 
 
-AWQ = Method(_read, leave_out=_leave_out, absent_key=_LEFT_OUT)
+AWQ = Method(_read, leave_out=_leave_out, absent_key=_LEFT_OUT, experts_as_one=True)

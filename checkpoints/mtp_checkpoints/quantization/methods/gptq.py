@@ -1,5 +1,5 @@
-"""GPTQ: 4 or 8 bits for every linear; `dynamic` changes or leaves out those whose names a pattern
-matches.
+"""GPTQ: 4 or 8 bits for every linear, or those of which `modules_in_block_to_quantize` has parts of
+names; `dynamic` changes or leaves out those whose names a pattern matches.
 
 Sources: vLLM `quantization/auto_gptq.py`, SGLang `quantization/gptq`, GPTQModel.
 """
@@ -7,7 +7,7 @@ Sources: vLLM `quantization/auto_gptq.py`, SGLang `quantization/gptq`, GPTQModel
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from mtp_checkpoints.quantization.method import (
 )
 from mtp_checkpoints.quantization.native import Config, unusable_field
 
-_DYNAMIC = "dynamic"
+_DYNAMIC, BLOCKS = "dynamic", "modules_in_block_to_quantize"
 _NEGATIVE, _POSITIVE = "-:", "+:"
 # GPTQModel's newer layout holds zero points as they are.
 _ZEROS = ZeroLabels("checkpoint_format", less_one="gptq", as_they_are="gptq_v2")
@@ -50,12 +50,23 @@ class _Gptq(Unfused):
 
 def _read(quantization: Mapping[str, Any]) -> _Gptq:
     """Read a quantization_config (UnsupportedError for another layout)."""
-    patterns = []
+    patterns: list[tuple[str, WeightFormat | None]] = []
+    if blocks := list(_flat(quantization.get(BLOCKS) or [])):
+        # The name of all experts of a layer is in no list, and vLLM does not look for it.
+        patterns.append((rf"(?!.*(?:{'|'.join(map(re.escape, blocks))}|\.experts$))", None))
     for pattern, own in _dynamic(quantization).items():
         left_out = pattern.startswith(_NEGATIVE)
         form = None if left_out else _format({**quantization, **own})
         patterns.append((pattern.removeprefix(_NEGATIVE).removeprefix(_POSITIVE), form))
     return _Gptq(_format(quantization), tuple(patterns))
+
+
+def _flat(blocks: object) -> Iterator[str]:
+    """Yield the parts of names that are quantized, in lists of any depth."""
+    if not isinstance(blocks, list):
+        raise unusable_field(BLOCKS, "parts of names, in a list or in lists", blocks)
+    for block in blocks:
+        yield from [block] if isinstance(block, str) else _flat(block)
 
 
 def _format(quantization: Mapping[str, Any]) -> WeightFormat:
@@ -94,4 +105,10 @@ def _leave_out(quantization: Config, modules: Sequence[str]) -> Config:
     return {**quantization, _DYNAMIC: {**ours, **_dynamic(quantization)}}
 
 
-GPTQ = Method(_read, leave_out=_leave_out, absent_key=_DYNAMIC, zero_labels=_ZEROS)
+GPTQ = Method(
+    _read,
+    leave_out=_leave_out,
+    absent_key=BLOCKS,
+    zero_labels=_ZEROS,
+    experts_as_one=True,
+)

@@ -18,6 +18,8 @@ from mtp_checkpoints.quantization.native import Config
 
 _IGNORE = "ignore"
 _NESTED, _EXCLUDED = "quantization", "exclude_modules"  # as hf_quant_config.json has it
+# A head is a linear to engines.
+_ROLES = (*LINEAR_ROLES, Role.HEAD)
 _ALGORITHMS: dict[str, WeightFormat] = {"NVFP4": NvFp4(), "FP8": Fp8Tensor()}
 
 
@@ -29,7 +31,7 @@ class _ModelOpt(Unfused):
     patterns: tuple[str, ...]
 
     def format_of(self, module: str, role: Role) -> WeightFormat | None:
-        skipped = role not in LINEAR_ROLES or any(
+        skipped = role not in _ROLES or any(
             pattern in module or fnmatchcase(module, pattern) for pattern in self.patterns
         )
         return None if skipped else self.format

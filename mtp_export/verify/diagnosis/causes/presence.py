@@ -109,8 +109,11 @@ def scale_without_codes(name: str) -> str:
     return f"{name} is a scale, and no weight is beside it"
 
 
-def not_in_index(file: str) -> str:
+def not_in_index(file: str, *, sglang_adds: bool) -> str:
+    """sglang_adds: SGLang loads a file of this name for this model without an index."""
+    but = "; SGLang adds a file of this name to GLM's models" if sglang_adds else ""
     return (
-        f"{file} is not in the index: engines that follow the index, as vLLM does, will not load"
-        " it, and transformers never opens it. An export writes its tensors into an index"
+        f"{file} is not in the index: engines that follow the index, as vLLM and SGLang do, will"
+        f" not load it{but}, and transformers never opens it. An export writes its tensors into an"
+        " index"
     )

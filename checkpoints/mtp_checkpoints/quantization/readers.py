@@ -1,0 +1,224 @@
+"""Readings of others' quantization_config by vLLM and SGLang, where they are not what its method
+says: fields that they refuse, entries that reach no module of theirs, and linears that they
+find by the tensors.
+
+Sources: vLLM 0.32.0 and SGLang 0.5.23, whose code tests/engines/test_foreign_readers.py executes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
+from mtp_checkpoints.families import family_of
+from mtp_checkpoints.families.base import Role
+from mtp_checkpoints.formats import WHOLE_ROW
+from mtp_checkpoints.quantization.absent import with_absent_listed
+from mtp_checkpoints.quantization.methods.gptq import BLOCKS
+from mtp_checkpoints.quantization.native import (
+    COMPRESSED,
+    Config,
+    quantization_of,
+    replaced_quantization,
+)
+
+RENAMED_BY_SGLANG = frozenset({COMPRESSED, "fp8", "modelopt"})
+"""Methods in whose lists SGLang replaces the name of a draft's layer by its own: those whose config
+class has `apply_weight_name_mapper`."""
+
+_AUTO_ROUND_FORMATS = ("auto_round:auto_gptq", "auto_round:auto_awq")
+_FP8_LISTS = ("ignored_layers", "modules_to_not_convert")  # in vLLM's order
+_SPECIAL = re.compile(r"[*+?^$()\[\]{}|\\]")
+_ONE_EXPERT = re.compile(r"\.experts\.\d")
+
+Reads = Callable[[Mapping[str, Any], Collection[str]], Config]
+
+
+def as_it_is(config: Mapping[str, Any], _: Collection[str]) -> Config:
+    """Return a config.json for an engine that takes it by its words."""
+    return dict(config)
+
+
+def vllm_reads(config: Mapping[str, Any], tensors: Collection[str]) -> Config:
+    """Return a config.json, in the words of its method, that means what vLLM takes it for in a
+    folder with these tensors.
+
+    Raises UnsupportedError for one that vLLM refuses, and what with_absent_listed raises.
+    """
+    quantization = quantization_of(config)
+    if not isinstance(quantization, dict):
+        return dict(config)
+    match quantization.get("quant_method"):
+        case "gptq":
+            _check_gptq_of_vllm(quantization)
+        case "auto-round":
+            _check_auto_round("vLLM 0.32.0", quantization)
+            quantization = _with_ends_as_patterns(quantization)
+        case "compressed-tensors":
+            _check_no_null("vLLM 0.32.0", quantization, "ignore")
+            _check_activations(quantization)
+        case "fp8":
+            quantization = _with_whole_linears(config, quantization)
+        case "modelopt":
+            _check_no_null("vLLM 0.32.0", quantization, "ignore", "exclude_modules")
+    return with_absent_listed(replaced_quantization(config, quantization), tensors)
+
+
+def sglang_reads(config: Mapping[str, Any], tensors: Collection[str]) -> Config:
+    """Return a config.json, in the words of its method, that means what SGLang takes it for in a
+    folder with these tensors.
+
+    Raises UnsupportedError for one that SGLang refuses, InvalidInputError for a draft that no entry
+    of it can describe, and what family_of raises.
+    """
+    quantization = quantization_of(config)
+    if not isinstance(quantization, dict):
+        return dict(config)
+    match quantization.get("quant_method"):
+        case "gptq":
+            if quantization.get("sym") is False:
+                raise _refused("SGLang 0.5.23", "sym true beside routed experts", "sym false")
+            _check_experts_of_sglang(config, tensors)
+            quantization = {k: v for k, v in quantization.items() if k != BLOCKS}
+            dynamic = {r"+:.*\.experts$": {}, **(quantization.get("dynamic") or {})}
+            quantization = {**quantization, "dynamic": dynamic}
+        case "auto-round":
+            _check_auto_round("SGLang 0.5.23", quantization)
+            quantization = _with_whole_patterns(quantization)
+        case "compressed-tensors":
+            _check_no_null("SGLang 0.5.23", quantization, "ignore")
+        case "modelopt":
+            if "NVFP4" in str(_nested(quantization).get("quant_algo")).upper():
+                _check_no_null("SGLang 0.5.23", quantization, "ignore", "exclude_modules")
+            quantization = _with_whole_names(quantization)
+    return replaced_quantization(config, quantization)
+
+
+# --- What they refuse -----------------------------------------------------------------------------
+
+
+def _refused(engine: str, expected: str, found: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{engine} does not load a checkpoint with this quantization_config",
+        expected=expected,
+        found=found,
+    )
+
+
+def _check_gptq_of_vllm(quantization: Config) -> None:
+    if quantization.get("sym") is False:
+        raise _refused("vLLM 0.32.0", "GPTQ with sym true", "sym false")
+    if quantization.get("desc_act") and quantization.get("group_size") != WHOLE_ROW:
+        raise _refused("vLLM 0.32.0", "GPTQ with desc_act false", "desc_act true")
+
+
+def _check_experts_of_sglang(config: Mapping[str, Any], tensors: Collection[str]) -> None:
+    """Refuse a draft with unquantized experts: SGLang's method of experts asks no rule."""
+    experts = (
+        spec.name
+        for spec in family_of(config).tensors.values()
+        if spec.mtp_layer is not None and spec.role is Role.ROUTED_EXPERT
+    )
+    if (plain := next((name for name in experts if name in tensors), None)) is not None:
+        raise InvalidInputError(
+            "SGLang builds every expert of a GPTQ model quantized, whatever dynamic says",
+            expected="experts in GPTQ's int4 too",
+            found=f"{plain}, unquantized",
+            todo="Serve it with vLLM, or give SGLang the MTP layer in a folder of its own, whose"
+            " config.json has no quantization_config: mtp-export graft makes one",
+        )
+
+
+def _check_auto_round(engine: str, quantization: Config) -> None:
+    packing = quantization.get("packing_format")
+    if quantization.get("data_type", "int") == "int" and packing not in _AUTO_ROUND_FORMATS:
+        expected = f"packing_format {' or '.join(_AUTO_ROUND_FORMATS)}"
+        raise _refused(engine, expected, f"packing_format {packing}")
+
+
+def _check_no_null(engine: str, quantization: Config, *keys: str) -> None:
+    for holder in (quantization, _nested(quantization)):
+        for key in keys:
+            if key in holder and holder[key] is None:
+                raise _refused(engine, f"a list as {key}, or no such field", f"{key} null")
+
+
+def _check_activations(quantization: Config) -> None:
+    """Refuse integers in int-quantized whose activations stay as they are."""
+    groups = quantization.get("config_groups")
+    for group in groups.values() if isinstance(groups, dict) else ():
+        layout = group.get("format") or quantization.get("format")
+        weights = group.get("weights") or {}
+        if (layout, weights.get("type")) == ("int-quantized", "int") and not group.get(
+            "input_activations"
+        ):
+            raise _refused(
+                "vLLM 0.32.0",
+                "format pack-quantized for integers whose activations are not quantized",
+                "format int-quantized without input_activations",
+            )
+
+
+def _nested(quantization: Config) -> Config:
+    """Return what ModelOpt keeps one level deeper in a file of its own."""
+    inner = quantization.get("quantization")
+    return inner if isinstance(inner, dict) else quantization
+
+
+# --- What their entries reach ---------------------------------------------------------------------
+
+
+def _with_whole_linears(config: Mapping[str, Any], quantization: Config) -> Config:
+    """Return native fp8's config with the names that are a linear's, or of experts, in the first of
+    its lists that has any: vLLM compares whole names, and reads no other list."""
+    linears = {spec.module for spec in family_of(config).tensors.values() if spec.is_linear_weight}
+    first = next((key for key in _FP8_LISTS if quantization.get(key)), None)
+    kept = {
+        key: [n for n in quantization[key] if key == first and (n in linears or ".experts" in n)]
+        for key in _FP8_LISTS
+        if quantization.get(key)
+    }
+    return {**quantization, **kept}
+
+
+def _with_ends_as_patterns(quantization: Config) -> Config:
+    """Return AutoRound's config with names in extra_config that are the ends of longer ones as
+    patterns, before the others."""
+    changes = quantization.get("extra_config") or {}
+    ends = {
+        rf"\.{re.escape(name)}$": change
+        for name, change in changes.items()
+        if not _SPECIAL.search(name) and not name.startswith("model.")
+    }
+    return {**quantization, "extra_config": {**ends, **changes}} if ends else quantization
+
+
+def _with_whole_patterns(quantization: Config) -> Config:
+    """Return AutoRound's config with patterns in extra_config that match whole names alone."""
+    changes = quantization.get("extra_config") or {}
+    whole = {
+        rf"^(?:{name})$" if _SPECIAL.search(name) else name: change
+        for name, change in changes.items()
+    }
+    return {**quantization, "extra_config": whole} if whole else quantization
+
+
+def _with_whole_names(quantization: Config) -> Config:
+    """Return ModelOpt's config without entries that are parts of names, or a single expert's: they
+    reach no module."""
+    holder = _nested(quantization)
+    changed = {
+        key: [name for name in holder[key] if _reaches(str(name))]
+        for key in ("ignore", "exclude_modules")
+        if isinstance(holder.get(key), list)
+    }
+    if holder is quantization:
+        return {**quantization, **changed}
+    return {**quantization, "quantization": {**holder, **changed}}
+
+
+def _reaches(entry: str) -> bool:
+    whole = "*" in entry or "." not in entry or entry.startswith("model.")
+    return whole and not _ONE_EXPERT.search(entry)

@@ -1,0 +1,175 @@
+"""Readings of others' configs by vLLM and SGLang, where they are not what the method's words say;
+tests/engines/test_foreign_readers.py holds the same against the engines' own code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cases import read_json
+from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
+from mtp_checkpoints.families.base import Role
+from mtp_checkpoints.quantization.methods import quant_config_of
+from mtp_checkpoints.quantization.readers import (
+    RENAMED_BY_SGLANG,
+    Reads,
+    as_it_is,
+    sglang_reads,
+    vllm_reads,
+)
+from quantized_by_others import METHODS
+from verify.foreign import GLM
+
+LAYER = "model.layers.3"
+OWN = f"{LAYER}.self_attn.o_proj"
+EXPERTS = f"{LAYER}.mlp.experts"
+EXPERT = f"{EXPERTS}.0.up_proj"
+COMPRESSED = METHODS["compressed-tensors, int4"].config
+INTEGERS = METHODS["compressed-tensors, int8"].config
+MODELOPT = METHODS["modelopt nvfp4"].config
+
+
+def read(reads: Reads, quantization: Any, *tensors: str) -> dict[str, Any]:
+    config = read_json(GLM / "config.json") | {"quantization_config": quantization}
+    return reads(config, tensors)
+
+
+def is_left_out(reads: Reads, quantization: Any, module: str, *tensors: str) -> bool:
+    found = read(reads, quantization, *tensors)["quantization_config"]
+    role = Role.ROUTED_EXPERT if module.startswith(EXPERTS) else Role.ATTENTION
+    return quant_config_of(found).format_of(module, role) is None
+
+
+@pytest.mark.parametrize("reads", [vllm_reads, sglang_reads, as_it_is])
+@pytest.mark.parametrize("quantization", [None, "text", {"quant_method": "w4afp8"}])
+def test_what_they_know_nothing_of_is_taken_as_it_is(reads: Reads, quantization: Any) -> None:
+    assert read(reads, quantization)["quantization_config"] == quantization
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_vllm_finds_linears_by_their_tensors_but_no_experts(method: str) -> None:
+    quantization = METHODS[method].config
+    stored = (f"{OWN}.weight", f"{EXPERT}.weight")
+    assert is_left_out(vllm_reads, quantization, OWN, *stored)
+    assert not is_left_out(vllm_reads, quantization, EXPERT, *stored)
+    assert not is_left_out(vllm_reads, quantization, OWN)
+
+
+def test_vllm_looks_at_gptqs_tensors_whatever_dynamic_says() -> None:
+    quantization = METHODS["gptq"].config | {"dynamic": {"-:.*mlp.*": {}}}
+    assert is_left_out(vllm_reads, quantization, OWN, f"{OWN}.weight")
+    listed = quantization | {"modules_in_block_to_quantize": [["self_attn.o_proj"]]}
+    assert not is_left_out(vllm_reads, listed, OWN, f"{OWN}.weight")
+    other = f"{LAYER}.self_attn.q_proj"
+    assert is_left_out(vllm_reads, listed, other) and not is_left_out(sglang_reads, listed, other)
+
+
+REFUSED = {
+    "GPTQ, asymmetric": (vllm_reads, METHODS["gptq, asymmetric"].config, "sym false"),
+    "GPTQ, permuted": (vllm_reads, METHODS["gptq, permuted"].config, "desc_act true"),
+    "AutoRound": (vllm_reads, METHODS["auto-round, attention unquantized"].config, "auto_round"),
+    "no list": (vllm_reads, COMPRESSED | {"ignore": None}, "ignore null"),
+    "ModelOpt": (vllm_reads, MODELOPT | {"ignore": None}, "ignore null"),
+    "integers": (vllm_reads, INTEGERS, "without input_activations"),
+    "GPTQ in SGLang": (sglang_reads, METHODS["gptq v2"].config, "sym false"),
+    "AutoRound in SGLang": (
+        *(sglang_reads, METHODS["auto-round, attention unquantized"].config),
+        "packing_format auto_round",
+    ),
+    "no list in SGLang": (sglang_reads, COMPRESSED | {"ignore": None}, "ignore null"),
+    "NVFP4 in SGLang": (sglang_reads, MODELOPT | {"ignore": None}, "ignore null"),
+    "ModelOpt's own file": (
+        *(vllm_reads, {"quant_method": "modelopt", "quantization": {"exclude_modules": None}}),
+        "exclude_modules null",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_an_engine_does_not_load(name: str) -> None:
+    reads, quantization, found = REFUSED[name]
+    with pytest.raises(UnsupportedError, match=r"0\.32\.0|0\.5\.23") as refused:
+        read(reads, quantization)
+    assert found in str(refused.value)
+
+
+ACCEPTED = {
+    "GPTQ, permuted, whole rows": (
+        *(vllm_reads, METHODS["gptq, permuted"].config | {"group_size": -1}),
+    ),
+    "GPTQ, permuted, in SGLang": (sglang_reads, METHODS["gptq, permuted"].config),
+    "integers in SGLang": (sglang_reads, INTEGERS),
+    "ModelOpt's fp8 in SGLang": (sglang_reads, MODELOPT | {"quant_algo": "FP8", "ignore": None}),
+    "fp8 as others name it": (
+        *(vllm_reads, METHODS["auto-round"].config | {"data_type": "fp", "packing_format": "x"}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_what_one_of_them_loads(name: str) -> None:
+    reads, quantization = ACCEPTED[name]
+    read(reads, quantization)
+
+
+def test_sglang_asks_no_rule_for_gptqs_experts() -> None:
+    quantization = METHODS["gptq"].config | {"dynamic": {f"-:{LAYER}.*": {}}}
+    assert is_left_out(sglang_reads, quantization, OWN)
+    rules = read(sglang_reads, quantization)["quantization_config"]
+    assert quant_config_of(rules).format_of(EXPERTS, Role.ROUTED_EXPERT) is not None
+    with pytest.raises(InvalidInputError, match="every expert of a GPTQ model quantized"):
+        read(sglang_reads, quantization, f"{EXPERT}.weight")
+    read(sglang_reads, quantization, "model.layers.1.mlp.experts.0.up_proj.weight")
+
+
+def test_names_in_auto_rounds_list() -> None:
+    """vLLM takes one for the end of a name, and looks for a pattern anywhere in a name; SGLang
+    wants the whole name for both."""
+    plain = {"bits": 16, "data_type": "float"}
+    by_end = METHODS["auto-round"].config | {"extra_config": {"self_attn.o_proj": plain}}
+    assert is_left_out(vllm_reads, by_end, OWN) and not is_left_out(sglang_reads, by_end, OWN)
+    inside = METHODS["auto-round"].config | {"extra_config": {r"layers\.3\.": plain}}
+    assert is_left_out(vllm_reads, inside, OWN) and not is_left_out(sglang_reads, inside, OWN)
+    for key in (OWN, r".*layers\.3\..*"):
+        quantization = METHODS["auto-round"].config | {"extra_config": {key: plain}}
+        assert is_left_out(vllm_reads, quantization, OWN)
+        assert is_left_out(sglang_reads, quantization, OWN)
+
+
+def test_vllm_compares_whole_names_of_fp8() -> None:
+    for key in ("ignored_layers", "modules_to_not_convert"):
+        quantization = METHODS["fp8"].config | {key: [LAYER, EXPERTS]}
+        assert not is_left_out(vllm_reads, quantization, OWN)
+        assert is_left_out(sglang_reads, quantization, OWN)
+        assert is_left_out(vllm_reads, quantization, EXPERT)
+        assert is_left_out(vllm_reads, quantization | {key: [OWN]}, OWN)
+    both = {"ignored_layers": ["lm_head"], "modules_to_not_convert": [OWN]}
+    assert not is_left_out(vllm_reads, METHODS["fp8"].config | both, OWN)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_parts_of_names_in_modelopts_list(nested: bool) -> None:
+    """Reach no module of SGLang's; whole names, patterns and single components do."""
+
+    def config(entry: str) -> dict[str, Any]:
+        if nested:
+            own = {"quant_algo": "FP8", "exclude_modules": [entry]}
+            return {"quant_method": "modelopt", "quantization": own}
+        return {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": [entry]}
+
+    for entry, module in (("mlp.experts", EXPERT), (EXPERT, EXPERT), ("3.self_attn", OWN)):
+        assert is_left_out(vllm_reads, config(entry), module)
+        assert not is_left_out(sglang_reads, config(entry), module)
+    for entry in (OWN, f"{LAYER}*", "self_attn", "*.self_attn.*"):
+        assert is_left_out(sglang_reads, config(entry), OWN)
+
+
+def test_a_head_is_a_linear_of_modelopt() -> None:
+    config = quant_config_of(MODELOPT)
+    assert config.format_of("lm_head", Role.HEAD) is None
+    assert config.format_of(f"{LAYER}.shared_head.head", Role.HEAD) is not None
+
+
+def test_sglang_renames_where_a_config_class_of_its_can() -> None:
+    assert {"compressed-tensors", "fp8", "modelopt"} == RENAMED_BY_SGLANG
