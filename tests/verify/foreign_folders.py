@@ -283,6 +283,15 @@ DAMAGED = (
         words=("set num_hidden_layers to 3",),
     ),
     Folder(
+        "another layer is left out",
+        unquantized("awq", "model.layers.2."),
+        words=(
+            r"of the main model, .*layers\.2.*\(model\.layers\.2\. in modules_to_not_convert\)",
+            "add model.layers.3 to modules_to_not_convert",
+            _without("graft"),
+        ),
+    ),
+    Folder(
         "4 bits that are called 8",
         both("auto-round"),
         damages.quantization(bits=8),

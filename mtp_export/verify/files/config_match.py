@@ -67,7 +67,7 @@ def run(context: Context) -> Iterator[Item]:
         if (wrong := misdescribed(context, layout)) is not None:
             yield wrong  # which all below would repeat
             continue
-        yield from _part_items(layout)
+        yield from _part_items(layout, of_main=part.name == MAIN and not context.is_bundle)
         if part.name == MTP:
             yield from _draft_items(context, layout)
 
@@ -104,10 +104,15 @@ def _advertised(context: Context) -> Item:
     return verdict(name, problems, str(promised))
 
 
-def _part_items(layout: PartLayout) -> Iterator[Item]:
-    """The promised tensors are there, and each weight in the promised form."""
-    tensors = layout.checkpoint.tensors
-    presence, precision = _sorted_out(tensors, layout.stored)
+def _part_items(layout: PartLayout, *, of_main: bool) -> Iterator[Item]:
+    """The promised tensors are there, and each weight in the promised form. of_main: where a list
+    leaves out what is quantized, its entry is named in place of the weights."""
+    tensors, stored = layout.checkpoint.tensors, layout.stored
+    presence, precision = _sorted_out(tensors, stored)
+    if of_main and precision:
+        names = [stored.weight_of[problem.subject].weight.name for problem in precision]
+        listed = ListedDraft(stored, tensors, stored.quantization, (), "the main model")
+        precision = listed.wrongly_left_out(names) or precision
     yield verdict(f"{layout.name}: tensors", presence, f"{len(tensors):,} tensors")
     weights = f"{len(layout.stored.weights):,} weights"
     yield verdict(f"{layout.name}: precision on disk", precision, weights)

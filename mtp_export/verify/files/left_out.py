@@ -4,7 +4,7 @@ modules are stored: which modules it lacks, or which entry is one too many."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -23,6 +23,7 @@ from mtp_export.verify.diagnosis.causes import files as causes
 
 _SHOWN = 300  # characters of what must be added, or of an entry
 _NAMED = 6  # entries that are added and named one by one
+_ASKED = 200_000  # entries times modules
 _LOOKED_INTO = 20  # entries of a list that are for the module and may act on nothing
 _MTP_WORD = re.compile("mtp|nextn|eh_proj")
 
@@ -30,12 +31,13 @@ _MTP_WORD = re.compile("mtp|nextn|eh_proj")
 @dataclass(frozen=True)
 class ListedDraft:
     """A draft as a quantization_config describes it to a reader, beside how it is stored: both by
-    the names that the reader has. layers are those of the MTP layers."""
+    the names that the reader has. layers are those of the MTP layers; part is its name in words."""
 
     described: StoredModel
     tensors: Mapping[str, TensorInfo]
     quantization: Any
     layers: tuple[str, ...]
+    part: str = "the MTP module"
 
     def problems(self) -> list[Problem]:
         """Modules that the list lacks, in one problem, those that it has too many, by entry, and
@@ -56,6 +58,16 @@ class ListedDraft:
             Problem(weight.tensors[0].name, causes.projection_quantized(weight.weight.module))
             for weight in projections
         ]
+
+    def wrongly_left_out(self, names: Collection[str]) -> list[Problem]:
+        """Of weights by name, those that are stored quantized and left out, by entry; none where
+        another is among them, or where they are too many to ask each entry for."""
+        weights = [self.described.weights[name] for name in names]
+        few = len(weights) * len(self._listed) <= _ASKED
+        alike = few and all(
+            self._is_plain(one) is False and one.format is UNQUANTIZED for one in weights
+        )
+        return [*self._too_many(weights)] if alike else []
 
     def _is_plain(self, weight: StoredWeight) -> bool | None:
         """True for a matrix that is stored unquantized, None for one that is there in no form."""
@@ -119,7 +131,11 @@ class ListedDraft:
             by_entry.setdefault(self._to_blame(weight), []).append(weight)
         for entry, alike in by_entry.items():
             words = causes.left_out_though_quantized(
-                len(alike), _module_of(alike[0]), entry, has_config=bool(self.quantization)
+                len(alike),
+                _module_of(alike[0]),
+                entry,
+                self.part,
+                has_config=bool(self.quantization),
             )
             name = alike[0].tensors[0].name
             yield Problem(name if self.quantization else CONFIG_NAME, words)

@@ -159,12 +159,15 @@ def _mtp_names(context: Context) -> Collection[str]:
 
 def graft_command(context: Context) -> str:
     """Return the command, ready to run where the original is known; "" for a bundle, a draft alone,
-    and models or quantizations that a graft does not read."""
+    and models or quantizations that a graft does not read, or main models that differ from them."""
     main = context.main
     if context.is_bundle or main is None or str(main.config.get("model_type")) not in FAMILIES:
         return ""
     try:
         quant_config_of(quantization_of(main.config))
+        of_main = next((one for one in context.layouts if one.name == MAIN), None)
+        if of_main is not None and of_main.stored.differences(of_main.checkpoint.tensors):
+            return ""
     except UnsupportedError:
         return ""
     except MtpExportError:  # a field of it is unusable: graft says which

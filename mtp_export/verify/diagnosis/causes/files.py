@@ -155,7 +155,9 @@ def projection_quantized(module: str) -> str:
     )
 
 
-def left_out_though_quantized(count: int, module: str, entry: str, *, has_config: bool) -> str:
+def left_out_though_quantized(
+    count: int, module: str, entry: str, part: str, *, has_config: bool
+) -> str:
     """entry: what leaves it out, "" where that is not one entry. has_config: there is a
     quantization_config."""
     blame = f" ({entry})" if entry else ""
@@ -164,7 +166,7 @@ def left_out_though_quantized(count: int, module: str, entry: str, *, has_config
         left_out = "config.json has no quantization_config"
         mend = ": put the one back that they were quantized with"
     return (
-        f"{count} matrices of the MTP module, such as {module}, are stored quantized, and"
+        f"{count} matrices of {part}, such as {module}, are stored quantized, and"
         f" {left_out}, so that they are built unquantized{mend}"
     )
 
