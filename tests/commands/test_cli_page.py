@@ -107,3 +107,10 @@ def test_a_switch_has_four_words_for_each_state() -> None:
     assert [switch.usual(text) for text in ("1", "true", "yes", "On")] == [True] * 4
     assert [switch.usual(text) for text in ("0", "False", "no", "off")] == [False] * 4
     assert switch.usual("2") is UNUSUAL
+
+
+def test_a_default_is_not_parsed() -> None:
+    """Typer gives it to parsers of texts too."""
+    (level,) = (leaf for leaf in leaves_of("verify") if leaf.flag == "--level")
+    assert level.parsed(level.field.default) is level.field.default
+    assert level.parsed("files") < level.field.default
