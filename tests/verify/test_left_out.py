@@ -94,6 +94,15 @@ def test_the_verdict_names_the_engine_that_reads_it(tmp_path: Path, engine: str)
     assert verified(folder, "--engine", other)[0].code == 7
 
 
+def test_an_engine_that_is_asked_for_and_refuses_a_config_fails(tmp_path: Path) -> None:
+    folder = quantized(GLM, tmp_path / "main", "gptq, asymmetric", mtp_left_out)
+    outcome, items = verified(folder)
+    assert (outcome.code, items[OF_VLLM]["status"]) == (0, "not tested")
+    alone, found = verified(folder, "--engine", "vllm")
+    assert (alone.code, failures(found)) == (7, {OF_VLLM})
+    assert "does not load a checkpoint" in found[OF_VLLM]["cause"]
+
+
 def test_no_engine_is_named_where_none_reads_it(tmp_path: Path) -> None:
     outcome, _ = verified(quantized(GLM, tmp_path / "main", "fp8"))
     assert "Do not ship this checkpoint; " in outcome.err

@@ -251,12 +251,14 @@ def _draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
             main = context.main.tensors if context.main is not None else ()
             try:
                 config = engine.draft_reading.reads(config, {*main, *tensors})
-            except UnsupportedError as error:
-                yield not_tested(name, str(error))
-                continue
-            except InvalidInputError as error:
+            except (UnsupportedError, InvalidInputError) as error:
                 data = {ENGINE: engine.name}
-                yield failed(name, str(error), subject=CONFIG_NAME, data=data)
+                refused = isinstance(error, UnsupportedError) and context.options.engine is None
+                yield (
+                    not_tested(name, str(error))
+                    if refused  # by one that nobody asked for
+                    else failed(name, str(error), subject=CONFIG_NAME, data=data)
+                )
                 continue
             config = with_projection_listed(config, tensors)
         unquantized = engine.draft_reading.unquantized_beside & of_main
