@@ -169,6 +169,8 @@ def stored_quantized(folder: Path, layer: str) -> dict[str, bool]:
 def parts_of(module: str, stored: Iterable[str]) -> list[str]:
     """The stored linears that an engine's module is made of."""
     parent, _, last = module.rpartition(".")
+    if last == "head":  # which vLLM names without the module that it is in
+        return [f"{parent.removesuffix('.shared_head')}.shared_head.head"]
     if last == "experts":
         return [name for name in stored if name.startswith(f"{module}.")]
     return [f"{parent}.{part}" for part in FUSED.get(last, (last,))]

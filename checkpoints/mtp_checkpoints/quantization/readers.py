@@ -16,6 +16,7 @@ from mtp_checkpoints.families import family_of
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.formats import WHOLE_ROW
 from mtp_checkpoints.quantization.absent import with_absent_listed
+from mtp_checkpoints.quantization.methods import quant_config_of
 from mtp_checkpoints.quantization.methods.gptq import BLOCKS
 from mtp_checkpoints.quantization.native import (
     COMPRESSED,
@@ -31,6 +32,7 @@ class has `apply_weight_name_mapper`."""
 _AUTO_ROUND_FORMATS = ("auto_round:auto_gptq", "auto_round:auto_awq")
 _FP8_LISTS = ("ignored_layers", "modules_to_not_convert")  # in vLLM's order
 _SPECIAL = re.compile(r"[*+?^$()\[\]{}|\\]")
+_EXPERTS = re.compile(r"model\.layers\.\d+\..*\.experts")
 _ONE_EXPERT = re.compile(r"\.experts\.\d")
 
 Reads = Callable[[Mapping[str, Any], Collection[str]], Config]
@@ -59,6 +61,7 @@ def vllm_reads(config: Mapping[str, Any], tensors: Collection[str]) -> Config:
         case "compressed-tensors":
             _check_no_null("vLLM 0.32.0", quantization, "ignore")
             _check_activations(quantization)
+            quantization = _with_heads_by_name(config, quantization)
         case "fp8":
             quantization = _with_whole_linears(config, quantization)
         case "modelopt":
@@ -176,11 +179,27 @@ def _with_whole_linears(config: Mapping[str, Any], quantization: Config) -> Conf
     linears = {spec.module for spec in family_of(config).tensors.values() if spec.is_linear_weight}
     first = next((key for key in _FP8_LISTS if quantization.get(key)), None)
     kept = {
-        key: [n for n in quantization[key] if key == first and (n in linears or ".experts" in n)]
+        key: [n for n in quantization[key] if key == first and (n in linears or _EXPERTS.match(n))]
         for key in _FP8_LISTS
         if quantization.get(key)
     }
     return {**quantization, **kept}
+
+
+def _with_heads_by_name(config: Mapping[str, Any], quantization: Config) -> Config:
+    """Return compressed-tensors' config with the draft's heads in ignore that no target names: vLLM
+    does not find one by the class Linear."""
+    groups = quantization.get("config_groups")
+    if not isinstance(groups, dict):
+        return quantization
+    names = {
+        key: {**group, "targets": [one for one in group.get("targets") or [] if one != "Linear"]}
+        for key, group in groups.items()
+    }
+    by_name = quant_config_of({**quantization, "config_groups": names})
+    heads = [layer.modules.head for layer in family_of(config).mtp]
+    more = [head for head in heads if by_name.format_of(head, Role.HEAD) is None]
+    return {**quantization, "ignore": [*(quantization.get("ignore") or []), *more]}
 
 
 def _with_ends_as_patterns(quantization: Config) -> Config:

@@ -144,6 +144,7 @@ def test_vllm_compares_whole_names_of_fp8() -> None:
         assert is_left_out(sglang_reads, quantization, OWN)
         assert is_left_out(vllm_reads, quantization, EXPERT)
         assert is_left_out(vllm_reads, quantization | {key: [OWN]}, OWN)
+        assert not is_left_out(vllm_reads, quantization | {key: ["mlp.experts"]}, EXPERT)
     both = {"ignored_layers": ["lm_head"], "modules_to_not_convert": [OWN]}
     assert not is_left_out(vllm_reads, METHODS["fp8"].config | both, OWN)
 
@@ -163,6 +164,20 @@ def test_parts_of_names_in_modelopts_list(nested: bool) -> None:
         assert not is_left_out(sglang_reads, config(entry), module)
     for entry in (OWN, f"{LAYER}*", "self_attn", "*.self_attn.*"):
         assert is_left_out(sglang_reads, config(entry), OWN)
+
+
+def test_vllm_finds_a_head_by_its_name_alone() -> None:
+    (group,) = COMPRESSED["config_groups"].values()
+    named = {**group, "targets": ["Linear", r"re:.*shared_head\.head$"]}
+    for quantization, is_quantized in (
+        (COMPRESSED, False),
+        ({**COMPRESSED, "config_groups": {"group_0": named}}, True),
+    ):
+        found = quant_config_of(read(vllm_reads, quantization)["quantization_config"])
+        head = found.format_of(f"{LAYER}.shared_head.head", Role.HEAD)
+        assert (head is not None) is is_quantized
+    broken = read(vllm_reads, COMPRESSED | {"config_groups": None})["quantization_config"]
+    assert broken["ignore"] == COMPRESSED["ignore"]
 
 
 def test_a_head_is_a_linear_of_modelopt() -> None:
