@@ -124,7 +124,7 @@ class Corpus:
             for seed in range(len(self.prompts))
         ]
         most_tokens = len(self.prompts) * _SAMPLED_TOKENS
-        with self.show_count(f"sampling with k={k}", most_tokens, "tokens") as advance:
+        with self.show_count(f"acceptance, sampling with k={k}", most_tokens, "tokens") as advance:
             decoded = decode(self.model, self.prompts, params, method="mtp", k=k, advance=advance)
         return Corpus(
             model=self.model,
