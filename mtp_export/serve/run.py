@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
+from typing import ClassVar
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -107,7 +108,7 @@ class _Connection(H11Protocol):
     """
 
     _without_request: asyncio.TimerHandle | None = None
-    _is_refused = False
+    _refused: ClassVar[set[_Connection]] = set()  # none of them keeps others from being served
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -120,9 +121,10 @@ class _Connection(H11Protocol):
     def _refuse(self) -> None:
         """Send the refusal, and read on until the client has it: bytes that are not read when a
         connection is closed reset it, and take from the client what it has not read yet."""
-        self._is_refused = True
+        self.connections.discard(self)
+        self._refused.add(self)
         self.transport.write(_refusal())
-        stays = len(self.connections) <= max_connections() + MAX_REFUSED
+        stays = len(self._refused) <= MAX_REFUSED
         self._without_request = self.loop.call_later(
             REFUSED_SECONDS if stays else 0, self.transport.close
         )
@@ -131,10 +133,11 @@ class _Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_expecting()
+        self._refused.discard(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._is_refused:
+        if self in self._refused:
             return
         super().data_received(data)
         if self._is_answering:

@@ -95,6 +95,22 @@ def test_a_refused_connection_is_closed_in_time(
     later.close()
 
 
+def test_refused_connections_take_nobody_s_place(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(run, "REFUSED_SECONDS", SECONDS)
+    idle = connected(server)
+    idle.sendall(HEALTH)
+    assert idle.recv(65536).startswith(b"HTTP/1.1 200")
+    refused = [connected(server) for _ in range(3)]
+    assert all(rest_of_open(late).startswith(b"HTTP/1.1 503 ") for late in refused)
+    idle.close()
+    wait_for(lambda: is_served(server))
+    for late in refused:
+        late.close()
+
+
 def test_refused_connections_that_are_gone(
     server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
