@@ -99,7 +99,7 @@ def test_refused_connections_take_nobody_s_place(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "MAX_CONNECTIONS", 1)
-    monkeypatch.setattr(run, "REFUSED_SECONDS", SECONDS)
+    monkeypatch.setattr(run, "REFUSED_SECONDS", 10 * SECONDS)
     idle = connected(server)
     idle.sendall(HEALTH)
     assert idle.recv(65536).startswith(b"HTTP/1.1 200")
