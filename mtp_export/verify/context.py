@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mtp_checkpoints.errors import MtpExportError
 from mtp_checkpoints.layouts import TARGETS, likely_target
 from mtp_checkpoints.layouts.base import Target
+from mtp_checkpoints.quantization.native import quantization_of
 from mtp_checkpoints.sources.addresses import download_command
 from mtp_checkpoints.sources.byte_source import Address, ByteSource, local_path
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP, RELEASED, open_checkpoint
@@ -20,6 +21,7 @@ from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export import __version__
 from mtp_export.paths import refuse_overlaps
 from mtp_export.progress import ShowCount, ShowProgress, format_bytes, uncounted
+from mtp_export.schemes.scheme import GRAFTED
 from mtp_export.verify.check import Item, Level, Status
 from mtp_export.verify.evidence.parts import (
     OpenedPlace,
@@ -225,6 +227,22 @@ class Context:
     def source_weights(self) -> SourceWeights | None:
         """The source's weights, None without a source. Raises as stored_model."""
         return None if self.source is None else SourceWeights.of(self.source)
+
+    @property
+    def parts_of_others(self) -> tuple[str, ...]:
+        """The parts that are no copy or conversion of the source's, and are not compared with it:
+        the main model of a graft, and of a checkpoint that another tool quantized."""
+        grafted = self.recorded("base_quant") == GRAFTED
+        return (MAIN,) if grafted or self._is_by_another_tool else ()
+
+    @property
+    def _is_by_another_tool(self) -> bool:
+        """True for a checkpoint that is quantized, and not as its source: tools move scales between
+        weights, which changes every one of them and not what the model computes."""
+        if self.is_bundle or self.main is None or self.source is None:
+            return False
+        own, source = (quantization_of(one.config) for one in (self.main, self.source))
+        return bool(own) and own != source
 
     @cached_property
     def walks(self) -> Walks:

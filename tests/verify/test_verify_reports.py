@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from cases import edit_json, read_json, run_program
+from cases import edit_json, export, read_json, run_program
 from faults import planting
 from faults.small_model import write_dense, write_fp8, write_row
 from mtp_checkpoints.errors import VerificationError
@@ -281,6 +281,18 @@ def test_linked_shards_are_not_called_tested(reports: Path, tmp_path: Path) -> N
     linked = [item for item in items if item["name"] == "main: checksums of linked shards"]
     assert outcome.code == 0
     assert linked[0]["status"] == "not tested" and "--checksums all" in linked[0]["cause"]
+
+
+def test_linked_shards_are_compared_with_the_source(reports: Path, tmp_path: Path) -> None:
+    """From level weights on, so that nothing lacks for --strict."""
+    source, linked = tmp_path / "source", tmp_path / "linked"
+    shutil.copytree(reports / "source", source)
+    assert export(source, linked, "--link", "hardlink", "--quiet").code == 0
+    options = ("--source", source, "--level", "weights", "--quiet", "--strict")
+    outcome = run_program("verify", linked, *options)
+    assert outcome.code == 0, outcome.err
+    without = run_program("verify", linked, "--level", "weights", "--json", "--quiet")
+    assert "--source compares their bytes from level weights on" in without.out
 
 
 @pytest.mark.nightly  # a demo of every push runs the same checks

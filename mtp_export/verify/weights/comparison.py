@@ -12,12 +12,11 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from mtp_checkpoints.containers.base import QUANTIZATION
-from mtp_checkpoints.quantization.native import DTYPE_KEYS, quantization_of
+from mtp_checkpoints.quantization.native import DTYPE_KEYS
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.bundle.tuning import trainings_of
 from mtp_export.progress import format_bytes
-from mtp_export.schemes.scheme import GRAFTED
 from mtp_export.verify.check import Item, Problem, not_tested, verdict
 from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.diagnosis.weight_bugs import explain
@@ -72,7 +71,7 @@ def run(context: Context) -> Iterator[Item]:
     source_weights = context.source_weights
     assert source_weights is not None, "there is a source"
     for layout in context.layouts:
-        if layout.name in _others(context):
+        if layout.name in context.parts_of_others:
             why = "others quantized it, and what that did to its weights is not known"
             yield not_tested(f"{layout.name}: weights against the source", why)
             continue
@@ -90,21 +89,6 @@ def run(context: Context) -> Iterator[Item]:
         kept = [one for one in compared if one.weight.name not in tuned]
         yield from _part_items(layout.name, kept, source_weights.weights)
     yield _tokenizers(context)
-
-
-def _others(context: Context) -> tuple[str, ...]:
-    """The parts that are no copy or conversion of the source's."""
-    grafted = context.recorded("base_quant") == GRAFTED
-    return (MAIN,) if grafted or _by_another_tool(context) else ()
-
-
-def _by_another_tool(context: Context) -> bool:
-    """True for a checkpoint that is quantized, and not as its source: tools move scales between
-    weights, which changes every one of them and not what the model computes."""
-    if context.is_bundle or context.main is None or context.source is None:
-        return False
-    own, source = (quantization_of(one.config) for one in (context.main, context.source))
-    return bool(own) and own != source
 
 
 def _tuned(context: Context, part: str, compared: Sequence[Compared]) -> set[str]:
@@ -201,7 +185,7 @@ def _config(context: Context, source: Mapping[str, Any]) -> Item:
     """config.json equals the source's but for the storage of weights."""
     problems: list[Problem] = []
     count = 0
-    for part in (part for part in context.parts if part.name not in _others(context)):
+    for part in (part for part in context.parts if part.name not in context.parts_of_others):
         found = {} if part.checkpoint is None else part.checkpoint.config
         wanted = source if part.name == MAIN else context.target.mtp_config(source)
         keys = sorted(_compared_fields(context, found, wanted)) if found else []
@@ -236,7 +220,7 @@ def _tokenizers(context: Context) -> Item:
     """Tokenizer files equal the source's."""
     assert context.source is not None
     files, problems, count = context.source.files, [], 0
-    compared = {} if _others(context) else {part.folder: part for part in context.parts}
+    compared = {} if context.parts_of_others else {part.folder: part for part in context.parts}
     for part in compared.values():
         for path in sorted(filter(Path.is_file, part.folder.glob("tokenizer*"))):
             count += 1
