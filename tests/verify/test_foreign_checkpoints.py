@@ -363,6 +363,29 @@ def test_main_and_mtp_in_two_folders_are_judged_together(tmp_path: Path) -> None
     assert loaded["runtime loads it: every tensor explained"]["figure"].startswith("141 loaded")
 
 
+def test_a_draft_of_its_own_folder_needs_neither_count_nor_tokenizer(tmp_path: Path) -> None:
+    """Its own config counts its layer, and engines read the main model's tokenizer."""
+    main = rewritten(GLM, tmp_path / "main", without(GLM_MTP))
+    edit_json(main / "config.json", lambda config: config.update(num_nextn_predict_layers=0))
+    alone = tmp_path / "alone"
+    rewritten(
+        GLM,
+        alone,
+        lambda stored: {name: one for name, one in stored.items() if name.startswith(GLM_MTP)},
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (alone / name).unlink(missing_ok=True)
+    outcome, items = verified(main, "--mtp", alone)
+    assert (outcome.code, failures(items)) == (0, set()), outcome.err
+    assert items["one tokenizer"]["status"] == "pass"
+    level = ("--level", "weights", "--json", "--quiet")
+    outcome = run_program("verify", main, "--mtp", alone, *level)
+    assert outcome.code == 0, outcome.err
+    (alone / "tokenizer.json").write_text("{}")
+    _, items = verified(main, "--mtp", alone)
+    assert "one tokenizer" in failures(items)
+
+
 def test_inspect_counts_what_it_does_not_know(tmp_path: Path) -> None:
     folder = headers(tmp_path / "qwen", QWEN, dict.fromkeys((*MAIN, *QWEN_MTP)))
     outcome = run_program("inspect", folder, "--json")

@@ -43,7 +43,7 @@ def run(context: Context) -> Iterator[Item]:
     for part in folders.values():
         yield _tokenizer(part, required=context.is_bundle)
     if len(folders) > 1:
-        yield _same_tokenizer(context.parts)
+        yield _same_tokenizer(context.parts, all_in_both=context.is_bundle)
 
 
 def _own_keys(context: Context) -> tuple[str, ...]:
@@ -154,8 +154,9 @@ def _special_tokens(part: Part, config: Mapping[str, Any], ids: Mapping[str, int
             )
 
 
-def _same_tokenizer(parts: tuple[Part, ...]) -> Item:
-    """Main and draft read the same ids: their tokenizer files are equal, byte by byte."""
+def _same_tokenizer(parts: tuple[Part, ...], *, all_in_both: bool) -> Item:
+    """Main and draft read the same ids: their tokenizer files are equal, byte by byte. all_in_both:
+    one that a part lacks is a difference; engines take the main model's for a draft without."""
     folders = [
         {
             path.name: path
@@ -167,7 +168,7 @@ def _same_tokenizer(parts: tuple[Part, ...]) -> Item:
     first = folders[0]
     problems = []
     for part, files in zip(parts[1:], folders[1:], strict=True):
-        for name in sorted(first.keys() ^ files.keys()):
+        for name in sorted(first.keys() ^ files.keys() if all_in_both else ()):
             problems.append(Problem(name, causes.file_in_one_part(name, MAIN, part.name)))
         for name in sorted(first.keys() & files.keys()):
             if not filecmp.cmp(first[name], files[name], shallow=False):  # sizes first

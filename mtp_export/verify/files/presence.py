@@ -98,6 +98,13 @@ class Found:
         return [NamedModule(None, tuple(self.mtp_names))]
 
     @property
+    def announced(self) -> Announced | None:
+        """The modules that a config.json announces: the main model's, or that of a draft's own
+        folder, which engines read for the draft."""
+        own = self.context.mtp if self.context.options.mtp is not None else None
+        return announced(self.config) or (announced(own.config) if own is not None else None)
+
+    @property
     def count(self) -> int:
         """Number of modules that are there."""
         numbered = sum(module.number is not None for module in self.modules)
@@ -142,7 +149,7 @@ def _writer(found: Found) -> Item:
 
 def _presence(found: Found) -> Item:
     """The announced modules are there, and those that are there are announced."""
-    name, wanted, count = "MTP modules announced and there", announced(found.config), found.count
+    name, wanted, count = "MTP modules announced and there", found.announced, found.count
     if wanted is None:
         if count:
             words = causes.not_announced(count, count_field(found.config))
