@@ -368,7 +368,7 @@ def test_refusals(
     options = ("--mtp-quant", "a8w8_fp8")
     refused(4, "beside an unquantized main model", plain, original, options=options)
     refused(4, "does not read models that others", main, original, options=("--target", "xllm"))
-    refused(2, "'x' is no engine for --target", main, original, options=("--target", "x"))
+    refused(2, "'x' is no target for --target", main, original, options=("--target", "x"))
     refused(2, "mtp-quant", main, original, options=("--mtp-quant", "weight_only_int4"))
 
 

@@ -319,7 +319,7 @@ FILE_FAULTS: tuple[Fault, ...] = (
           "which its shard does not hold", seen_as="Model-Optimizer 2427"),
     Fault("index entry for another shard", index_entry_for_another_shard, "files",
           "the index does not say so"),
-    Fault("stale extra shard", stale_extra_shard, "files", "the index does not name it",
+    Fault("stale extra shard", stale_extra_shard, "files", "that the index does not name",
           seen_as="vLLM 54230"),
     Fault("stale pickle beside the shards", stale_pickle, "files", "stale or foreign"),
     Fault("truncated shard", truncated_shard, "files", "truncated", seen_as="vmlx-swift 217"),

@@ -87,7 +87,7 @@ def test_prompts_and_options_are_checked_before_the_model_is_loaded(file: Path) 
         ((*prompt, "--temperature", "-1"), 2, "temperature"),
         ((*prompt, "--temperature", "nan"), 2, "temperature"),
         ((*prompt, "--top-p", "1.5"), 2, "--top-p"),
-        ((*prompt, "--top-k", "-1"), 2, "top_k"),
+        ((*prompt, "--top-k", "-1"), 2, "--top-k is out of range"),
         ((*prompt, "--max-new-tokens", "0"), 2, "--max-new-tokens"),
         ((*prompt, "--stop", ""), 2, "stop"),
         ((*prompt, *prompt, "--seed", (1 << 64) - 1), 2, "seed"),
