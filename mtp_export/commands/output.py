@@ -132,7 +132,7 @@ def show(result: RenderableType) -> None:
         if console.is_terminal and not fits and isinstance(part, FiguresTable):
             console.print(*part.as_lines(), sep="\n", overflow="fold")
             continue
-        console.width = terminal_width if console.is_terminal else max(1, needed.maximum)
+        console.width = terminal_width if fits or console.is_terminal else needed.maximum
         is_heading = isinstance(part, Text) and bool(part.no_wrap)
         console.print(part, crop=False, soft_wrap=is_heading)
 

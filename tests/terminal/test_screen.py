@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from terminal.screen import Seen, in_pipe, in_terminal
-
-FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"
 
 
 def test_lines_are_those_that_stay() -> None:
@@ -28,12 +24,3 @@ def test_help_fits_the_terminal() -> None:
         seen = in_terminal("verify", "--help", columns=columns)
         assert seen.code == 0
         assert seen.wider_than(columns) == []
-
-
-def test_sentences_in_a_pipe_are_not_wrapped() -> None:
-    """A search for one finds it in a log."""
-    said = in_pipe("inspect", FIXTURE)
-    assert said.code == 0
-    copy = "model.layers.61.embed_tokens.weight: own copy, same dtype and shape as"
-    assert f"{copy} model.embed_tokens.weight." in said.lines
-    assert any(line == copy for line in in_terminal("inspect", FIXTURE).lines)
