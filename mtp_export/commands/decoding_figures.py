@@ -91,8 +91,8 @@ def acceptance_lines(
     summary: Summary, metrics: Sequence[RequestMetrics], console: Console
 ) -> list[Text]:
     """Return a bar per draft position: the share of all its drafts that was accepted, with its 95 %
-    interval where there are several prompts. As many stand side by side as the console has room
-    for."""
+    interval, clamped to 0 to 100 %, where there are several prompts. As many stand side by side as
+    the console has room for."""
     bars = [_bar(summary, metrics, place, console) for place in range(len(summary.acceptance))]
     lines: list[Text] = []
     for bar in bars:
@@ -116,8 +116,9 @@ def _bar(summary: Summary, metrics: Sequence[RequestMetrics], place: int, consol
         return Text(f"{name}none verified")
     interval = ""
     if share.low is not None and share.high is not None:
-        interval = f" [{100 * share.low:.0f}, {100 * share.high:.0f}]"
-    figures = f"{100 * share.value:3.0f} %{interval} ({position.accepted} of {position.verified})"
+        low, high = max(0.0, share.low), min(1.0, share.high)  # of a share, that of few prompts too
+        interval = f" [{100 * low:.0f}, {100 * high:.0f}]"
+    figures = f" {100 * share.value:2.0f} %{interval} ({position.accepted} of {position.verified})"
     drawn = _drawn(share.value, is_ascii=console.options.ascii_only)
     if cell_len(f"{name}{drawn}{figures}") > console.width:
         return Text(f"{name}{figures}")

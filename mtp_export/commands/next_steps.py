@@ -1,5 +1,5 @@
-"""Commands that follow a bundle that was just made: check it, try it, and serve it with drafts of
-others than its MTP module."""
+"""Commands that follow a bundle that was just made: check it, try it, and serve it, with drafts of
+its MTP module and of others that it has."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.launch import draft_lines, launch_lines
 from mtp_export.bundle.options import Part
 from mtp_export.schemes.scheme import GRAFTED
-from mtp_runtime.drafters import draft_folders, undrafted
+from mtp_runtime.drafters import draft_folders
 
 _PROMPT = "def read("
 
 
 def next_steps(plan: BundlePlan) -> dict[str, str]:
     """Return shell commands by what they are for: "check" compares the bundle with its source
-    where that is one folder, and else its files with the manifest; "try" decodes a prompt, where
-    the bundle has all that this needs."""
+    where that is one folder, and else its files with the manifest; "try" decodes a prompt and
+    "serve" serves it, both with drafts of its MTP module, where it has all that this needs."""
     bundle, source = str(plan.options.output_dir), plan.options.input_dir
     is_graft = plan.recorded.get("base_quant") == GRAFTED
     if isinstance(source, Path) and not is_graft:
@@ -28,12 +28,13 @@ def next_steps(plan: BundlePlan) -> dict[str, str]:
     steps = {"check": _command("verify", bundle, *words)}
     if _can_be_tried(plan):
         steps["try"] = _command("generate", bundle, "--prompt", _PROMPT)
+        steps["serve"] = _command("serve", bundle)
     return steps
 
 
 def draft_launch(plan: BundlePlan) -> dict[str, dict[str, str]]:
-    """Return the shell commands that serve a finished bundle with other drafts than its MTP
-    module's, by method and by engine: those of its extra drafts, and of methods that need none."""
+    """Return the shell commands that serve a finished bundle with its extra drafts, by method and
+    by engine."""
     bundle = plan.options.output_dir
     if plan.options.content.part is not Part.BOTH:
         return {}
@@ -43,9 +44,9 @@ def draft_launch(plan: BundlePlan) -> dict[str, dict[str, str]]:
             if lines is not None:
                 found[method][engine] = "\n".join(lines)
     if _can_be_tried(plan):
-        for method in (*found, *undrafted()):
+        for method, lines_of_method in found.items():
             own = _command("serve", str(bundle), "--speculate-method", method)
-            found.setdefault(method, {})["mtp-export"] = own
+            lines_of_method["mtp-export"] = own
     return found
 
 

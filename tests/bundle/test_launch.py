@@ -354,7 +354,7 @@ def test_drafts_in_folders_of_their_own_have_their_commands(
 
 
 def test_a_bundle_that_keeps_drafts_ends_with_their_commands(drafted: Path, tmp_path: Path) -> None:
-    """Beside those of its MTP module, and of what drafts from the text alone."""
+    """Beside those of its MTP module, which come first."""
     output = tmp_path / "kept"
     outcome = export(drafted, output, "--json")
     assert outcome.code == 0, outcome.err
@@ -363,21 +363,25 @@ def test_a_bundle_that_keeps_drafts_ends_with_their_commands(drafted: Path, tmp_
     told = facts["draft_launch"]
     served = {
         method: {"mtp-export": f"mtp-export serve {output} --speculate-method {method}"}
-        for method in ("eagle3", "parallel_heads", "inference_with_reference")
+        for method in ("eagle3", "parallel_heads")
     }
     engines = {name: line for name, (line,) in own.items()}
     assert told == served | {"eagle3": engines | served["eagle3"]}
+    assert facts["next"]["serve"] == f"mtp-export serve {output}"
     shown = export(drafted, output, "--overwrite").out
+    own_lines = [line for line in shown.splitlines() if "mtp-export serve" in line]
+    assert own_lines[0] == f"Serve it:  mtp-export serve {output}"
     assert f"To serve it with vllm, drafts by eagle3:\n{told['eagle3']['vllm']}\n" in shown
     assert "drafts by" not in export(drafted, tmp_path / "mtp", "--part", "mtp").out
 
 
-def test_a_bundle_with_a_tokenizer_names_what_drafts_from_the_text(tmp_path: Path) -> None:
+def test_a_bundle_is_served_with_the_drafts_of_its_mtp_module(tmp_path: Path) -> None:
+    """And no line names drafts that it does not have, or that need no bundle."""
     output = tmp_path / "bundle"
     shown = export(FIXTURE, output).out
-    command = f"mtp-export serve {output} --speculate-method inference_with_reference"
-    heading = "To serve it with mtp-export, drafts by inference_with_reference:"
-    assert shown.splitlines()[-2:] == [heading, command]
+    own_lines = [line for line in shown.splitlines() if "mtp-export serve" in line]
+    assert own_lines == [f"Serve it:  mtp-export serve {output}"]
+    assert "drafts by" not in shown and "--speculate-method" not in shown
 
 
 def test_heads_of_medusa_are_vllms_alone(drafted: Path) -> None:

@@ -63,6 +63,18 @@ def test_a_bar_stands_for_each_position() -> None:
     assert line.plain == "draft 1 ########   75 % (3 of 4)   draft 2 #####      50 % (2 of 4)"
 
 
+def test_a_full_bar_stands_apart_from_its_figure() -> None:
+    full = [metrics((1, 1), (1, 1), (1, 1))]
+    (line,) = acceptance_lines(summarise(full, 0.25), full, console(80))
+    assert line.plain == "draft 1 ██████████ 100 % (3 of 3)"
+
+
+def test_an_interval_of_few_prompts_is_one_of_shares() -> None:
+    few = [metrics((1, 1)), metrics((1, 0))]
+    (line,) = acceptance_lines(summarise(few, 0.25), few, console(80))
+    assert line.plain == "draft 1 █████      50 % [0, 100] (1 of 2)"
+
+
 @pytest.mark.parametrize("width", [20, 24, 40, 67, 68, 80])
 def test_bars_fit_the_terminal(width: int) -> None:
     several = [*ONE, metrics((2, 2), (2, 0))]

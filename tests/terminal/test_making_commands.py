@@ -21,7 +21,9 @@ INT4 = (
     *("--group-size", "64"),
 )
 # What is copied is never broken: commands, and paths in headings.
-COPIED = re.compile(r"(Check it:|Try it:|Exported to|Quantized to|vllm |python -m|mtp-export )")
+COPIED = re.compile(
+    r"((?:Check|Try|Serve) it:|Exported to|Quantized to|vllm |python -m|mtp-export )"
+)
 COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-7]|9[0-7]|38|48|4[0-7])(?:;\d+)*m")
 SIZES = pytest.mark.parametrize(("columns", "rows"), [(80, 24), (40, 20)])
 PLAIN = pytest.mark.parametrize(

@@ -56,16 +56,6 @@ def extra_drafts() -> tuple[str, ...]:
     return tuple(method for method, kind in DRAFTERS.items() if kind.read is not None)
 
 
-def undrafted() -> tuple[str, ...]:
-    """Methods that draft from the text alone, with no module, draft or second model."""
-    return tuple(
-        method
-        for method, kind in DRAFTERS.items()
-        if method != NO_DRAFTS
-        and not (kind.needs_mtp or kind.needs_draft_model or kind.read is not None)
-    )
-
-
 def draft_folders(bundle: Path) -> dict[str, Path]:
     """Return the folders of a bundle's extra drafts, by method."""
     folders = {method: bundle / method for method in extra_drafts()}
