@@ -26,7 +26,7 @@ from mtp_kernels.cpu.torch_threads import torch_threads_for
 
 _OF_VALUES = (
     *("weights.value_checks", "weights.zero_points", "weights.word_order"),
-    *("weights.mtp_values", "weights.unnamed_values"),
+    *("weights.channel_groups", "weights.mtp_values", "weights.unnamed_values"),
 )
 # In the order of a report. A new check is one file and one line here.
 CHECKS: dict[str, Check] = {

@@ -147,6 +147,11 @@ def norms_exchanged(checkpoint: Checkpoint) -> None:
     checkpoint.set("hnorm.weight", first)
 
 
+def norm_of_another(last: str, other: str) -> Damage:
+    """Store another norm, by its whole name, as the MTP layer's."""
+    return lambda checkpoint: checkpoint.set(last, checkpoint.tensors[other].clone())
+
+
 def main_layer_as_own(checkpoint: Checkpoint) -> None:
     """Store the last main layer's block as the MTP layer's."""
     number = int(checkpoint.layer.split(".")[2]) - 1

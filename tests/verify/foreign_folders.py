@@ -473,6 +473,41 @@ DAMAGED = (
         "weights",
         ("plain nibble order", "graft .*--replace", _without("zero points")),
     ),
+    Folder(
+        "channels of the MTP layer that are all in group 0",
+        both("gptq, permuted"),
+        each("g_idx", torch.zeros_like),
+        "weights",
+        ("like 26 more, puts every input channel into group 0", "graft .*--replace"),
+    ),
+    Folder(
+        "channels of the MTP layer in groups of other sizes",
+        both("gptq, permuted"),
+        each("0.gate_proj.g_idx", put(1, 0, 8)),
+        "weights",
+        (r"gate_proj\.g_idx puts more input channels into some groups", "graft .*--replace"),
+    ),
+    Folder(
+        "a permutation that desc_act false makes engines pass over",
+        both("gptq, permuted"),
+        damages.quantization(desc_act=False),
+        "weights",
+        ("set desc_act to true", _without("graft")),
+    ),
+    Folder(
+        "the main model's last norm as hnorm",
+        glm(),
+        damages.norm_of_another("hnorm.weight", "model.norm.weight"),
+        "weights",
+        (r"3\.hnorm\.weight holds the same as model\.norm\.weight", "graft .*--replace"),
+    ),
+    Folder(
+        "enorm as hnorm",
+        deepseek,
+        damages.norm_of_another("hnorm.weight", "model.layers.5.enorm.weight"),
+        "weights",
+        (r"5\.hnorm\.weight holds the same as model\.layers\.5\.enorm", "graft .*--replace"),
+    ),
     Folder("a main layer instead", glm(), damages.main_layer_as_own, "weights", (r"layers\.2",)),
     Folder(
         "a main layer of fp8 instead",
@@ -603,6 +638,11 @@ GOOD = (
     Folder("the MTP layer in a file of its own", glm(own_file="mtp.safetensors")),
     Folder("float16", glm(), _float16),
     Folder("tied", glm(), _tied),
+    Folder(
+        "the main model's last norm before the head",
+        glm(),
+        damages.norm_of_another("shared_head.norm.weight", "model.norm.weight"),
+    ),
     Folder("with rotary frequencies", deepseek, damages.with_frequencies(mtp=True)),
     Folder(
         "with rotary frequencies of the main layers", glm(), damages.with_frequencies(mtp=False)
@@ -619,6 +659,12 @@ GOOD = (
     Folder("AWQ, both parts", both("awq")),
     Folder("GPTQ, both parts", both("gptq")),
     Folder("GPTQ v2, both parts", both("gptq v2")),
+    Folder("GPTQ, permuted, both parts", both("gptq, permuted")),
+    Folder(
+        "GPTQ, groups of no meaning that engines pass over",
+        both("gptq"),
+        each("g_idx", torch.zeros_like),
+    ),
     Folder("GPTQ of 8 bits, both parts", both("gptq, 8 bits")),
     Folder("AutoRound of 8 bits, both parts", both("auto-round, 8 bits"), _blocks_of_sglang),
     Folder("AutoRound, left out by a pattern", unquantized("auto-round", r".*layers\.3\..*")),

@@ -139,7 +139,7 @@ def quantized(
         return found
     original = Checkpoint(source, config, dict(unquantized(_read(source))))
     for name, tensor in original.mtp().items():
-        if mtp == "quantized" and LINEAR.match(name):
+        if mtp == "quantized" and LINEAR.match(name) and re.match(how.covers, name):
             module = name.removesuffix(".weight")
             parts, _ = how.encode(tensor.float())
             found.tensors |= {f"{module}.{last}": part for last, part in parts.items()}

@@ -11,7 +11,7 @@ from mtp_checkpoints.formats.base import EncodedWeight, FormatOptions, WeightFor
 from mtp_checkpoints.formats.compressed import COMPRESSED
 from mtp_checkpoints.formats.fp8_block import Fp8Block
 from mtp_checkpoints.formats.fp8_channel import Fp8Channel
-from mtp_checkpoints.formats.gptq import GptqInt4, GptqInt8
+from mtp_checkpoints.formats.gptq import GptqInt4, GptqInt8, GptqWords
 from mtp_checkpoints.formats.int_quantized import Int8Unpacked
 from mtp_checkpoints.formats.int_words import CODES_PER_WORD, WHOLE_ROW, InputWords
 from mtp_checkpoints.formats.modelopt import Fp8Tensor, NvFp4
@@ -34,6 +34,7 @@ __all__ = [
     "Fp8Tensor",
     "GptqInt4",
     "GptqInt8",
+    "GptqWords",
     "InputWords",
     "Int4Group",
     "Int8Channel",

@@ -1,5 +1,8 @@
-"""GPTQ's layout: words of 4 or 8 bits along the input channels, which may be permuted. Source:
-AutoGPTQ and GPTQModel, `QuantLinear`."""
+"""GPTQ's layout: words of 4 or 8 bits along the input channels, which may be permuted.
+
+Sources: AutoGPTQ and GPTQModel, `QuantLinear`; of engines, which drop g_idx where desc_act is
+false, vLLM's and SGLang's `gptq.py`.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,14 @@ _GROUP_OF_ROW = "g_idx"
 
 
 @dataclass(frozen=True)
-class _Permuted(InputWords):
-    """Words with g_idx I32 [K], the group of every input channel."""
+class GptqWords(InputWords):
+    """Words with g_idx I32 [K], the group of every input channel.
+
+    permuted: g_idx is read, as engines do where desc_act is true; else channels are in order,
+    whatever it holds.
+    """
+
+    permuted: bool = False
 
     def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[OutputTensor, ...]:
         module = name.removesuffix(".weight")
@@ -42,18 +51,19 @@ class _Permuted(InputWords):
     def _group_of_columns(
         self, tensors: Sequence[torch.Tensor], in_order: torch.Tensor
     ) -> torch.Tensor:
-        return tensors[3].long()
+        return tensors[3].long() if self.permuted else in_order
 
     def _groups_read(self, columns: range, total: int) -> range:
-        """Return all groups: what columns are permuted to, g_idx alone says."""
-        return range(self._groups(total))
+        """Return all groups where g_idx alone says what columns are permuted to."""
+        groups = super()._groups_read(columns, total)
+        return range(self._groups(total)) if self.permuted else groups
 
     def places(self, rows: range, columns: range, shape: Sequence[int]) -> Sequence[Place]:
         return (*super().places(rows, columns, shape), (columns, None))
 
 
 @dataclass(frozen=True)
-class GptqInt4(_Permuted):
+class GptqInt4(GptqWords):
     """qweight I32 [K/8, N], scales [K/group, N], qzeros I32 [K/group, N/8], g_idx I32 [K].
 
     zeros_less_one: as format v1 has them.
@@ -64,7 +74,7 @@ class GptqInt4(_Permuted):
 
 
 @dataclass(frozen=True)
-class GptqInt8(_Permuted, EightBits):
+class GptqInt8(GptqWords, EightBits):
     """qweight I32 [K/4, N], scales [K/group, N], qzeros I32 [K/group, N/4], g_idx I32 [K]."""
 
     storage: ClassVar[str] = "gptq_int8"

@@ -17,7 +17,7 @@ from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.formats import WHOLE_ROW
 from mtp_checkpoints.quantization.absent import with_absent_listed
 from mtp_checkpoints.quantization.methods import quant_config_of
-from mtp_checkpoints.quantization.methods.gptq import BLOCKS
+from mtp_checkpoints.quantization.methods.gptq import BLOCKS, PERMUTED
 from mtp_checkpoints.quantization.native import (
     COMPRESSED,
     Config,
@@ -113,7 +113,7 @@ def _refused(engine: str, expected: str, found: str) -> UnsupportedError:
 def _check_gptq_of_vllm(quantization: Config) -> None:
     if quantization.get("sym") is False:
         raise _refused("vLLM 0.32.0", "GPTQ with sym true", "sym false")
-    if quantization.get("desc_act") and quantization.get("group_size") != WHOLE_ROW:
+    if quantization.get(PERMUTED) and quantization.get("group_size") != WHOLE_ROW:
         raise _refused("vLLM 0.32.0", "GPTQ with desc_act false", "desc_act true")
 
 

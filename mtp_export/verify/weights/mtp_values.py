@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
 
-from mtp_checkpoints.families.base import Role
+from mtp_checkpoints.families.base import Role, weight_name
 from mtp_checkpoints.formats.base import BLOCK
 from mtp_checkpoints.tensors.bundle_folder import MTP
 from mtp_checkpoints.weights.weight_values import WeightOnDisk, weights_on_disk
@@ -18,6 +18,9 @@ from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.evidence.part_walk import in_threads
 
 if TYPE_CHECKING:
+    import torch
+
+    from mtp_checkpoints.families.spec import ModelSpec
     from mtp_export.verify.context import Context
 
 _SAMPLES = 3  # ranges of BLOCK rows that are read of a linear: at its start, middle and end
@@ -30,7 +33,9 @@ def run(context: Context) -> Iterator[Item]:
     if layout is None:
         return
     weights = weights_on_disk(layout.stored, layout.checkpoint.tensors)
-    yield _norms([w for w in weights if w.stored.weight.role is Role.NORM])
+    norms = [w for w in weights if w.stored.weight.role is Role.NORM]
+    yield _norms(norms)
+    yield from _own_norms(context, layout.stored.family, norms)
     for weight in weights:
         if weight.stored.weight.role is Role.MTP_PROJECTION:
             yield _halves(weight)
@@ -54,6 +59,36 @@ def _norms(norms: Sequence[WeightOnDisk]) -> Item:
         figure=f"{len(norms)} norms, at most {most:.0%} negative",
         bound=f"≤ {gates.NEGATIVE_NORM:.0%}",
     )
+
+
+def _own_norms(
+    context: Context, family: ModelSpec, norms: Sequence[WeightOnDisk]
+) -> Iterator[Item]:
+    """The norms of a module's inputs are neither the main model's last one nor each other."""
+    modules = [layer.modules for layer in family.mtp]
+    names = {name for one in modules for name in (one.embedding_norm, one.hidden_norm)}
+    taken = [_values(norm) for norm in norms if norm.stored.weight.module in names]
+    main, last = context.main, weight_name(family.norm)
+    others: list[tuple[str, torch.Tensor]] = []
+    problems = []
+    if main is not None and last in main.tensors:
+        others.append((last, main.tensor(last).float()))
+    for name, values in taken:
+        twin = next((other for other, theirs in others if _are_alike(values, theirs)), None)
+        if twin is not None:
+            problems.append(Problem(name, causes.taken_for_another(name, twin)))
+        others.append((name, values))
+    if taken:
+        yield verdict("mtp: norms of its inputs", problems, f"{len(taken)} norms")
+
+
+def _values(norm: WeightOnDisk) -> tuple[str, torch.Tensor]:
+    return norm.name, norm.encoded(0, norm.rows).dequantize()
+
+
+def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """True for equal norms, but for those that are constant: `value_checks` names them."""
+    return one.equal(other) and bool(one.min() != one.max())
 
 
 @dataclass(frozen=True)

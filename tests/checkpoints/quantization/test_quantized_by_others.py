@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,11 +94,14 @@ def test_permuted_input_channels_keep_their_scales() -> None:
     """A reader that leaves g_idx out finds other numbers."""
     weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
     tensors, values = METHODS["gptq, permuted"].encode(weight)
-    form, names = GptqInt4(32), ("qweight", "scales", "qzeros", "g_idx")
+    form, names = GptqInt4(32, permuted=True), ("qweight", "scales", "qzeros", "g_idx")
     found = form.encoded([tensors[name] for name in names]).dequantize()
     torch.testing.assert_close(found, values)
     straight = tensors | {"g_idx": torch.arange(64).int() // 32}
-    assert not torch.equal(form.encoded([straight[name] for name in names]).dequantize(), values)
+    in_order = form.encoded([straight[name] for name in names])
+    assert not torch.equal(in_order.dequantize(), values)
+    passed_over = GptqInt4(32).encoded([tensors[name] for name in names])
+    assert passed_over.equals(replace(in_order, format=GptqInt4(32)))
 
 
 def test_zero_points_of_format_v1_are_less_one() -> None:
@@ -211,6 +215,8 @@ def test_gptq_takes_the_first_pattern_from_a_name_s_start() -> None:
     assert quant_config_of(GPTQ).format_of("x", Role.HEAD) is None
     (v2,) = formats(GPTQ | {"checkpoint_format": "gptq_v2"}, EXPERT)
     assert v2 == GptqInt4(32, zeros_less_one=False)
+    (permuted,) = formats(GPTQ | {"desc_act": True}, EXPERT)
+    assert permuted == GptqInt4(32, permuted=True)
 
 
 def test_modelopt_ignores_by_parts_and_wildcards() -> None:

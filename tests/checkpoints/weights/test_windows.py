@@ -120,7 +120,7 @@ def test_a_window_has_the_numbers_of_the_whole(name: str, transposed: bool) -> N
 WORDS: dict[str, WeightFormat] = {
     "awq": AwqInt4(GROUP),
     "gptq": GptqInt4(GROUP),
-    "gptq, permuted": GptqInt4(GROUP),
+    "gptq, permuted": GptqInt4(GROUP, permuted=True),
     "gptq v2": GptqInt4(GROUP, zeros_less_one=False),
     "gptq, 8 bits": GptqInt8(GROUP),
     "auto-round, 8 bits": AutoRoundInt8(GROUP),

@@ -24,6 +24,7 @@ from mtp_checkpoints.quantization.method import (
 from mtp_checkpoints.quantization.native import Config, unusable_field
 
 _DYNAMIC, BLOCKS = "dynamic", "modules_in_block_to_quantize"
+PERMUTED = "desc_act"
 _NEGATIVE, _POSITIVE = "-:", "+:"
 # GPTQModel's newer layout holds zero points as they are.
 _ZEROS = ZeroLabels("checkpoint_format", less_one="gptq", as_they_are="gptq_v2")
@@ -78,7 +79,11 @@ def _format(quantization: Mapping[str, Any]) -> WeightFormat:
             expected=f"4 or 8 bits, {_ZEROS.field} {' or '.join(_LAYOUTS)}, the head unquantized",
             found=f"{bits} bits, {_ZEROS.field} {layout}, lm_head {quantization.get('lm_head')}",
         )
-    return _FORMATS[bits](group_size(quantization, "group_size"), _LAYOUTS[layout])
+    return _FORMATS[bits](
+        group_size(quantization, "group_size"),
+        _LAYOUTS[layout],
+        permuted=bool(quantization.get(PERMUTED)),
+    )
 
 
 def _dynamic(quantization: Mapping[str, Any]) -> dict[str, Any]:

@@ -142,6 +142,27 @@ def no_label_for_both(field: str) -> str:
     )
 
 
+def channels_in_one_group(tensors: str) -> str:
+    return (
+        f"{tensors} puts every input channel into group 0: it was never written. By desc_act true"
+        " engines read it, and scale every channel by the first group's scale"
+    )
+
+
+def groups_of_other_sizes(tensors: str) -> str:
+    return (
+        f"{tensors} puts more input channels into some groups than these have, and fewer into"
+        " others: it is damaged, and by desc_act true engines read it"
+    )
+
+
+def permutation_passed_over(tensors: str) -> str:
+    return (
+        f"{tensors} permutes the input channels, and by desc_act false engines pass over it and"
+        " scale channels by other groups' scales: set desc_act to true"
+    )
+
+
 def words_in_plain_order(tensor: str) -> str:
     return (
         f"{tensor}, as the others of its part, is packed in plain nibble order: its codes go with"
