@@ -4,6 +4,7 @@ prompts; and one loaded model that all engines share."""
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,6 +15,7 @@ from mtp_checkpoints.errors import MtpExportError
 from mtp_checkpoints.layouts import TARGETS, likely_target
 from mtp_checkpoints.layouts.base import Target
 from mtp_checkpoints.quantization.native import quantization_of
+from mtp_checkpoints.quiet import quieted
 from mtp_checkpoints.sources.addresses import download_command
 from mtp_checkpoints.sources.byte_source import Address, ByteSource, local_path
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP, RELEASED, open_checkpoint
@@ -357,12 +359,14 @@ class Context:
 
         A deterministic one is the usual one, if that has no layer to refuse.
         """
+        from mtp_runtime.loading import weight_source
         from mtp_runtime.models.compiled import refuse_torch_layers
         from mtp_runtime.models.load import load_model
 
         usual = replace(options, deterministic=False, mtp_folder=self.mtp_folder)
         if usual not in self._loaded:
-            self._loaded[usual] = load_model(self.folder, usual)
+            with quieted(weight_source.__name__, logging.ERROR):  # check ledger says it of copies
+                self._loaded[usual] = load_model(self.folder, usual)
         loaded = self._loaded[usual]
         if options.deterministic:
             refuse_torch_layers(loaded.model, loaded.folder)

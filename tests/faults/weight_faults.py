@@ -177,6 +177,13 @@ def one_bit(tensor: torch.Tensor) -> torch.Tensor:
     return raw.view(tensor.dtype)
 
 
+def region_lost(tensor: torch.Tensor) -> torch.Tensor:
+    """A few hundred bytes in the middle of it read as zeros."""
+    changed = tensor.clone()
+    changed.view(-1)[5000:5300] = 0
+    return changed
+
+
 def noisy(tensor: torch.Tensor) -> torch.Tensor:
     noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0))
     return (tensor.float() * (1 + 0.05 * noise)).to(tensor.dtype)
@@ -209,6 +216,8 @@ WEIGHT_FAULTS: tuple[Fault, ...] = (
           "of another checkpoint", seen_as="vllm-ascend 6754"),
     Fault("head of another checkpoint", mtp(f"{MTP}.shared_head.head.weight", noisy), "ledger",
           "of another checkpoint", seen_as="vllm-ascend 6754"),
+    Fault("region of the main model's head lost", main("lm_head.weight", region_lost), "ledger",
+          "one of the two is damaged"),
     Fault("draft of V3 with main of R1", draft_of_another_training, "ledger",
           "a V3 draft with an R1 main", seen_as="DeepSeek-V3 190"),
     Fault("layer 6 taken for layer 61", layer_6_for_the_mtp_layer, "ledger",
@@ -218,6 +227,8 @@ WEIGHT_FAULTS: tuple[Fault, ...] = (
           "ledger", "dropped and filled in"),
     Fault("router bias dropped in every layer", every_router_bias_dropped, "ledger",
           "a trained router's bias differs between experts"),
+    Fault("region of the main model's head lost, source", main("lm_head.weight", region_lost),
+          "ledger", "lm_head.weight is not the source's: 300 of its", source=True),
     Fault("layer 6 taken for layer 61, source", layer_6_for_the_mtp_layer, "weights",
           "it holds model.layers.6.self_attn.o_proj.weight", source=True),
     Fault("draft of V3 with main of R1, source", draft_of_another_training, "weights",

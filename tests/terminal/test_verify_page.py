@@ -15,6 +15,7 @@ import pytest
 
 from cases import run_program
 from faults import planting
+from faults.weight_faults import region_lost
 from mtp_export.bundle.journal import Journal
 from terminal.screen import Seen, in_pipe, in_terminal
 
@@ -91,6 +92,19 @@ def test_a_failure_is_told_once_with_its_repair(folder: Path) -> None:
     places = {"source": folder / "source", "bad": mended}
     assert run_program(*(places.get(word, word) for word in words[1:])).code == 0
     assert run_program("verify", mended, *FILES, "--quiet").code == 0
+
+
+def test_a_damaged_head_is_one_failure(folder: Path) -> None:
+    """And no draft of another model, nor a line of the loader about it."""
+    shutil.copytree(folder / "good", folder / "head")
+    planting.change(folder / "head/main", "lm_head.weight", region_lost)
+    options = ("--level", "weights")
+    seen = in_pipe("verify", "head", "--source", "source", *options, folder=folder)
+    assert seen.code == 7 and "differs from" not in seen.text and "R1" not in seen.text
+    said = " ".join(seen.lines)
+    assert said.count("lm_head.weight is not the source's: 300 of its") == 1
+    alone = in_pipe("verify", "head", *options, folder=folder)
+    assert "one of the two is damaged" in " ".join(alone.lines)
 
 
 def test_an_unfinished_bundle_is_one_failure(folder: Path) -> None:

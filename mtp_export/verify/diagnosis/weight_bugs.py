@@ -26,6 +26,7 @@ _CLOSE_DB = 6.0  # a weight of another version of the model: half its size is th
 # nearer: one whose undoing has next to no effect, such as an order of equal scales, does not.
 _NEARER_DB = 10.0
 _NEAR_SCALES = 0.05  # scales that differ by less are those of the same weight, rounded otherwise
+_DAMAGED_SHARE = 0.01  # of the elements: damage of a file, where a conversion changes most of them
 _LAYER = re.compile(r"^(model\.layers\.)(\d+)(\..*)$")
 
 
@@ -63,7 +64,41 @@ def explain(weight: WeightOnDisk, source: WeightOnDisk, weights: Mapping[str, We
             return causes.holds_another(other.stored.weight.name)
     if found.ndim == 1 and torch.equal(found.sort()[0], wanted.sort()[0]):
         return causes.ELEMENTS_REORDERED
-    return _unknown(found, wanted, level)
+    if float((found != wanted).float().mean()) < _DAMAGED_SHARE:
+        return _damaged(weight, source)
+    return causes.another_version(level) if level >= _CLOSE_DB else causes.NOTHING_IN_COMMON
+
+
+def damaged_elements(weight: WeightOnDisk, original: WeightOnDisk) -> int:
+    """Return the number of elements that differ from the original's where they are so few that one
+    of the two was damaged; 0 where they are more, and where codes cannot be decoded."""
+    try:
+        count = _unequal(weight, original)
+    except ValueError:
+        return 0
+    return count if count < _DAMAGED_SHARE * elements(weight) else 0
+
+
+def elements(weight: WeightOnDisk) -> int:
+    """Return the number of a weight's elements."""
+    return math.prod(weight.stored.weight.shape)
+
+
+def _damaged(weight: WeightOnDisk, source: WeightOnDisk) -> str:
+    """The damage of a weight that is the source's in nearly all of the rows that were looked at."""
+    try:
+        return causes.elements_damaged(_unequal(weight, source), elements(weight))
+    except ValueError as error:
+        return str(error)
+
+
+def _unequal(one: WeightOnDisk, other: WeightOnDisk) -> int:
+    """Return the number of elements whose values differ (ValueError for codes without a value)."""
+    count = 0
+    for start, stop in one.pieces():
+        ours, theirs = (weight.encoded(start, stop).dequantize() for weight in (one, other))
+        count += int((ours != theirs).count_nonzero())
+    return count
 
 
 def _alike(source: WeightOnDisk, weights: Mapping[str, WeightOnDisk]) -> Iterator[WeightOnDisk]:
@@ -214,13 +249,3 @@ def _named_scales(own: torch.Tensor, best: torch.Tensor, tolerance: float) -> st
     if bool((ratio - 1).abs().max() < _NEAR_SCALES):
         return None
     return causes.SCALES_OF_ANOTHER_TENSOR
-
-
-def _unknown(found: torch.Tensor, wanted: torch.Tensor, level: float) -> str:
-    differ = float((found != wanted).float().mean())
-    if differ < 0.01:
-        count = int((found != wanted).sum())
-        return causes.elements_damaged(count, found.numel())
-    if level >= _CLOSE_DB:
-        return causes.another_version(level)
-    return causes.NOTHING_IN_COMMON

@@ -17,6 +17,7 @@ from mtp_export.progress import format_bytes
 from mtp_export.verify import gates
 from mtp_export.verify.check import Item, Problem, judged, not_tested, passed, verdict
 from mtp_export.verify.diagnosis.causes import weights as causes
+from mtp_export.verify.diagnosis.weight_bugs import damaged_elements, elements
 from mtp_export.verify.evidence.parts import PartLayout
 from mtp_export.verify.evidence.weight_facts import WeightFacts
 
@@ -239,8 +240,23 @@ def _shared(
             why = "it differs, and was exported with --allow-untied"
             yield not_tested(name, why, subject=own.weight.name)
         else:
-            words = causes.another_checkpoint(own.weight.name, original.weight.name)
-            yield verdict(name, [Problem(own.weight.name, words)])
+            yield verdict(name, [_difference(own, original)])
+
+
+def _difference(own: WeightFacts, original: WeightFacts) -> Problem:
+    """What is wrong where the draft's copy is not the main model's: one of the two is damaged, or
+    they are of two checkpoints."""
+    copy, wanted = own.weight.name, original.weight.name
+    count = damaged_elements(own.weight, original.weight)
+    if not count:
+        return Problem(copy, causes.another_checkpoint(copy, wanted))
+    total = elements(own.weight)
+    like_source = [one.against is not None and one.against.equal for one in (own, original)]
+    if like_source[0] == like_source[1]:
+        return Problem(copy, causes.one_copy_damaged(copy, wanted, count, total))
+    damaged = wanted if like_source[0] else copy
+    cause = causes.elements_damaged(count, total)
+    return Problem(damaged, causes.not_the_sources(damaged, None, cause))
 
 
 def _equal(one: WeightFacts, other: WeightFacts) -> bool:

@@ -72,6 +72,13 @@ def another_checkpoint(tensor: str, original: str) -> str:
     )
 
 
+def one_copy_damaged(tensor: str, original: str, count: int, total: int) -> str:
+    return (
+        f"{count:,} of the {total:,} elements of {tensor} are not those of {original}, and all"
+        " others are: one of the two is damaged"
+    )
+
+
 def norm_centred_at_zero(tensor: str, negative: float) -> str:
     return (
         f"{negative:.0%} of {tensor} is negative, around zero: it holds the w of a norm that"
