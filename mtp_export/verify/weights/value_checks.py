@@ -244,8 +244,8 @@ def _shared(
 
 
 def _difference(own: WeightFacts, original: WeightFacts) -> Problem:
-    """What is wrong where the draft's copy is not the main model's: one of the two is damaged, or
-    they are of two checkpoints."""
+    """Cause where the draft's copy is not the main model's: damage of one of the two, or another
+    checkpoint."""
     copy, wanted = own.weight.name, original.weight.name
     count = damaged_elements(own.weight, original.weight)
     if not count:
