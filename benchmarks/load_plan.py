@@ -188,9 +188,10 @@ def planned(folder: Path, ranks: int, mode: str, gpu_bytes: int) -> Plan:
         model = replace(opened, source=source).model(options.execution(group))
         source.ledger()
         weights = held_bytes([model])
-        tokens = cache_tokens_beside(weights, gpu_bytes, cached=(model,), page_size=PAGE_SIZE)
+        page_bytes = bytes_per_page((model,), PAGE_SIZE)
+        tokens = cache_tokens_beside(weights, gpu_bytes, page_bytes=page_bytes, page_size=PAGE_SIZE)
         reads.append(dict(source.reads))
-        held.append(Held(weights, bytes_per_page((model,), PAGE_SIZE) // PAGE_SIZE, tokens))
+        held.append(Held(weights, page_bytes // PAGE_SIZE, tokens))
     return Plan(source.weights, tuple(reads), tuple(held))
 
 

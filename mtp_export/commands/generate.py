@@ -23,6 +23,7 @@ from mtp_export.commands.decoding_figures import (
     rates_line,
 )
 from mtp_export.commands.garbage import gc_paused
+from mtp_export.commands.memory_plan import print_memory_plan
 from mtp_export.commands.output import QuietReporting, plain_console, print_result, status
 from mtp_export.commands.runtime import BUNDLE, Runtime
 from mtp_export.options import Access, Panel, argument, option, path_option
@@ -134,6 +135,13 @@ def generate(options: GenerateCommand, context: typer.Context) -> None:
     """Decode prompts, with or without speculation; accepted drafts are green and underlined."""
     first_text = [] if options.text is None else [_typed(options.text)]
     asked = _prompts([*first_text, *(options.prompt or [])], options.prompts)
+    if options.runtime.dry_run:
+        print_memory_plan(options.bundle, options.runtime, context.obj, options.reporting)
+        return
+    if not asked:
+        raise UsageError(
+            "There is no prompt", expected="PROMPT, --prompt TEXT or --prompts FILE.jsonl"
+        )
     if options.chat:
         _require_texts(asked)
     with gc_paused():
@@ -262,12 +270,7 @@ def _prompts(texts: list[str], path: Path | None) -> list[Prompt]:
 
     for number, text in enumerate(texts, 1):
         require_unicode(text, f"Prompt {number} of --prompt")
-    asked: list[Prompt] = [*texts, *(read_prompts(path) if path is not None else ())]
-    if not asked:
-        raise UsageError(
-            "There is no prompt", expected="PROMPT, --prompt TEXT or --prompts FILE.jsonl"
-        )
-    return asked
+    return [*texts, *(read_prompts(path) if path is not None else ())]
 
 
 def _decode(llm: LLM, decoding: Decoding, requests: Sequence[Request], *, silent: bool) -> None:

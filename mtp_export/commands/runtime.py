@@ -177,6 +177,10 @@ class Runtime:
             access=Access.READ,
         ),
     )
+    dry_run: bool = field(
+        default=False,
+        metadata=option("Show the memory that it takes, and load nothing.", Panel.PERFORMANCE),
+    )
     drafting: Drafting = Drafting()
 
     @property
@@ -186,13 +190,26 @@ class Runtime:
             raise UsageError("Give one of --cuda-graphs and --compiled-step")
         return self.compiled_step or self.cuda_graphs
 
+    def options(self, **sizes: Any) -> LLMOptions:
+        """Return the options of LLM; sizes: those of the engine (UsageError)."""
+        return LLMOptions(
+            device=self.device,
+            dtype=self.dtype,
+            deterministic=self.deterministic,
+            max_model_len=self.max_model_len,
+            static_graph=self.static_graph,
+            parallel_mode=self.parallel_mode,
+            **vars(self.drafting),
+            **sizes,
+        )
+
     def load(self, bundle: Path, group: Group | None, *, quiet: bool = False, **sizes: Any) -> LLM:
         """Load a bundle until it can decode at full speed; group: the ranks that follow, None for
         none; sizes: those of the engine, as LLM takes them.
 
         Unless quiet, a terminal shows what is being done.
         """
-        static_graph = self.static_graph
+        options = self.options(**sizes)
         told: Callable[[str], AbstractContextManager[object]] = nullcontext if quiet else status
         with gc_paused():
             with told("Loading the runtime"):
@@ -200,16 +217,6 @@ class Runtime:
                 from mtp_runtime.llm import llm_of
                 from mtp_runtime.parallel.group import LONE
 
-            options = LLMOptions(
-                device=self.device,
-                dtype=self.dtype,
-                deterministic=self.deterministic,
-                max_model_len=self.max_model_len,
-                static_graph=static_graph,
-                parallel_mode=self.parallel_mode,
-                **vars(self.drafting),
-                **sizes,
-            )
             ranks = LONE if group is None else group
             with loading_bars(quiet=quiet):
                 llm = ranks.everywhere(llm_of, bundle, options)

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 import typer
 
 from mtp_checkpoints.errors import UnsupportedError, UsageError
-from mtp_export.commands.output import DEBUG, plain_console, remark
+from mtp_export.commands.memory_plan import print_memory_plan
+from mtp_export.commands.output import DEBUG, Reporting, plain_console, remark
 from mtp_export.commands.runtime import BUNDLE, Runtime
 from mtp_export.options import Access, Panel, option, parse_path, parse_size
 from mtp_runtime.config import EngineConfig, LLMOptions
@@ -121,6 +123,19 @@ class Limits:
         ),
     )
 
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Options of the engine, as LLM takes them."""
+        chunked = self.enable_chunked_prefill
+        return {
+            "max_batch_size": self.max_batch_size,
+            "max_step_tokens": self.max_tokens_per_batch,
+            "prefill_chunk": LLMOptions.prefill_chunk if chunked else self.max_tokens_per_batch,
+            "prefix_cache": self.enable_prefix_cache,
+            "page_size": self.block_size,
+            "max_memory_bytes": self.max_memory,
+        }
+
 
 @dataclass(frozen=True)
 class ServeCommand:
@@ -161,20 +176,10 @@ def serve(options: ServeCommand, context: typer.Context) -> None:
             found=name,
             todo="Give another --served-model-name",
         )
-    llm = options.runtime.load(
-        options.bundle,
-        context.obj,
-        max_batch_size=limits.max_batch_size,
-        max_step_tokens=limits.max_tokens_per_batch,
-        prefill_chunk=(
-            LLMOptions.prefill_chunk
-            if limits.enable_chunked_prefill
-            else limits.max_tokens_per_batch
-        ),
-        prefix_cache=limits.enable_prefix_cache,
-        page_size=limits.block_size,
-        max_memory_bytes=limits.max_memory,
-    )
+    if options.runtime.dry_run:
+        print_memory_plan(options.bundle, options.runtime, context.obj, Reporting(), **limits.sizes)
+        return
+    llm = options.runtime.load(options.bundle, context.obj, **limits.sizes)
     has_key, waiting = place.api_key is not None, limits.max_queued_requests
     server = Server(llm, ServerOptions(name, place.api_key, waiting, tell=remark))
     run_server(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,15 +12,13 @@ from typing import Any, cast
 
 import torch
 
-from mtp_checkpoints.errors import InvalidInputError, UsageError
-from mtp_runtime.acceptance import ACCEPTANCE_RULES
+from mtp_checkpoints.errors import UsageError
 from mtp_runtime.chat import Chat, Message
 from mtp_runtime.config import (
     AUTO_DRAFTS,
     NO_DRAFTS,
     EngineConfig,
     LLMOptions,
-    SpeculationConfig,
     check_count,
 )
 from mtp_runtime.drafters import DRAFTERS
@@ -29,12 +27,18 @@ from mtp_runtime.engine import Engine
 from mtp_runtime.loading.same_files import require_same_draft
 from mtp_runtime.loading.weight_source import Ledger
 from mtp_runtime.logprobs import TokenLogprobs
-from mtp_runtime.memory import bound_device, cache_tokens_free, cache_tokens_within
+from mtp_runtime.memory import (
+    bound_device,
+    bytes_per_page,
+    cache_tokens_free,
+    cache_tokens_within,
+)
 from mtp_runtime.models.load import Loaded, LoadOptions, load_model, no_module_to_draft_with
 from mtp_runtime.models.model import Model
 from mtp_runtime.parallel.group import LONE, Group
 from mtp_runtime.prompts import are_ids, require_unicode
 from mtp_runtime.request import Request, RequestMetrics, TokenEvent
+from mtp_runtime.run_plan import draft_folder_of, load_options_of
 from mtp_runtime.sampling import SamplingParams
 from mtp_runtime.static_graph.options import GraphOptions
 from mtp_runtime.static_graph.steps import pool_bytes
@@ -81,9 +85,9 @@ class LLM:
     ) -> None:
         given = LLMOptions(**options)
         config = given.engine()
-        folder = _draft_folder(Path(bundle), config, given.draft_model)
+        folder = draft_folder_of(Path(bundle), config, given.draft_model)
         graphs = GraphOptions.of(given.static_graph, given.device, group)
-        loading = _load_options(given, config.speculation, graphs)
+        loading = load_options_of(given, config.speculation, graphs)
         self._loaded = loaded or _load_within(given, Path(bundle), loading, group)
         draft = None if folder is None else self._draft(folder, config, loading)
         self.engine = self._engine(config, given, draft, graphs)
@@ -147,7 +151,10 @@ class LLM:
             )
             config = replace(config, cache_tokens=group.smallest(tokens))
         elif options.cache_tokens is None and model.device.type == "cpu":
-            tokens = cache_tokens_free(config.cache_tokens, cached, config.page_size)
+            page_bytes, page_size = bytes_per_page(cached, config.page_size), config.page_size
+            tokens = cache_tokens_free(
+                config.cache_tokens, page_bytes=page_bytes, page_size=page_size
+            )
             config = replace(config, cache_tokens=group.smallest(tokens))
         return Engine(model, config, build, second, graphs, group)
 
@@ -268,73 +275,6 @@ def _output(request: Request) -> RequestOutput:
     )
 
 
-def _draft_folder(
-    bundle: Path, engine: EngineConfig, draft_model: Path | str | None
-) -> Path | None:
-    """Return the folder of a second model or draft. Raises what the checks and _extra_draft raise,
-    and InvalidInputError for a folder that is not there."""
-    config = engine.speculation
-    _check_choices(config, draft_model, prefix_cache=engine.prefix_cache)
-    if draft_model is None:
-        return _extra_draft(bundle, config.method)
-    if not Path(draft_model).is_dir():
-        raise InvalidInputError(
-            "There is no draft_model here", where=draft_model, expected="a folder of a draft"
-        )
-    return Path(draft_model)
-
-
-def _check_choices(
-    config: SpeculationConfig, draft_model: Path | str | None, *, prefix_cache: bool
-) -> None:
-    """Raise UsageError for an unknown drafter or rule, for a draft model that the drafter does not
-    take or lacks, and for a drafter that no prefix cache can be used with."""
-    _check_choice("acceptance", config.acceptance, ACCEPTANCE_RULES)
-    _check_choice("speculate_method", config.method, (AUTO_DRAFTS, *DRAFTERS))
-    method = "mtp" if config.method == AUTO_DRAFTS else config.method
-    kind = DRAFTERS[method]
-    if prefix_cache and not kind.prefix_cache:
-        takers = [name for name, other in DRAFTERS.items() if other.prefix_cache]
-        raise UsageError(
-            f"The speculate_method {method} works with no prefix cache",
-            expected=" or ".join(takers),
-            todo="Leave the prefix cache out, or choose another method",
-        )
-    if not kind.draws and config.shapes_distributions:
-        raise UsageError(
-            "Options draft_temperature and draft_stop_entropy are for drafts that are drawn",
-            expected=" or ".join(name for name, other in DRAFTERS.items() if other.draws),
-            found=f"speculate_method {method}",
-        )
-    if kind.read is None and kind.needs_draft_model != (draft_model is not None):
-        takers = [n for n, other in DRAFTERS.items() if other.needs_draft_model or other.read]
-        raise UsageError(
-            f"The speculate_method {method} {'needs a' if draft_model is None else 'takes no'}"
-            " draft_model",
-            expected=f"a draft_model with {' or '.join(takers)}, and with no other",
-        )
-
-
-def _load_options(
-    options: LLMOptions, speculation: SpeculationConfig, graphs: GraphOptions
-) -> LoadOptions:
-    """Return how to load the model: with its MTP modules where the drafter needs them, and where
-    auto may; that is then refused a model without any if drafts are asked for."""
-    is_auto = speculation.method == AUTO_DRAFTS
-    return LoadOptions(
-        device=options.device,
-        dtype=options.dtype,
-        deterministic=options.deterministic,
-        dequantize_at_load=options.dequantize_at_load,
-        with_mtp=is_auto or DRAFTERS[speculation.method].needs_mtp,
-        requires_mtp=is_auto and speculation.shapes_drafts,
-        contract=options.contract,
-        max_model_len=options.max_model_len,
-        parallel_mode=options.parallel_mode,
-        static_graph=graphs.wanted,
-    )
-
-
 def _load_within(given: LLMOptions, bundle: Path, options: LoadOptions, group: Group) -> Loaded:
     """Load a model; on this rank's GPU no more than the limit is allocated from here on."""
     limit_bytes = given.max_memory_bytes
@@ -343,23 +283,3 @@ def _load_within(given: LLMOptions, bundle: Path, options: LoadOptions, group: G
     check_count("max_memory_bytes", limit_bytes, 1, 1 << 60)
     bound_device(torch.device(group.device(options.device)), limit_bytes)
     return load_model(bundle, options, group)  # what is left is the cache's
-
-
-def _extra_draft(bundle: Path, method: str) -> Path | None:
-    """Return the bundle's own draft for a method (UsageError where the method needs one)."""
-    if method not in DRAFTERS or DRAFTERS[method].read is None:
-        return None
-    if not (bundle / method).is_dir():
-        raise UsageError(
-            f"The speculate_method {method} needs a draft, and the bundle has none",
-            where=bundle,
-            expected=f"draft_model, or a folder {method} in the bundle",
-        )
-    return bundle / method
-
-
-def _check_choice(option: str, value: str, choices: Collection[str]) -> None:
-    if value not in choices:
-        raise UsageError(
-            f"There is no {option} of this name", expected=", ".join(choices), found=value
-        )

@@ -45,18 +45,18 @@ def cache_tokens_within(
     Raises as cache_tokens_beside, UsageError for a device whose memory is not known.
     """
     used = used_bytes(device) + kept_bytes
-    return cache_tokens_beside(used, max_memory_bytes, cached=cached, page_size=page_size)
+    page_bytes = bytes_per_page(cached, page_size)
+    return cache_tokens_beside(used, max_memory_bytes, page_bytes=page_bytes, page_size=page_size)
 
 
 def cache_tokens_beside(
-    used_bytes: int, max_memory_bytes: int, *, cached: Sequence[Cached], page_size: int
+    used_bytes: int, max_memory_bytes: int, *, page_bytes: int, page_size: int
 ) -> int:
-    """Return how many tokens of cache there is room for beside what is used, where a token takes a
-    place in the cache of a model and in those of its drafts.
+    """Return how many tokens of cache there is room for beside what is used; page_bytes are those
+    of page_size tokens in all caches.
 
     Raises ResourceError where there is no room.
     """
-    page_bytes = bytes_per_page(cached, page_size)
     count = int((max_memory_bytes - used_bytes) * _FOR_CACHE) // page_bytes
     if count < 1:
         raise ResourceError(
@@ -68,15 +68,17 @@ def cache_tokens_beside(
     return count * page_size
 
 
-def cache_tokens_free(most: int, cached: Sequence[Cached], page_size: int) -> int:
-    """Return how many tokens of cache main memory has room for now, at most some.
+def cache_tokens_free(most: int, *, page_bytes: int, page_size: int, unread_bytes: int = 0) -> int:
+    """Return how many tokens of cache main memory has room for now, at most some; unread_bytes are
+    those of what is yet to be loaded.
 
     Raises ResourceError where there is no room.
     """
     free = min(free_memory().values(), default=None)
     if free is None:
         return most
-    tokens = min(most, cache_tokens_beside(0, free, cached=cached, page_size=page_size))
+    room = cache_tokens_beside(unread_bytes, free, page_bytes=page_bytes, page_size=page_size)
+    tokens = min(most, room)
     if tokens < most:
         logger.warning("The cache has room for %d tokens, not for %d: memory is full", tokens, most)
     return tokens

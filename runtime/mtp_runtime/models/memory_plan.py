@@ -36,6 +36,11 @@ class MemoryPlan:
     token_bytes: int
     dtype: torch.dtype
 
+    @property
+    def dtype_name(self) -> str:
+        """Name of the dtype, as options have it."""
+        return str(self.dtype).removeprefix("torch.")
+
     def needed_bytes(self, cache_tokens: int) -> int:
         """Return what a run takes at most, with a cache of so many tokens."""
         return self.weight_bytes + self.token_bytes * cache_tokens + WORKING_BYTES
@@ -47,6 +52,20 @@ class MemoryPlan:
             self.weight_bytes - self.dense_bytes + dense, dense, self.token_bytes, dtype
         )
 
+    def beside(self, other: MemoryPlan) -> MemoryPlan:
+        """Return the plan of this model and another one."""
+        return MemoryPlan(
+            self.weight_bytes + other.weight_bytes,
+            self.dense_bytes + other.dense_bytes,
+            self.token_bytes + other.token_bytes,
+            self.dtype,
+        )
+
+    def with_dense(self, elements: int) -> MemoryPlan:
+        """Return the plan with more elements of dense matrices."""
+        more = elements * self.dtype.itemsize
+        return self.beside(MemoryPlan(more, more, 0, self.dtype))
+
     def check(self, folder: Path, cache_tokens: int) -> None:
         """Refuse to load what does not fit into this machine's memory (ResourceError)."""
         needed, limits = self.needed_bytes(cache_tokens), free_memory()
@@ -57,7 +76,7 @@ class MemoryPlan:
         raise ResourceError(
             "The model does not fit into memory",
             where=folder,
-            expected=f"{_gb(needed)}: weights in {_name(self.dtype)} {_gb(self.weight_bytes)},"
+            expected=f"{_gb(needed)}: weights in {self.dtype_name} {_gb(self.weight_bytes)},"
             f" {cache if cache_tokens else ''}and {_gb(WORKING_BYTES)} to work with",
             found=f"{name} of {_gb(free)}",
             todo=f"No weight was read. {self._what_fits(free, cache_tokens)}",
@@ -116,7 +135,3 @@ def _sizes(
 
 def _gb(size: int) -> str:
     return f"{size / 1e9:.1f} GB"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

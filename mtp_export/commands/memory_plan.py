@@ -1,0 +1,88 @@
+"""Dry run of the commands that decode: the memory that they take, by headers alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group as Lines
+
+from mtp_export.commands.garbage import gc_paused
+from mtp_export.commands.output import FiguresTable, Reporting, heading, print_result
+from mtp_export.progress import format_bytes
+
+if TYPE_CHECKING:
+    from mtp_export.commands.runtime import Runtime
+    from mtp_runtime.parallel.group import Group
+    from mtp_runtime.run_plan import RunMemory
+
+
+def print_memory_plan(
+    bundle: Path, runtime: Runtime, group: Group | None, reporting: Reporting, **sizes: Any
+) -> None:
+    """Print the memory that a bundle takes with some options, of several ranks that of the first;
+    nothing is loaded. sizes: those of the engine, as LLM takes them.
+
+    Raises what loading it would: ResourceError where it does not fit.
+    """
+    options = runtime.options(**sizes)
+    with gc_paused():
+        from mtp_runtime.parallel.group import LONE
+        from mtp_runtime.run_plan import planned_memory
+
+        memory = planned_memory(bundle, options, LONE if group is None else group)
+    facts = memory_facts(memory, options.device)
+    table = Lines(heading(f"Memory plan of {bundle}"), _table(facts), *_lines(facts))
+    print_result({"bundle": str(bundle), **facts}, table, reporting)
+    if memory.refusal is not None:
+        raise memory.refusal
+
+
+def memory_facts(memory: RunMemory, device: str) -> dict[str, Any]:
+    """Return the memory of a run: sizes in bytes; free_bytes and fits are None where nobody knows
+    what the device has free."""
+    from mtp_runtime.models.memory_plan import WORKING_BYTES
+
+    plan = memory.plan
+    limit, free = min(memory.limits.items(), key=lambda each: each[1], default=(None, None))
+    fits = None if free is None and memory.refusal is None else memory.refusal is None
+    return {
+        "device": device,
+        "dtype": plan.dtype_name,
+        "weight_bytes": plan.weight_bytes,
+        "cache_tokens": memory.cache_tokens,
+        "cache_bytes": memory.cache_tokens * plan.token_bytes,
+        "working_bytes": WORKING_BYTES,
+        "needed_bytes": plan.needed_bytes(memory.cache_tokens),
+        "limit": limit,
+        "free_bytes": free,
+        "fits": fits,
+    }
+
+
+def _table(facts: dict[str, Any]) -> FiguresTable:
+    table = FiguresTable()
+    table.add_words("memory")
+    table.add_figures("bytes")
+    table.add_words("what")
+    rows = {
+        "weights": ("weight_bytes", facts["dtype"]),
+        "cache": ("cache_bytes", f"{facts['cache_tokens']:,} tokens"),
+        "workspaces": ("working_bytes", "packages, and what is being read or computed"),
+    }
+    for name, (size, what) in rows.items():
+        table.add_row(name, format_bytes(facts[size]), what)
+    table.add_section()
+    table.add_row("needed", format_bytes(facts["needed_bytes"]), "all together")
+    if facts["free_bytes"] is not None:
+        table.add_row("free", format_bytes(facts["free_bytes"]), facts["limit"])
+    return table
+
+
+def _lines(facts: dict[str, Any]) -> list[str]:
+    answer = {
+        True: "yes",
+        False: "no",
+        None: f"unknown, the memory of {facts['device']} is not compared",
+    }[facts["fits"]]
+    return [f"Fits: {answer}. Nothing was loaded."]
