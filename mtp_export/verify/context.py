@@ -40,6 +40,7 @@ from mtp_export.verify.evidence.prompts import (
     texts_of_prompts,
 )
 from mtp_export.verify.evidence.source_weights import SourceWeights
+from mtp_export.verify.evidence.unwritten import Unwritten, unwritten
 from mtp_export.verify.evidence.walks import Walks
 from mtp_export.verify.options import VerifyOptions
 from mtp_runtime.drafters import draft_folders
@@ -224,6 +225,19 @@ class Context:
         """The layouts of the parts whose bytes are read: of a remote place, the MTP part's."""
         local = {part.name for part in self.parts if isinstance(part.place, Path)}
         return tuple(one for one in self.layouts if one.name == MTP or one.name in local)
+
+    @cached_property
+    def unwritten(self) -> tuple[Unwritten, ...]:
+        """The files that were not written to their end, as level weights tells; none before it.
+        Raises IoError for one that cannot be read."""
+        if self.options.level < Level.WEIGHTS:
+            return ()
+        return unwritten(self.read_layouts, MAIN)
+
+    @property
+    def unwritten_tensors(self) -> frozenset[str]:
+        """The names of the tensors at the ends of these files."""
+        return frozenset().union(*(one.tensors for one in self.unwritten))
 
     @cached_property
     def source_weights(self) -> SourceWeights | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from quantized_by_others import Tensors, read_all
+from quantized_by_others import Tensors, read_all, unquantized
 from verify.foreign_sources import INDEX, Checkpoint
 
 Damage = Callable[[Checkpoint], None]
@@ -106,6 +106,57 @@ def in_larger_groups(checkpoint: Checkpoint) -> None:
     for name in checkpoint.mtp():
         if name.endswith((".scales", ".qzeros")):
             checkpoint.tensors[name] = checkpoint.tensors[name][::2]
+
+
+def pruned(pattern: str, count: int) -> Damage:
+    """Keep the first experts of the layers whose names the pattern finds, and of their routers."""
+
+    def damage(checkpoint: Checkpoint) -> None:
+        for name, tensor in list(checkpoint.tensors.items()):
+            if not re.search(pattern, name):
+                continue
+            expert = re.search(r"\.experts\.(\d+)\.", name)
+            if expert is not None and int(expert[1]) >= count:
+                del checkpoint.tensors[name]
+            elif ".mlp.gate." in name:
+                checkpoint.tensors[name] = tensor[:count]
+
+    return damage
+
+
+def experts_pruned(pattern: str, count: int, said: int) -> Damage:
+    """The same, and the number that config.json says."""
+
+    def damage(checkpoint: Checkpoint) -> None:
+        checkpoint.config["n_routed_experts"] = said
+        pruned(pattern, count)(checkpoint)
+
+    return damage
+
+
+def unquantized_under_its_config(checkpoint: Checkpoint) -> None:
+    """Cast to bf16, its quantization_config left behind."""
+    plain = unquantized(checkpoint.tensors)
+    checkpoint.tensors = {
+        name: one if one.dtype is torch.float32 and one.dim() == 1 else one.bfloat16()
+        for name, one in plain.items()
+    }
+
+
+def end_never_written(file: str, count: int) -> FolderDamage:
+    """Zeros in place of a file's last tensors, as a download that broke off leaves them."""
+
+    def damage(folder: Path) -> None:
+        data = bytearray((folder / file).read_bytes())
+        length = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:length])
+        starts = sorted(one["data_offsets"][0] for name, one in header.items() if name[0] != "_")
+        # From the middle of the one before.
+        start = length + (starts[-count - 1] + starts[-count]) // 2
+        data[start:] = bytes(len(data) - start)
+        (folder / file).write_bytes(data)
+
+    return damage
 
 
 def put(number: float, first: int, last: int) -> Value:

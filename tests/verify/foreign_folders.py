@@ -365,6 +365,40 @@ DAMAGED = (
         words=("num_nextn_predict_layers",),
     ),
     Folder(
+        "experts pruned from the main layers alone",
+        glm(),
+        damages.experts_pruned(r"layers\.[012]\.", 6, said=6),
+        words=("every layer of mtp has 8 experts.* Prune those of mtp alike", _without("graft")),
+    ),
+    Folder(
+        "experts pruned from the MTP layer alone",
+        glm(),
+        damages.experts_pruned(r"layers\.3\.", 6, said=8),
+        words=("every layer of mtp has 6 experts.* graft the original", "graft .*--replace"),
+    ),
+    Folder(
+        "experts pruned from both, and counted as before",
+        glm(),
+        damages.experts_pruned("layers", 6, said=8),
+        words=("set n_routed_experts to 6", _without("graft|Prune")),
+    ),
+    Folder(
+        "bf16 under the quantization_config that it had before",
+        deepseek,
+        damages.unquantized_under_its_config,
+        words=("no weight is quantized.* remove quantization_config", _without("graft|add ")),
+    ),
+    Folder(
+        "zeros at the end of a shard",
+        glm(shards=3),
+        level="weights",
+        words=(
+            r"model-00003-of-00003\.safetensors is zero .* download it again",
+            _without("graft|constant"),
+        ),
+        written=damages.end_never_written("model-00003-of-00003.safetensors", 40),
+    ),
+    Folder(
         "norms less one", glm(), each(r"norm\.weight", add(-1)), "weights", ("norm", r"1 ?\+ ?w")
     ),
     Folder(

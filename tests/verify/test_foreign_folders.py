@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cases import run_program
+from verify.foreign_damages import Damage, config, experts_pruned, pruned, quantization
 from verify.foreign_folders import DAMAGED, GOOD, Folder
+from verify.foreign_sources import GLM, Checkpoint
 
 
 def verified(folder: Path, level: str) -> tuple[int, list[dict[str, Any]]]:
@@ -74,3 +78,44 @@ def test_a_named_cause_is_not_followed_by_its_consequences(tmp_path: Path) -> No
     assert failed.keys() == {order, "sanity band of draft 1"}
     assert failed["sanity band of draft 1"]["cause"].endswith(f"as check ledger, {order} says")
     assert "experts" not in outcome.out.replace(".experts.", "")
+
+
+MENDS: dict[str, Damage] = {
+    "experts pruned from the main layers alone": pruned(r"layers\.3\.", 6),
+    "experts pruned from the MTP layer alone": experts_pruned("layers", 6, said=6),
+    "experts pruned from both, and counted as before": config(n_routed_experts=6),
+    "bf16 under the quantization_config that it had before": config(quantization_config=None),
+    "a permutation that desc_act false makes engines pass over": quantization(desc_act=True),
+}
+
+
+@pytest.mark.parametrize("name", MENDS)
+def test_what_is_advised_mends_it(tmp_path: Path, name: str) -> None:
+    (case,) = (one for one in DAMAGED if one.name == name)
+
+    def mended(checkpoint: Checkpoint) -> None:
+        case.damage(checkpoint)
+        MENDS[name](checkpoint)
+
+    folder = replace(case, damage=mended).write(tmp_path / "checkpoint")
+    assert verified(folder, "weights") == (0, [])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "experts pruned from the MTP layer alone",
+        "channels of the MTP layer that are all in group 0",
+        "the main model's last norm as hnorm",
+        "one half of eh_proj for both",
+    ],
+)
+def test_the_advised_graft_mends_it(tmp_path: Path, name: str) -> None:
+    (case,) = (one for one in DAMAGED if one.name == name)
+    _, failed = verified(case.write(tmp_path / "checkpoint"), case.level)
+    (command,) = {item["repair"] for item in failed}
+    program, *words = shlex.split(command)
+    places = {"ORIGINAL": GLM, "BUNDLE": tmp_path / "bundle"}
+    outcome = run_program(*(places.get(word, word) for word in words))
+    assert (program, outcome.code) == ("mtp-export", 0), outcome.err
+    assert verified(tmp_path / "bundle", "weights") == (0, [])

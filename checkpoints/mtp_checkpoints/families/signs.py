@@ -285,6 +285,17 @@ def expert_gaps(tensors: Iterable[str], count: int | None) -> list[str]:
     return gaps
 
 
+def expert_count(tensors: Iterable[str]) -> int | None:
+    """Return the number of routed experts of every layer by their names; None where there are none,
+    or layers differ."""
+    last: dict[str, int] = {}
+    for name in tensors:
+        if (match := _EXPERT.match(name)) is not None:
+            last[match[1]] = max(last.get(match[1], 0), int(match[2]))
+    counts = {number + 1 for number in last.values()}
+    return counts.pop() if len(counts) == 1 else None
+
+
 def _first_missing(there: Collection[int], wanted: int, missing: int) -> str:
     """The first five numbers below `wanted` that are not there, and how many more are `missing`:
     a damaged config.json may want any number."""

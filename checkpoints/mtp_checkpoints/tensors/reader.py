@@ -21,7 +21,7 @@ from mtp_checkpoints.tensors.tensor_reader import TensorReader
 if TYPE_CHECKING:
     import torch
 
-_MODELOPT_FILE = "hf_quant_config.json"
+MODELOPT_FILE = "hf_quant_config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ class Checkpoint(Opened):
 def _with_modelopt(config: dict[str, Any], source: ByteSource) -> dict[str, Any]:
     """Return a config.json with the quantization_config of ModelOpt's older exports, which have it
     in a file of its own: engines read that only where config.json has none."""
-    if config.get(QUANTIZATION) or _MODELOPT_FILE not in source.names():
+    if config.get(QUANTIZATION) or MODELOPT_FILE not in source.names():
         return config
-    quantization = parsed_json_object(source.path / _MODELOPT_FILE, source.read(_MODELOPT_FILE))
+    quantization = parsed_json_object(source.path / MODELOPT_FILE, source.read(MODELOPT_FILE))
     return {**config, QUANTIZATION: {"quant_method": "modelopt", **quantization}}

@@ -35,7 +35,7 @@ from mtp_export.verify.check import (
 )
 from mtp_export.verify.diagnosis.causes import files as causes
 from mtp_export.verify.evidence.parts import Part, PartLayout
-from mtp_export.verify.files.described import misdescribed
+from mtp_export.verify.files.described import misdescribed, quantized_by_config_alone
 from mtp_export.verify.files.left_out import ListedDraft
 from mtp_export.verify.files.repair import graft_command
 
@@ -47,6 +47,9 @@ def run(context: Context) -> Iterator[Item]:
     """Each part compared with its own config, and the draft as its engines will read it."""
     if context.is_bundle:
         yield _advertised(context)
+    if (wrong := quantized_by_config_alone(context)) is not None:
+        yield wrong  # which all below would repeat
+        return
     for part in context.parts:
         if part.checkpoint is None:
             yield not_tested(f"{part.name}: tensors", "it cannot be opened")

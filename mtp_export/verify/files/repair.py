@@ -163,6 +163,8 @@ def graft_command(context: Context) -> str:
     main = context.main
     if context.is_bundle or main is None or str(main.config.get("model_type")) not in FAMILIES:
         return ""
+    if context.unwritten:  # whose main model no graft mends
+        return ""
     try:
         quant_config_of(quantization_of(main.config))
         of_main = next((one for one in context.layouts if one.name == MAIN), None)

@@ -32,7 +32,12 @@ def run(context: Context) -> Iterator[Item]:
     layout = next((layout for layout in context.layouts if layout.name == MTP), None)
     if layout is None:
         return
-    weights = weights_on_disk(layout.stored, layout.checkpoint.tensors)
+    lost = context.unwritten_tensors  # which `value_checks` names
+    weights = [
+        weight
+        for weight in weights_on_disk(layout.stored, layout.checkpoint.tensors)
+        if lost.isdisjoint(tensor.name for tensor in weight.tensors)
+    ]
     norms = [w for w in weights if w.stored.weight.role is Role.NORM]
     yield _norms(norms)
     yield from _own_norms(context, layout.stored.family, norms)

@@ -15,7 +15,7 @@ from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_checkpoints.weights.weight_values import Rounding
 from mtp_export.progress import format_bytes
 from mtp_export.verify import gates
-from mtp_export.verify.check import Item, Problem, judged, not_tested, passed, verdict
+from mtp_export.verify.check import Item, Problem, failed, judged, not_tested, passed, verdict
 from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.diagnosis.weight_bugs import damaged_elements, elements
 from mtp_export.verify.evidence.parts import PartLayout
@@ -36,8 +36,11 @@ def run(context: Context) -> Iterator[Item]:
             yield not_tested(f"{part.name}: tensors", "the MTP module's bytes alone are downloaded")
     facts = {layout.name: context.walks.of(layout.name).facts for layout in found}
     every = [fact for part in facts.values() for fact in part]
+    for one in context.unwritten:
+        words = causes.not_written_to_its_end(one.file.name, one.first, len(one.tensors))
+        yield failed("files written to their end", words, subject=str(one.file))
     for layout in found:
-        yield from _part_items(layout, facts[layout.name], every)
+        yield from _part_items(layout, _written(context, facts[layout.name]), every)
     if every:
         yield _scales_alike(every)
     if MAIN in facts and MTP in facts:
@@ -45,6 +48,14 @@ def run(context: Context) -> Iterator[Item]:
     if every:
         yield _no_twins(facts)
     yield from _shared(context, found, facts)
+
+
+def _written(context: Context, facts: Sequence[WeightFacts]) -> Sequence[WeightFacts]:
+    """The facts of weights outside the ends of files that were not written."""
+    names = context.unwritten_tensors
+    if not names:
+        return facts
+    return [f for f in facts if names.isdisjoint(tensor.name for tensor in f.weight.tensors)]
 
 
 def _part_items(

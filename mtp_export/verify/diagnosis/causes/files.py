@@ -124,6 +124,32 @@ def field_misdescribes(field: str, *, said: int, stored: int, fits: bool) -> str
     )
 
 
+def nothing_is_quantized(where: str) -> str:
+    """where: the field of config.json, or the file, that describes the quantization."""
+    return (
+        f"{where} describes a quantization, and no weight is quantized: it was left behind by a"
+        f" conversion. Engines look for codes and scales: remove {where}"
+    )
+
+
+def experts_misdescribed(
+    part: str, other: str, field: str, said: int, stored: int, *, can_graft: bool
+) -> str:
+    """other: the part that is stored as the field says, "" for none. can_graft: the original's
+    layer mends it."""
+    words = f"config.json says {field} {said}, and every layer of {part} has {stored} experts"
+    if not other:
+        return f"{words}: set {field} to {stored}"
+    words += (
+        f", those of {other} {said}: experts were pruned from one part alone, and engines build as"
+        " many in both. Prune those of "
+    )
+    if stored > said:
+        return f"{words}{part} alike, with the rows of its gates"
+    words += f"{other} alike, with the rows of its gates, and set {field} to {stored}"
+    return f"{words}, or graft the original's layer" if can_graft else words
+
+
 def misread_by_engine(reason: str, problem: object) -> str:
     """reason: of the engine's own reading of the draft."""
     return f"{reason}: {problem}"

@@ -45,7 +45,8 @@ def lost(wanted: str, writer: str, habit: str, *, can_graft: bool) -> str:
 
 # graft reads neither every model nor every quantization.
 _BY_HAND = (
-    "graft does not read this model or its quantization: put a file of the original's MTP tensors"
+    "graft does not read this model, its quantization, or a main model that is not as config.json"
+    " says: put a file of the original's MTP tensors"
     " beside these and list it in the index, and the module in what quantization_config leaves out"
 )
 

@@ -21,6 +21,13 @@ def never_written(tensor: str, value: str) -> str:
     return f"{tensor} is constant ({value}): it was never written, or dropped and filled in"
 
 
+def not_written_to_its_end(file: str, first: str, tensors: int) -> str:
+    return (
+        f"{file} is zero from {first} to its end, in {tensors:,} tensors: a download or a write of"
+        " it broke off. Write or download it again"
+    )
+
+
 def router_bias_dropped(tensor: str, value: str) -> str:
     return (
         f"{tensor} is constant ({value}), and a trained router's bias differs between experts: it"
