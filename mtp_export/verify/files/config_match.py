@@ -4,8 +4,7 @@ will take it for, and nothing else."""
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,10 +13,9 @@ from mtp_checkpoints.containers.base import CONFIG_NAME, TensorInfo
 from mtp_checkpoints.errors import InvalidInputError, MtpExportError, UnsupportedError
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.formats import mixes_groups_with_fp8
-from mtp_checkpoints.formats.base import SCALES_OF_CODES
 from mtp_checkpoints.layouts.base import DraftReading, Engine
 from mtp_checkpoints.quantization.absent import with_projection_listed
-from mtp_checkpoints.quantization.mismatches import Mismatch, is_recomputed
+from mtp_checkpoints.quantization.mismatches import is_recomputed
 from mtp_checkpoints.quantization.native import quantization_of
 from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
@@ -38,6 +36,7 @@ from mtp_export.verify.evidence.parts import Part, PartLayout
 from mtp_export.verify.files.described import misdescribed, quantized_by_config_alone
 from mtp_export.verify.files.left_out import ListedDraft
 from mtp_export.verify.files.repair import graft_command
+from mtp_export.verify.files.tensor_problems import COPIED, sorted_out
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
@@ -111,7 +110,7 @@ def _part_items(layout: PartLayout, *, of_main: bool) -> Iterator[Item]:
     """The promised tensors are there, and each weight in the promised form. of_main: where a list
     leaves out what is quantized, its entry is named in place of the weights."""
     tensors, stored = layout.checkpoint.tensors, layout.stored
-    presence, precision = _sorted_out(tensors, stored)
+    presence, precision = sorted_out(tensors, stored)
     if of_main and precision:
         names = [stored.weight_of[problem.subject].weight.name for problem in precision]
         listed = ListedDraft(stored, tensors, stored.quantization, (), "the main model")
@@ -119,111 +118,6 @@ def _part_items(layout: PartLayout, *, of_main: bool) -> Iterator[Item]:
     yield verdict(f"{layout.name}: tensors", presence, f"{len(tensors):,} tensors")
     weights = f"{len(layout.stored.weights):,} weights"
     yield verdict(f"{layout.name}: precision on disk", precision, weights)
-
-
-def _sorted_out(
-    tensors: Mapping[str, TensorInfo], promised: StoredModel
-) -> tuple[list[Problem], list[Problem]]:
-    """Problems of presence, one per tensor, and of precision, one per weight."""
-    presence: list[Problem] = []
-    modules = _by_module(tensors)
-    astray: dict[str, StoredWeight] = {}
-    for found in promised.differences(tensors):
-        module = found.tensor.rpartition(".")[0]
-        weight = promised.weight_of.get(found.tensor) or _weight_of_module(promised, module)
-        if weight is not None and _stored_of(weight, modules, promised):
-            astray.setdefault(weight.weight.name, weight)
-        else:
-            presence.append(Problem(found.tensor, _presence_words(found)))
-    precision = [
-        _precision(weight, _stored_of(weight, modules, promised)) for weight in astray.values()
-    ]
-    return presence, precision
-
-
-def _stored_of(
-    weight: StoredWeight, modules: Mapping[str, Mapping[str, TensorInfo]], promised: StoredModel
-) -> dict[str, TensorInfo]:
-    """The tensors of a weight's module but for those of its other weights, such as a bias."""
-    module = weight.tensors[0].name.rpartition(".")[0]
-    return {
-        last: tensor
-        for last, tensor in modules.get(module, {}).items()
-        if promised.weight_of.get(tensor.name, weight) is weight
-    }
-
-
-def _weight_of_module(promised: StoredModel, module: str) -> StoredWeight | None:
-    """The weight that a module's tensors hold in another form than promised."""
-    for suffix in SCALES_OF_CODES:
-        if (weight := promised.weight_of.get(f"{module}.{suffix}")) is not None:
-            return weight
-    return None
-
-
-def _presence_words(found: Mismatch) -> str:
-    if found.found == "no such tensor":
-        return causes.tensor_missing(found.tensor, found.expected)
-    return causes.tensor_unlike_promised(found.tensor, found.problem, found.found)
-
-
-def _by_module(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, TensorInfo]]:
-    """Tensors by module, then by the last component of their names."""
-    modules: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
-    for name, tensor in tensors.items():
-        module, _, last = name.rpartition(".")
-        modules[module][last] = tensor
-    return modules
-
-
-_COPIED = (Role.EMBEDDING, Role.HEAD)
-
-
-def _precision(weight: StoredWeight, stored_as: Mapping[str, TensorInfo]) -> Problem:
-    """The problem of a weight in another form than quantization_config makes an engine expect."""
-    name = weight.tensors[0].name
-    module = name.rpartition(".")[0]
-    wanted = {tensor.name.rpartition(".")[2]: tensor for tensor in weight.tensors}
-    first, *scales = weight.tensors
-    stored = _shown(stored_as.values())
-    if first.name.rpartition(".")[2] not in stored_as and stored_as.keys() <= wanted.keys():
-        words = causes.scales_without_weight(module, stored, first.name)
-    elif stored_as.keys() < wanted.keys() and _agree(stored_as, wanted):
-        missing = ", ".join(t.name for t in scales if t.name.rpartition(".")[2] not in stored_as)
-        words = causes.scales_missing(missing)
-    elif stored_as.keys() > wanted.keys() and _agree({k: stored_as[k] for k in wanted}, wanted):
-        stray = [tensor for key, tensor in stored_as.items() if key not in wanted]
-        words = causes.stray_tensors(module, _shown(stray))
-    elif stored_as.keys() == wanted.keys():
-        words = causes.another_dtype_or_shape(module, stored, _promised(weight))
-        if weight.weight.mtp_layer is not None and weight.weight.role in _COPIED:
-            words += causes.COPY_NOT_NEEDED
-    else:
-        words = causes.another_storage(
-            module, stored=stored, storage=weight.storage, expected=_promised(weight)
-        )
-    return Problem(name, words)
-
-
-def _agree(found: Mapping[str, TensorInfo], wanted: Mapping[str, Any]) -> bool:
-    return all(
-        tensor.dtype in wanted[key].dtypes and tensor.shape == wanted[key].shape
-        for key, tensor in found.items()
-    )
-
-
-def _shown(tensors: Iterable[TensorInfo]) -> str:
-    return ", ".join(
-        f"{tensor.name.rpartition('.')[2]} {tensor.dtype} {list(tensor.shape)}"
-        for tensor in tensors
-    )
-
-
-def _promised(weight: StoredWeight) -> str:
-    return ", ".join(
-        f"{t.name.rpartition('.')[2]} {' or '.join(t.dtypes)} {list(t.shape)}"
-        for t in weight.tensors
-    )
 
 
 def _draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
@@ -332,7 +226,7 @@ def _as_read(name: str, layout: PartLayout, config: Any, reading: DraftReading) 
     if not reading.loads_tables:
         tables = {_module_of(table) for table in read.tables.values()}
         tensors = {n: one for n, one in tensors.items() if n.rpartition(".")[0] not in tables}
-        read = read.of_tensors(lambda spec: spec.role not in _COPIED)
+        read = read.of_tensors(lambda spec: spec.role not in COPIED)
     renamed = (reading.layer_name,) if reading.layer_name else ()
     problems = ListedDraft(read, tensors, config, renamed or layers).problems()
     if problems:  # of which each tensor's are the consequence
@@ -366,7 +260,7 @@ def _differing(
 ) -> list[Problem]:
     """Problems of a draft as an engine reads it. absent: tensors that no reader needs.
     linears_alone: a release names its other matrices by the layer, and none is asked."""
-    presence, precision = _sorted_out(tensors, read)
+    presence, precision = sorted_out(tensors, read)
     asked = {
         weight.tensors[0].name
         for weight in read.weights.values()

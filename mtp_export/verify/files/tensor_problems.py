@@ -1,0 +1,121 @@
+"""Problems of a folder's tensors by what its config.json promises: tensors that are missing or not
+promised, and weights in another form."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mtp_checkpoints.containers.base import TensorInfo
+from mtp_checkpoints.families.base import Role
+from mtp_checkpoints.formats.base import SCALES_OF_CODES
+from mtp_checkpoints.quantization.mismatches import Mismatch
+from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight
+from mtp_export.verify.check import Problem
+from mtp_export.verify.diagnosis.causes import files as causes
+
+COPIED = (Role.EMBEDDING, Role.HEAD)
+"""Roles of which a draft may have copies of the main model's."""
+
+
+def sorted_out(
+    tensors: Mapping[str, TensorInfo], promised: StoredModel
+) -> tuple[list[Problem], list[Problem]]:
+    """Problems of presence, one per tensor, and of precision, one per weight."""
+    presence: list[Problem] = []
+    modules = _by_module(tensors)
+    astray: dict[str, StoredWeight] = {}
+    for found in promised.differences(tensors):
+        module = found.tensor.rpartition(".")[0]
+        weight = promised.weight_of.get(found.tensor) or _weight_of_module(promised, module)
+        if weight is not None and _stored_of(weight, modules, promised):
+            astray.setdefault(weight.weight.name, weight)
+        else:
+            presence.append(Problem(found.tensor, _presence_words(found)))
+    precision = [
+        _precision(weight, _stored_of(weight, modules, promised)) for weight in astray.values()
+    ]
+    return presence, precision
+
+
+def _stored_of(
+    weight: StoredWeight, modules: Mapping[str, Mapping[str, TensorInfo]], promised: StoredModel
+) -> dict[str, TensorInfo]:
+    """The tensors of a weight's module but for those of its other weights, such as a bias."""
+    module = weight.tensors[0].name.rpartition(".")[0]
+    return {
+        last: tensor
+        for last, tensor in modules.get(module, {}).items()
+        if promised.weight_of.get(tensor.name, weight) is weight
+    }
+
+
+def _weight_of_module(promised: StoredModel, module: str) -> StoredWeight | None:
+    """The weight that a module's tensors hold in another form than promised."""
+    for suffix in SCALES_OF_CODES:
+        if (weight := promised.weight_of.get(f"{module}.{suffix}")) is not None:
+            return weight
+    return None
+
+
+def _presence_words(found: Mismatch) -> str:
+    if found.found == "no such tensor":
+        return causes.tensor_missing(found.tensor, found.expected)
+    return causes.tensor_unlike_promised(found.tensor, found.problem, found.found)
+
+
+def _by_module(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, TensorInfo]]:
+    """Tensors by module, then by the last component of their names."""
+    modules: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
+    for name, tensor in tensors.items():
+        module, _, last = name.rpartition(".")
+        modules[module][last] = tensor
+    return modules
+
+
+def _precision(weight: StoredWeight, stored_as: Mapping[str, TensorInfo]) -> Problem:
+    """The problem of a weight in another form than quantization_config makes an engine expect."""
+    name = weight.tensors[0].name
+    module = name.rpartition(".")[0]
+    wanted = {tensor.name.rpartition(".")[2]: tensor for tensor in weight.tensors}
+    first, *scales = weight.tensors
+    stored = _shown(stored_as.values())
+    if first.name.rpartition(".")[2] not in stored_as and stored_as.keys() <= wanted.keys():
+        words = causes.scales_without_weight(module, stored, first.name)
+    elif stored_as.keys() < wanted.keys() and _agree(stored_as, wanted):
+        missing = ", ".join(t.name for t in scales if t.name.rpartition(".")[2] not in stored_as)
+        words = causes.scales_missing(missing)
+    elif stored_as.keys() > wanted.keys() and _agree({k: stored_as[k] for k in wanted}, wanted):
+        stray = [tensor for key, tensor in stored_as.items() if key not in wanted]
+        words = causes.stray_tensors(module, _shown(stray))
+    elif stored_as.keys() == wanted.keys():
+        words = causes.another_dtype_or_shape(module, stored, _promised(weight))
+        if weight.weight.mtp_layer is not None and weight.weight.role in COPIED:
+            words += causes.COPY_NOT_NEEDED
+    else:
+        words = causes.another_storage(
+            module, stored=stored, storage=weight.storage, expected=_promised(weight)
+        )
+    return Problem(name, words)
+
+
+def _agree(found: Mapping[str, TensorInfo], wanted: Mapping[str, Any]) -> bool:
+    return all(
+        tensor.dtype in wanted[key].dtypes and tensor.shape == wanted[key].shape
+        for key, tensor in found.items()
+    )
+
+
+def _shown(tensors: Iterable[TensorInfo]) -> str:
+    return ", ".join(
+        f"{tensor.name.rpartition('.')[2]} {tensor.dtype} {list(tensor.shape)}"
+        for tensor in tensors
+    )
+
+
+def _promised(weight: StoredWeight) -> str:
+    return ", ".join(
+        f"{t.name.rpartition('.')[2]} {' or '.join(t.dtypes)} {list(t.shape)}"
+        for t in weight.tensors
+    )
