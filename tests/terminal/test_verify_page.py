@@ -158,7 +158,9 @@ def test_decoding_shows_how_far_it_is(folder: Path, columns: int) -> None:
     for title in ("greedy, with every", "decoding with k=1", "speed at batch 1"):
         assert any(re.match(first + title, state) for state in seen.states), title
     assert not any(line.startswith("greedy, with every") for line in seen.lines)
-    assert any(line.startswith("acceptance  ") for line in seen.lines)
+    row = r"acceptance +\d+ pass.* \d+\.\d s" if columns == 80 else r"acceptance: \d+ pass.*"
+    assert any(re.fullmatch(row, line) for line in seen.lines)
+    assert any(re.match(r"  k=1: \d+ %", line) for line in seen.lines)
 
 
 def test_reports_say_when_and_how_they_were_made(folder: Path) -> None:

@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 import shutil
+from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -23,7 +24,7 @@ from faults.small_model import write_dense, write_fp8, write_row
 from mtp_checkpoints.errors import VerificationError
 from mtp_export.progress import format_bytes
 from mtp_export.verify import CHECKS
-from mtp_export.verify.check import CheckResult, Item, Problem, failed, passed, verdict
+from mtp_export.verify.check import CheckResult, Item, Problem, failed, not_tested, passed, verdict
 from mtp_export.verify.options import VerifyOptions
 from mtp_export.verify.report.html import html_page
 from mtp_export.verify.report.junit import junit_xml
@@ -194,6 +195,47 @@ def test_the_page_draws_acceptance_and_escapes_names() -> None:
     page = html_page(sample_report(passed("<b>&", data=data)))
     assert "k=1, draft 1" in page and "70.0%" in page
     assert "<b>" not in page and "&lt;b&gt;&amp;" in page
+
+
+def lines_of(report: Report, width: int = 80) -> list[str]:
+    """Lines of the page."""
+    console = Console(width=width, file=io.StringIO(), record=True)
+    console.print(Summary(report))
+    return console.export_text().splitlines()
+
+
+def figures_report(advice: Item) -> Report:
+    """A report of two drafts per step, and of what check `speed` says of them."""
+    shares = [{"value": v, "low": v - 0.05, "high": v + 0.05, "count": 9} for v in (0.9, 0.7)]
+    length = {"value": 2.6, "low": 2.5, "high": 2.7, "count": 9}
+    drafts = [
+        passed(f"k=2, draft {place}", data={"k": 2, "position": place, "cumulative": share})
+        for place, share in enumerate(shares, start=1)
+    ]
+    ended = passed("k=2, mean accepted length", data={"k": 2, "accepted_length": length})
+    report = sample_report(*drafts, ended)
+    speed = CheckResult("speed", "Speed", (advice,), 1.0)
+    return replace(report, results=(*report.results, speed))
+
+
+def test_the_page_has_acceptance_and_the_number_of_drafts() -> None:
+    advice = "use k=2 (1.40x) at batch 1; this machine is too busy to tell of batch 4 with k=2"
+    report = figures_report(passed("recommended k", figure=advice, data={"recommended": {}}))
+    page, text = lines_of(report, width=120), markdown(report).replace("\\", "")
+    accepted = "k=2: 90 % [85, 95], 70 % [65, 75]; 2.60 tokens per step"
+    assert f"  {accepted}" in page and f"\n- {accepted}\n" in text
+    assert f"Number of drafts: {advice}" in page and f"\nNumber of drafts: {advice}\n" in text
+    busy = figures_report(not_tested("recommended k", "this machine is too busy to tell"))
+    told = "not tested: speed, recommended k: this machine is too busy to tell"
+    assert told in lines_of(busy) and not any("Number of" in line for line in lines_of(busy))
+    assert "Drafts accepted" not in " ".join(lines_of(sample_report(passed("other"))))
+
+
+def test_checks_stand_in_columns_where_there_is_room() -> None:
+    items = [passed("one"), not_tested("two", "no reason")]
+    report = sample_report(*items)
+    assert "acceptance    1 pass, 1 not tested     1.0 s" in lines_of(report)
+    assert "acceptance: 1 pass, 1 not tested, 1.0 s" in lines_of(report, width=42)
 
 
 def test_the_table_fits_100_columns() -> None:

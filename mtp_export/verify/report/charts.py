@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from mtp_export.progress import format_bytes
-from mtp_export.verify.check import Status
 from mtp_export.verify.report.plots import MOST_SERIES, Bar, Interval, Line, bars, intervals, lines
-from mtp_export.verify.report.report import Report
+from mtp_export.verify.report.report import Report, method_of
 
 
 @dataclass(frozen=True)
@@ -28,28 +26,15 @@ def charts(report: Report) -> tuple[Chart, ...]:
     return (*_acceptance(report), *_sqnr(report), *_sizes(report), *_speed(report))
 
 
-def _data(report: Report, check: str, *keys: str) -> Iterator[dict[str, Any]]:
-    """Data of a check's items that have all these keys, but for what could not be told."""
-    for result, item in report.items:
-        is_told = result.name == check and item.status is not Status.NOT_TESTED
-        if is_told and all(key in item.data for key in keys):
-            yield dict(item.data)
-
-
-def _method(data: dict[str, Any]) -> str:
-    """The beginning of a label: the method, where the figure is not the MTP module's."""
-    return f"{data['method']}, " if "method" in data else ""
-
-
 def _acceptance(report: Report) -> Iterator[Chart]:
-    found = list(_data(report, "acceptance", "k", "position", "conditional", "cumulative"))
+    found = list(report.data("acceptance", "k", "position", "conditional", "cumulative"))
     for kind, title in (
         ("conditional", "Draft accepted, if those before it were (95 % interval)"),
         ("cumulative", "Draft accepted, of all drafted at its position (95 % interval)"),
     ):
         rows = [
             Interval(
-                f"{_method(data)}k={data['k']}, draft {data['position']}",
+                f"{method_of(data)}k={data['k']}, draft {data['position']}",
                 value=data[kind]["value"],
                 low=data[kind]["low"],
                 high=data[kind]["high"],
@@ -64,7 +49,7 @@ def _acceptance(report: Report) -> Iterator[Chart]:
 def _sqnr(report: Report) -> Iterator[Chart]:
     """The least SQNR per layer, one line per role and form."""
     points: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for data in _data(report, "weights", "sqnr_db_by_layer"):
+    for data in report.data("weights", "sqnr_db_by_layer"):
         label = f"{data['role']}, {data['storage'].replace('_', ' ')}"
         points[label] += [(row["layer"], row["min"]) for row in data["sqnr_db_by_layer"]]
     series = [Line(label, sorted(own)) for label, own in points.items() if own][:MOST_SERIES]
@@ -98,8 +83,8 @@ def _sizes(report: Report) -> Iterator[Chart]:
 
 def _speed(report: Report) -> Iterator[Chart]:
     rows: list[Bar] = []
-    for data in _data(report, "speed", "batch", "k", "measured", "predicted"):
-        label = f"{_method(data)}batch {data['batch']}, k={data['k']}"
+    for data in report.data("speed", "batch", "k", "measured", "predicted"):
+        label = f"{method_of(data)}batch {data['batch']}, k={data['k']}"
         rows.append(Bar(label, data["measured"], f"{data['measured']:.2f}×"))
         rows.append(
             Bar("predicted", value=data["predicted"], text=f"{data['predicted']:.2f}×", series=1)

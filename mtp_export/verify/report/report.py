@@ -55,6 +55,14 @@ class Report:
         """Every item with the result of its check."""
         return ((result, item) for result in self.results for item in result.items)
 
+    def data(self, check: str, *keys: str) -> Iterator[Mapping[str, Any]]:
+        """Yield the data of a check's items that have all these keys, but for what could not be
+        told."""
+        for result, item in self.items:
+            is_told = result.name == check and item.status is not Status.NOT_TESTED
+            if is_told and all(key in item.data for key in keys):
+                yield item.data
+
     @property
     def engines(self) -> dict[str, bool]:
         """Engines, by name, whose reading of the draft was judged, and whether nothing failed for
@@ -221,6 +229,11 @@ def _launch(context: Context, k: int) -> dict[str, str]:
         return {name: "\n".join(node_lines(bundle, name, None, k)) for name in names}
     except MtpExportError:  # of a bundle without one of its parts
         return {}
+
+
+def method_of(data: Mapping[str, Any]) -> str:
+    """The beginning of a label: the method, where the figure is not the MTP module's."""
+    return f"{data['method']}, " if "method" in data else ""
 
 
 def recommended(report: Report) -> str:

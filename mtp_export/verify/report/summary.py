@@ -5,20 +5,23 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from shlex import quote
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
 from mtp_export.verify.check import LEFT_OUT, WHOLE_CHECK, CheckResult, Item, Status
-from mtp_export.verify.report.report import Report, verdict_line
+from mtp_export.verify.evidence.statistics import Estimate
+from mtp_export.verify.report.report import Report, method_of, recommended, verdict_line
 
 STYLES = {Status.PASS: "green", Status.FAIL: "bold red", Status.NOT_TESTED: "yellow"}
 _MOST_FAILURES = 5
 _MOST_NAMES = 3
+_NAME_COLUMNS, _TIME_COLUMNS = 14, 10
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,16 @@ class Summary:
             yield from _command(command, width)
         if report.status is Status.FAIL:
             yield Text(), 0
-        for line in _check_lines(report):
-            yield line, 14
+        for line in _check_lines(report, width - 2):
+            yield line, 2
+        figures = list(_figures(report))
+        for title, lines in figures:
+            yield Text(), 0
+            yield Text(title), 2
+            for words in lines:
+                yield Text(f"  {words}"), 4
+        if figures:
+            yield Text(), 0
         for words in _not_tested(report):
             yield Text(words, STYLES[Status.NOT_TESTED]), 2
         if self.publish:
@@ -84,14 +95,18 @@ def _not_tested(report: Report) -> Iterator[str]:
 
 def markdown(report: Report) -> str:
     """Return the page as Markdown, as $GITHUB_STEP_SUMMARY takes it."""
-    lines = [f"### {_escaped(verdict_line(report))}", ""]
-    lines += [f"- {_escaped(words)}" for words in _failures(report)]
+    lines = [f"### {_escaped(verdict_line(report))}"]
+    if failures := list(_failures(report)):
+        lines += ["", *(f"- {_escaped(words)}" for words in failures)]
     for command in repairs(report):
         lines += ["", "To repair:", "", "```", command, "```"]
     lines += ["", "| check | result | time |", "|---|---|--:|"]
     for result in _ran(report):
         lines.append(f"| {result.name} | {_counts(result)} | {result.seconds:.1f} s |")
     lines.append("")
+    for title, figures in _figures(report):
+        lines += [_escaped(title), "", *(f"- {_escaped(words)}" for words in figures)]
+        lines += [""] if figures else []
     lines += [f"- {_escaped(words)}" for words in _not_tested(report)]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -126,13 +141,41 @@ def _ran(report: Report) -> list[CheckResult]:
     return [result for result in report.results if result.status is not Status.NOT_TESTED]
 
 
-def _check_lines(report: Report) -> Iterator[Text]:
+def _check_lines(report: Report, width: int) -> Iterator[Text]:
+    """Yield a line per check, in columns where the terminal has room for them."""
     ran = _ran(report)
-    width = max((len(_counts(result)) for result in ran), default=0)
+    widest = max((len(_counts(result)) for result in ran), default=0)
+    has_room = _NAME_COLUMNS + widest + _TIME_COLUMNS <= width
     for result in ran:
-        line = Text(f"{result.name:<14}")
-        line.append(f"{_counts(result):<{width}}", STYLES[result.status])
-        yield line.append(f"  {result.seconds:>6.1f} s")
+        counts, time = _counts(result), f"{result.seconds:.1f} s"
+        name, behind = f"{result.name}: ", f", {time}"
+        if has_room:
+            name, behind = result.name.ljust(_NAME_COLUMNS), time.rjust(_TIME_COLUMNS)
+            counts = counts.ljust(widest)
+        yield Text.assemble(name, (counts, STYLES[result.status]), behind)
+
+
+def _figures(report: Report) -> Iterator[tuple[str, Sequence[str]]]:
+    """Yield sentences on what was measured of the drafts, each with the lines below it: for each k
+    the share of all drafts at a position that was accepted, and the tokens of a step; then the
+    number of drafts to use."""
+    shares: dict[str, list[str]] = {}
+    for data in report.data("acceptance", "k", "position", "cumulative"):
+        share = Estimate(**data["cumulative"]).percent()
+        shares.setdefault(_way(data), []).append(share)
+    lines = [
+        f"{_way(data)}: {', '.join(shares.get(_way(data), ['none made']))};"
+        f" {data['accepted_length']['value']:.2f} tokens per step"
+        for data in report.data("acceptance", "k", "accepted_length")
+    ]
+    if lines:
+        yield "Drafts accepted, by position (with 95 % intervals):", lines
+    if advice := recommended(report):
+        yield f"Number of drafts: {advice}", []
+
+
+def _way(data: Mapping[str, Any]) -> str:
+    return f"{method_of(data)}k={data['k']}"
 
 
 def _counts(result: CheckResult) -> str:
