@@ -212,6 +212,12 @@ def main_layer_as_own(checkpoint: Checkpoint) -> None:
             checkpoint.set(last, checkpoint.tensors[f"model.layers.{number}.{last}"].clone())
 
 
+def main_layer_inserted(checkpoint: Checkpoint) -> None:
+    """A merge that stacks layers: the last main one again, over the module's block."""
+    main_layer_as_own(checkpoint)
+    checkpoint.config["num_hidden_layers"] += 1
+
+
 def random_layer(checkpoint: Checkpoint) -> None:
     """Never trained: matrices of deviation 0.02, norms of ones."""
     draw = torch.Generator().manual_seed(1)

@@ -550,6 +550,17 @@ DAMAGED = (
         "weights",
         (r"layers\.4",),
     ),
+    Folder(
+        "a main layer that a merge inserted over it",
+        glm(),
+        damages.main_layer_inserted,
+        "weights",
+        (
+            "unless a merge wrote a main layer over the module",
+            r"model\.layers\.3, whose eh_proj .* linears of model\.layers\.2: a merge",
+            _without("graft --main|holds the same"),
+        ),
+    ),
     Folder("never trained", glm(), damages.random_layer, "weights", ("norm",)),
     Folder(
         "of another training", glm(), damages.another_training, "run", ("another|loading|contract",)

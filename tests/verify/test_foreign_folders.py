@@ -80,6 +80,19 @@ def test_a_named_cause_is_not_followed_by_its_consequences(tmp_path: Path) -> No
     assert "experts" not in outcome.out.replace(".experts.", "")
 
 
+def test_what_values_alone_do_not_tell_is_said(tmp_path: Path) -> None:
+    """A sound layer of a sister model passes where nothing runs."""
+    (case,) = (one for one in DAMAGED if one.name == "of another training")
+    folder = case.write(tmp_path / "checkpoint")
+    outcome = run_program("verify", folder, "--level", "weights", "--json", "--quiet")
+    items = {
+        item["name"]: item for check in json.loads(outcome.out)["checks"] for item in check["items"]
+    }
+    assert outcome.code == 0
+    why = items["weights against the source"]["cause"]
+    assert "another finetune or merge" in why and "acceptance at level run tells" in why
+
+
 MENDS: dict[str, Damage] = {
     "experts pruned from the main layers alone": pruned(r"layers\.3\.", 6),
     "experts pruned from the MTP layer alone": experts_pruned("layers", 6, said=6),

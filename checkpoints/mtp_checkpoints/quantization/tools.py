@@ -1,5 +1,5 @@
-"""Tools that quantize checkpoints, told by what they leave in a folder, and what each is known to
-do with MTP modules."""
+"""Tools that quantize or merge checkpoints, told by what they leave in a folder, and what each is
+known to do with MTP modules."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ class Habit:
     words: str
 
 
+_MERGE = "mergekit_config.yml"  # which mergekit writes beside the tensors
+
 # llm-compressor leaves compressed-tensors' version alone: 0.19.0 is what its 0.14.0.1 asks for.
 HABITS: dict[str, Habit] = {
     "llm-compressor": Habit(
@@ -59,7 +61,7 @@ def tool_of(config: Config, files: Collection[str]) -> Tool | None:
     if is_mlx(config):
         return Tool("mlx-lm")
     if not isinstance(quantization, Mapping):
-        return None
+        return Tool("mergekit") if _MERGE in files else None
     method = str(quantization.get("quant_method") or "")
     reader = _TOOLS.get(method.replace("_", "-").lower())
     return None if reader is None else reader(quantization, files)

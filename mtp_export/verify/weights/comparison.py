@@ -241,6 +241,11 @@ def _holds(path: Path, content: bytes) -> bool:
 def _recorded(context: Context) -> Iterator[Item]:
     """SQNR of converted tensors as the export recorded it in the manifest."""
     why = "without --source nothing is compared"
+    if not context.is_bundle and context.main is not None and context.mtp is not None:
+        why += (
+            ". An MTP layer of another finetune or merge of the same base looks as sound as this"
+            " model's: acceptance at level run tells them apart, or --source"
+        )
     noted: dict[tuple[str, str], list[float]] = defaultdict(list)
     parts: Mapping[str, Any] = (context.manifest or {}).get("parts", {})
     for part, entry in parts.items():

@@ -10,6 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from mtp_checkpoints.families.base import Role
+from mtp_checkpoints.families.signs import main_layers, projection_in_main
 from mtp_checkpoints.formats import UNQUANTIZED
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_checkpoints.weights.weight_values import Rounding
@@ -46,7 +47,7 @@ def run(context: Context) -> Iterator[Item]:
     if MAIN in facts and MTP in facts:
         yield from _parts_alike(facts[MAIN], facts[MTP])
     if every:
-        yield _no_twins(facts)
+        yield _no_twins(context, facts)
     yield from _shared(context, found, facts)
 
 
@@ -215,19 +216,39 @@ def _sizes_by_kind(facts: Sequence[WeightFacts]) -> Mapping[str, Sequence[float]
     return sizes
 
 
-def _no_twins(facts: Mapping[str, Sequence[WeightFacts]]) -> Item:
+def _no_twins(context: Context, facts: Mapping[str, Sequence[WeightFacts]]) -> Item:
     """No two linears hold the same codes."""
     first: dict[tuple[str, tuple[int, ...]], WeightFacts] = {}
-    problems = []
+    twins: list[tuple[str, str]] = []
     for fact in (fact for part in facts.values() for fact in part):
         spec = fact.weight.stored.weight
         if not _varies(fact) or not spec.is_linear_weight:
             continue
         twin = first.setdefault((fact.digest, spec.shape), fact)
         if twin is not fact:
-            words = causes.taken_for_another(fact.weight.name, twin.weight.name)
-            problems.append(Problem(fact.weight.name, words))
-    return verdict("no linear is stored twice", problems)
+            twins.append((fact.weight.name, twin.weight.name))
+    over, twins = _overwritten(context, twins)
+    problems = [Problem(one, causes.taken_for_another(one, other)) for one, other in twins]
+    return verdict("no linear is stored twice", [*over, *problems])
+
+
+def _overwritten(
+    context: Context, twins: Sequence[tuple[str, str]]
+) -> tuple[list[Problem], list[tuple[str, str]]]:
+    """The module among the main layers that holds one of them, and the other twins."""
+    main = context.main
+    layers = None if main is None else main_layers(main.config)
+    projection = projection_in_main(() if main is None else main.tensors, layers)
+    if projection is None:
+        return [], [*twins]
+    layer = f"{'.'.join(projection.split('.')[:3])}."
+    own = [pair for pair in twins if pair[0].startswith(layer)]
+    problems = []
+    if own:
+        other = ".".join(own[0][1].split(".")[:3])
+        words = causes.overwritten_by_main(layer.rstrip("."), other, len(own))
+        problems.append(Problem(projection, words))
+    return problems, [pair for pair in twins if pair not in own]
 
 
 def _shared(

@@ -40,6 +40,8 @@ def test_signs_beside_the_quantization_config() -> None:
     config = {"quantization_config": {"quant_method": "compressed-tensors", "version": "0.1"}}
     assert tool_of(config, ["recipe.yaml"]) == Tool("llm-compressor", "0.1")
     assert tool_of({"quantization": {"group_size": 64}}, ()) == Tool("mlx-lm")
+    assert tool_of({}, ["mergekit_config.yml"]) == Tool("mergekit")
+    assert tool_of({}, ["config.json"]) is None
 
 
 @pytest.mark.parametrize(

@@ -62,8 +62,9 @@ def counted_as_main(projection: str) -> str:
     layer = projection.partition(".layers.")[2].partition(".")[0]
     return (
         f"{projection} is of an MTP module, and config.json counts its layer among the main ones:"
-        f" set num_hidden_layers to {layer}, as the original has it. Engines compute the module as"
-        " a main layer, and have no draft"
+        f" set num_hidden_layers to {layer}, as the original has it, unless a merge wrote a main"
+        " layer over the module, which --level weights tells. Engines compute the module as a main"
+        " layer, and have no draft"
     )
 
 

@@ -72,6 +72,17 @@ def taken_for_another(tensor: str, twin: str) -> str:
     return f"{tensor} holds the same as {twin}: one was taken for the other"
 
 
+def overwritten_by_main(layer: str, main: str, linears: int) -> str:
+    """layer, main: the names of two layers."""
+    number = layer.rpartition(".")[2]
+    return (
+        f"{layer}, whose eh_proj is an MTP module's, holds {linears} linears of {main}: a merge"
+        " wrote a main layer over the module, which is lost. Take its rests out and set"
+        f" num_nextn_predict_layers to 0, or take the merge back (num_hidden_layers {number}) and"
+        " graft the original's layer"
+    )
+
+
 def another_checkpoint(tensor: str, original: str) -> str:
     return (
         f"{tensor} differs from {original}: the draft is of another checkpoint than the main model"
