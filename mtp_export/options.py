@@ -79,9 +79,9 @@ class Option:
     names that it takes, some of them where takes_others; {names} in help stands for them, or for
     those of an enumeration. low and high bound a number. default is the text of the
     field's default and show_default what --help shows of it, where they are not the default itself.
-    access is there for every path. short is a second, short name. An option that shows something
-    and exits has no environment variable, as the others have. One that configures is a file that
-    sets others.
+    access is there for every path; takes_unfinished for that of a bundle that may be unfinished.
+    short is a second, short name. An option that shows something and exits has no environment
+    variable, as the others have. One that configures is a file that sets others.
     """
 
     help: str
@@ -101,6 +101,7 @@ class Option:
     shows_and_exits: bool = False
     configures: bool = False
     access: Access | None = None
+    takes_unfinished: bool = False
 
     def allows(self, number: float) -> bool:
         """Return whether a number is within the bounds."""
@@ -154,10 +155,15 @@ def out_of_range(name: str, given: Option, found: object) -> UsageError:
 
 
 def argument(
-    help: str, metavar: str, parser: Callable[[str], Any], access: Access | None = None
+    help: str,
+    metavar: str,
+    parser: Callable[[str], Any],
+    access: Access | None = None,
+    **more: Any,
 ) -> Mapping[str, Option]:
-    """Return the metadata of a field that an argument sets; access: of a path."""
-    more = _ADDRESSES if parser is parse_source else {}
+    """Return the metadata of a field that an argument sets; access: of a path; more as in
+    Option."""
+    more |= _ADDRESSES if parser is parse_source else {}
     return {
         METADATA: Option(
             help, metavar=metavar, parser=parser, is_argument=True, access=access, **more

@@ -34,6 +34,7 @@ WHOLE = (
     "mtp_export/commands/plain_comparison.py",
     "mtp_export/commands/retries.py",
     "mtp_export/commands/typed_option.py",
+    "mtp_export/commands/unfinished.py",
     "mtp_export/options.py",
     "mtp_export/serve/activity.py",
     "mtp_export/verify/files/pairing.py",

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Group, RenderableType
 
@@ -44,6 +44,7 @@ from mtp_export.commands.output import (
 from mtp_export.commands.report_files import ReportFiles, try_reports
 from mtp_export.options import Access, Names, Panel, option, parse_cluster, path_option
 
+_Path = TypeVar("_Path", bound=Place)
 PART = option("Part to write: {names}.", Panel.CONTENT, metavar="PART")
 OUTPUT = path_option(
     "Bundle to write: main/, mtp/ and mtp_export.json in this folder; --dry-run needs none.",
@@ -53,9 +54,9 @@ OUTPUT = path_option(
 )
 
 
-def given_once(name: str, argument: Place | None, flag: str, given: Place | None) -> Place | None:
-    """Return a checkpoint that an argument or an option names; None without either (UsageError for
-    both)."""
+def given_once(name: str, argument: _Path | None, flag: str, given: _Path | None) -> _Path | None:
+    """Return a path or address that an argument or an option names; None without either (UsageError
+    for both)."""
     if argument is not None and given is not None:
         raise UsageError(
             f"{name} is given twice",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import typer
@@ -17,7 +17,7 @@ from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.export import plan_export
 from mtp_export.bundle.options import Part
 from mtp_export.bundle.request import Request
-from mtp_export.commands.bundle_command import OUTPUT, PART, Making, PlannedBundle
+from mtp_export.commands.bundle_command import OUTPUT, PART, Making, PlannedBundle, given_once
 from mtp_export.commands.bundle_tables import (
     effort,
     parts_table,
@@ -27,7 +27,15 @@ from mtp_export.commands.bundle_tables import (
 )
 from mtp_export.commands.garbage import gc_paused
 from mtp_export.commands.output import heading, json_text
-from mtp_export.options import Panel, option, source_option
+from mtp_export.options import (
+    Access,
+    Panel,
+    argument,
+    option,
+    parse_path,
+    parse_source,
+    source_option,
+)
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,21 @@ class ExportCommand:
     output_dir: Path | None = field(default=None, metadata=OUTPUT)
     part: Part = field(default=Part.BOTH, metadata=PART)
     making: Making = Making()
+
+
+@dataclass(frozen=True)
+class ExportOfArguments:
+    """Options of mtp-export export, whose folders may be arguments."""
+
+    source: Place | None = field(
+        default=None,
+        metadata=argument("The same as --input-dir.", "SRC", parse_source, Access.READ),
+    )
+    output: Path | None = field(
+        default=None,
+        metadata=argument("The same as --output-dir.", "OUT", parse_path, Access.WRITTEN),
+    )
+    exporting: ExportCommand = ExportCommand()
 
 
 @dataclass(frozen=True)
@@ -66,7 +89,7 @@ def without_command(options: ProgramOptions, context: typer.Context) -> None:
     if context.invoked_subcommand is not None:
         _refuse_options_before(context, context.invoked_subcommand)
         return
-    export(options.exporting)
+    _export(options.exporting)
 
 
 def _print_version(*, as_json: bool) -> None:
@@ -74,9 +97,16 @@ def _print_version(*, as_json: bool) -> None:
     print(json_text(facts) if as_json else " ".join(facts.values()), end="" if as_json else "\n")
 
 
-def export(options: ExportCommand) -> None:
+def export(options: ExportOfArguments) -> None:
     """Export a DeepSeek-V3-class checkpoint as a bundle: main model and MTP module in folders of
     their own. It is what mtp-export does without a command too."""
+    given = options.exporting
+    source = given_once("The input", options.source, "--input-dir", given.input_dir)
+    output = given_once("The output", options.output, "--output-dir", given.output_dir)
+    _export(replace(given, input_dir=source, output_dir=output))
+
+
+def _export(options: ExportCommand) -> None:
     is_planned = options.making.dry_run and options.input_dir is not None
     if options.input_dir is None or (options.output_dir is None and not is_planned):
         raise UsageError(

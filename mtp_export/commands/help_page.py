@@ -15,7 +15,7 @@ from mtp_export.commands.output import plain_console
 # Of each command two examples, and the page of the documentation that explains it.
 EXAMPLES: dict[str, tuple[str, str, str]] = {
     "export": (
-        "mtp-export export --input-dir DeepSeek-V3 --output-dir V3",
+        "mtp-export export DeepSeek-V3 V3",
         "mtp-export export --input-dir hf://org/name --output-dir V3 --target sglang",
         "docs/cli.md",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -126,11 +127,18 @@ def _as_command(arguments: Sequence[str]) -> list[str]:
         return ["--help"]
     name = ALIASES.get(first, first)
     if name and not name.startswith("-") and name not in COMMANDS:
-        raise UsageError(
-            f"{name!r} is no command",
-            todo=did_you_mean(name, names_of(Names.COMMAND)) or "See mtp-export help",
-        )
+        raise UsageError(f"{name!r} is no command", todo=_meant_by(name, others))
     return [name, *others] if name else []
+
+
+def _meant_by(name: str, others: Sequence[str]) -> str:
+    """Return what to do about a word that is no command: of a checkpoint's folder or address, and
+    the argument behind it, an export."""
+    if suggested := did_you_mean(name, names_of(Names.COMMAND)):
+        return suggested
+    if "://" in name or os.path.isdir(name):
+        return f"Did you mean {shlex.join(['mtp-export', 'export', name, *(others or ['OUT'])])}?"
+    return "See mtp-export help"
 
 
 def usage_error_of(error: typer.TyperException) -> UsageError:

@@ -10,14 +10,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache, reduce
 from pathlib import Path
+from shlex import quote
 from typing import Any, cast, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from mtp_checkpoints.errors import UsageError
 from mtp_export.commands.config_file import read_config
 from mtp_export.commands.retries import announced_retries
 from mtp_export.commands.typed_option import UNUSUAL, Leaf
+from mtp_export.commands.unfinished import refuse_unfinished
 from mtp_export.options import METADATA, Access, Panel
 from mtp_export.paths import refuse_overlaps
 
@@ -72,6 +75,7 @@ class QuickReading:
         given, rest, _ = command.make_parser(ctx).parse_args(args=args)
         missing: Leaf | None = None
         if rest:
+            self._refuse_argument(rest[0], given)
             return False
         for parameter in sorted(command.get_params(ctx), key=lambda each: not each.is_eager):
             value, source = parameter.consume_value(ctx, given)
@@ -93,9 +97,21 @@ class QuickReading:
             raise missing.missing()
         return True
 
+    def _refuse_argument(self, found: str, given: Mapping[str, Any]) -> None:
+        """Refuse an argument that there is no place for, where it is known what it may be."""
+
 
 class QuickCommand(QuickReading, TyperCommand):
     """A command that reads usual values itself."""
+
+    def _refuse_argument(self, found: str, given: Mapping[str, Any]) -> None:
+        written = [leaf for leaf in self.leaves.values() if leaf.option.access is Access.WRITTEN]
+        output = next((leaf for leaf in written if leaf.flag == "--output-dir"), None)
+        has_place = any(leaf.option.is_argument for leaf in written)
+        if output is not None and not has_place and given.get(output.name) is None:
+            raise UsageError(
+                f"Unexpected argument {found!r}", todo=f"Did you mean --output-dir {quote(found)}?"
+            )
 
 
 class QuickGroup(QuickReading, TyperGroup):
@@ -151,6 +167,11 @@ def _callback(run: Callable[..., None], leaves: Sequence[Leaf]) -> Callable[...,
                 given[leaf.path] = False if leaf.turns_off else values[leaf.name]
         options = _filled(hints["options"], given)
         refuse_overlaps(*(_paths_of(options, leaves, access) for access in Access))
+        refuse_unfinished(
+            _value(options, leaf)
+            for leaf in leaves
+            if leaf.option.access is Access.READ and not leaf.option.takes_unfinished
+        )
         is_quiet = any(_value(options, leaf) for leaf in leaves if leaf.field.name == "quiet")
         with announced_retries(quiet=is_quiet):
             run(options, context) if "context" in hints else run(options)

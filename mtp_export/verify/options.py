@@ -70,6 +70,7 @@ class VerifyOptions:
             "BUNDLE",
             parse_source,
             Access.READ,
+            takes_unfinished=True,
         ),
     )
     source: Path | None = field(

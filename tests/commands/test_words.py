@@ -64,6 +64,48 @@ def test_an_export_has_a_name(pristine: Path, tmp_path: Path) -> None:
     assert json.loads(named.out) == json.loads(alone.out)
 
 
+def test_the_folders_of_an_export_may_be_arguments(pristine: Path, tmp_path: Path) -> None:
+    folders, options = (pristine, tmp_path / "out"), ("--dry-run", "--json")
+    named = run_program("export", "--input-dir", folders[0], "--output-dir", folders[1], *options)
+    for words in (folders, (folders[0], "--output-dir", folders[1])):
+        outcome = run_program("export", *words, *options)
+        assert outcome.code == 0 and json.loads(outcome.out) == json.loads(named.out)
+    assert run_program("export", pristine, *options).code == 0
+    twice = run_program("export", *folders, "--output-dir", tmp_path / "other")
+    assert twice.code == 2 and "The output is given twice" in twice.err
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (("FOLDER", "my out"), "mtp-export export FOLDER 'my out'?"),
+        (("FOLDER",), "mtp-export export FOLDER OUT?"),
+        (("hf://org/name", "--part", "mtp"), "mtp-export export hf://org/name --part mtp?"),
+        (("quantize", "FOLDER", "my out"), "--output-dir 'my out'?"),
+        (("graft", "FOLDER", "b", "c"), "--output-dir c?"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_folder_in_the_wrong_place_ends_with_what_was_meant(
+    words: tuple[str, ...], meant: str, tmp_path: Path
+) -> None:
+    given = [word.replace("FOLDER", str(tmp_path)) for word in words]
+    outcome = run_program(*given)
+    assert outcome.code == 2
+    assert outcome.err.endswith(f" Did you mean {meant.replace('FOLDER', str(tmp_path))}\n")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("export", "a", "b", "c"), ("verify", "a", "b"), ("quantize", "a", "b", "--output-dir", "c")],
+    ids=lambda words: words[0],
+)
+def test_an_argument_too_many_is_named(words: tuple[str, ...]) -> None:
+    outcome = run_program(*words)
+    assert outcome.code == 2 and "Did you mean" not in outcome.err
+    assert "unexpected extra argument" in outcome.err
+
+
 REFUSALS = {
     ("verfy", "x"): "'verfy' is no command. Did you mean verify?",
     ("xyzzy",): "'xyzzy' is no command. See mtp-export help.",

@@ -53,16 +53,22 @@ def unfinished(context: Context) -> Item | None:
     place = context.options.bundle
     if not context.is_bundle or context.manifest is not None or not isinstance(place, Path):
         return None
+    found = unfinished_run(place, context.options.source)
+    if found is None:
+        return None
+    cause, repair = found
+    return failed("export finished", cause, subject=str(place), repair=repair)
+
+
+def unfinished_run(place: Path, source: Path | None = None) -> tuple[str, str] | None:
+    """The words for a folder whose run has not ended, and the command that goes on with it,
+    "" where none does; None for any other folder (IoError)."""
     journal = journaled(place)
     if journal is None:
         return None
     shards = sum(file.endswith(".safetensors") for file in journal.files)
-    return failed(
-        "export finished",
-        bundle_unfinished(str(place), done=len(journal.finished), shards=shards),
-        subject=str(place),
-        repair=remade(journal.identity, context.options.source, place),
-    )
+    cause = bundle_unfinished(str(place), done=len(journal.finished), shards=shards)
+    return cause, remade(journal.identity, source, place)
 
 
 def bundle_command(context: Context) -> str:
