@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
@@ -29,6 +29,7 @@ from mtp_export.serve.limits import (
     MAX_CHOICES,
     MAX_LOGPROBS_TOLD,
     MAX_PROMPT_TOKENS,
+    PREPARING_THREADS,
     SMALL_BODY_BYTES,
 )
 from mtp_export.serve.metrics import ServerMetrics
@@ -72,7 +73,8 @@ class Server:
         self.engine = EngineThread(llm.engine, self.metrics, most)
         # One large body is parsed and tokenized at a time, and one chat, as there is one process
         # that renders them: those that wait here take no thread from others.
-        self._large, self._chats = asyncio.Lock(), asyncio.Lock()
+        self._large, self._chats = asyncio.Semaphore(), asyncio.Semaphore()
+        self._threads = asyncio.Semaphore(PREPARING_THREADS)
         self.app: ASGIApp = Intake(self._routes(), options.api_key)
 
     def _routes(self) -> Starlette:
@@ -152,10 +154,7 @@ class Server:
             raise ApiError(404, words, param="model", code="model_not_found")
 
     async def _answer(self, kind: type[Body], body: bytearray) -> Response:
-        preparing = asyncio.ensure_future(self._prepare(kind, body))
-        # A client that goes away ends no thread: what it does still counts as the one large body.
-        preparing.add_done_callback(lambda task: task.cancelled() or task.exception())
-        reply = await asyncio.shield(preparing)
+        reply = await self._prepare(kind, body)
         answer = self.engine.submit(reply.requests)
         give_up = partial(self.engine.abort, answer)
         if reply.body.stream:
@@ -168,12 +167,24 @@ class Server:
         return Response(whole, media_type="application/json")
 
     async def _prepare(self, kind: type[Body], body: bytearray) -> Reply:
-        turn = self._chats if kind is ChatBody else nullcontext()
-        async with self._large if len(body) > SMALL_BODY_BYTES else turn:
-            try:
-                return await run_in_threadpool(self._prepared, kind, bytes(body))
-            finally:
-                body.clear()
+        """Prepare a request in its turn; a client that goes away before leaves the queue."""
+        turns = [self._threads]
+        if len(body) > SMALL_BODY_BYTES:
+            turns = [self._large, *turns]
+        elif kind is ChatBody:
+            turns = [self._chats, *turns]
+        async with AsyncExitStack() as taken:
+            for turn in turns:
+                await taken.enter_async_context(turn)
+            working = asyncio.ensure_future(self._work(taken.pop_all(), kind, bytes(body)))
+        body.clear()
+        # A client that goes away ends no thread: what it does still has its turns until it ends.
+        working.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await asyncio.shield(working)
+
+    async def _work(self, turns: AsyncExitStack, kind: type[Body], raw: bytes) -> Reply:
+        async with turns:
+            return await run_in_threadpool(self._prepared, kind, raw)
 
     def _prepared(self, kind: type[Body], raw: bytes) -> Reply:
         """Parse and tokenize a request and check its numbers (ApiError); this may take a while."""

@@ -29,6 +29,7 @@ MAX_CHOICES = 128
 MAX_PROMPT_TOKENS = 1 << 20  # of all choices of a request together
 MAX_LIVE_PROMPT_TOKENS = 1 << 22  # of all requests in batch and queue
 MAX_LOGPROBS_TOLD = 1 << 20  # of all tokens of all choices of a request
+PREPARING_THREADS = 8  # that parse and tokenize requests; fewer than the replies' pool has
 
 
 def max_connections() -> int:

@@ -8,10 +8,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from random import Random
 from typing import Any
 
@@ -22,8 +23,10 @@ from mtp_export.serve import answers
 from mtp_export.serve.app import Server, ServerOptions
 from mtp_export.serve.engine_thread import EngineThread
 from mtp_export.serve.errors import ApiError
+from mtp_export.serve.limits import PREPARING_THREADS
 from mtp_export.serve.metrics import ServerMetrics
-from mtp_export.serve.run import Address, run_server
+from mtp_export.serve.replies import Reply
+from mtp_export.serve.run import Address, _Connection, run_server
 from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.engine import Engine
 from mtp_runtime.models.load import Loaded
@@ -54,6 +57,38 @@ def test_a_client_that_goes_away_frees_its_pages(client: Client, served: Running
     whole.close()
     wait_for(served.is_idle)
     assert client.metric("vllm:request_success_total", finished_reason="abort") >= 4
+
+
+def test_clients_that_go_away_leave_the_queue_for_threads(
+    small: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared, lost, go_on = [], [], threading.Event()
+
+    def waiting(server: Server, kind: object, raw: bytes) -> Reply:
+        prepared.append(raw)
+        go_on.wait(60)
+        raise ApiError(400, "prepared")
+
+    def counted(connection: _Connection, error: Exception | None) -> None:
+        lost.append(connection.server)  # of another server, perhaps
+        connection_lost(connection, error)
+
+    connection_lost = _Connection.connection_lost
+    monkeypatch.setattr(Server, "_prepared", waiting)
+    monkeypatch.setattr(_Connection, "connection_lost", counted)
+    raw, kind = json.dumps(LONG).encode(), {"Content-Type": "application/json"}
+    with running(small) as server:
+        clients = [server.client() for _ in range(3 * PREPARING_THREADS)]
+        for client in clients:
+            client._connection.request("POST", "/v1/completions", raw, kind)
+        wait_for(lambda: len(prepared) == PREPARING_THREADS)
+        for client in clients:
+            client.close()
+        wait_for(lambda: lost.count(("127.0.0.1", server.port)) == len(clients))
+        go_on.set()
+        with closing(server.client()) as patient:
+            assert patient.post("/v1/completions", **LONG).status == 400
+        assert len(prepared) == PREPARING_THREADS + 1
 
 
 def test_a_full_queue_is_refused_and_has_room_again(small: LLM) -> None:
