@@ -27,6 +27,7 @@ from mtp_export.commands.output import (
     json_text,
     print_result,
     remark,
+    show,
     status,
 )
 from mtp_export.commands.report_files import ReportFiles, try_reports
@@ -146,25 +147,28 @@ def verify(options: VerifyCommand, context: typer.Context) -> None:
     if options.golden is not None and finished.status is Status.FAIL:
         remark(f"{options.golden} was not written: a golden file is of a model that passes")
     told = not (reporting.as_json or reporting.quiet)
-    finished.raise_if_failed(told=told)
-    if options.strict:
-        finished.raise_if_not_tested()
-    if options.golden is not None:
-        _write_golden(subject, golden, quiet=reporting.quiet)
+    written = [options.html, options.report, options.junit, options.summary]
+    try:
+        finished.raise_if_failed(told=told)
+        if options.strict:
+            finished.raise_if_not_tested()
+        if options.golden is not None:
+            _write_golden(subject, golden, quiet=reporting.quiet)
+            written.append(options.golden)
+    finally:
+        if told and any(written):
+            show(Text(f"Report: {', '.join(str(path) for path in written if path)}"))
 
 
 def _page(report: VerifyReport, options: VerifyCommand) -> RenderableType:
-    """Return what is printed for people: all items if verbose, the summary, and the reports."""
+    """Return what is printed for people: all items if verbose, and the summary."""
     from mtp_export.verify.report.summary import Summary
     from mtp_export.verify.report.table import ItemTable
 
-    written = [str(path) for path in (options.html, options.report, options.junit) if path]
     shown: list[RenderableType] = [ItemTable(report)] if options.verbose else []
     shown.append(Summary(report, _next_step(report, options)))
     if not options.verbose:
         shown.append(Text(f"All {sum(1 for _ in report.items)} items: --verbose"))
-    if written:
-        shown.append(Text(f"Report: {', '.join(written)}", overflow="fold"))
     return Group(*shown)
 
 

@@ -15,13 +15,19 @@ FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"
 DECODING = [
     name for name, check in CHECKS.items() if check.level is Level.RUN and check.whole_model
 ]
+REPORTS = ("--report", "r.json", "--summary", "r.md", "--golden", "g.jsonl")
 BAR = re.compile(r"([^|]+): +\d+%\|[^|]*\| \S+ of (\S+ ?\w+), .*(\d\d|\?) left")
 
 
 @pytest.fixture(scope="module")
-def words(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("bars")
+
+
+@pytest.fixture(scope="module")
+def words(folder: Path) -> tuple[object, ...]:
     """A verification at level run of few tokens."""
-    prompts = tmp_path_factory.mktemp("bars") / "prompts.jsonl"
+    prompts = folder / "prompts.jsonl"
     lines = (FIXTURE.parent / "prompts.jsonl").read_text().splitlines()
     prompts.write_text("\n".join(lines[:3]))
     decoding = ("--prompts", prompts, "--max-new-tokens", 16, "--k", "1,2")
@@ -29,8 +35,8 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
 
 
 @pytest.fixture(scope="module")
-def seen(words: tuple[object, ...]) -> Seen:
-    return in_terminal(*words)
+def seen(words: tuple[object, ...], folder: Path) -> Seen:
+    return in_terminal(*words, *REPORTS, folder=folder)
 
 
 @pytest.mark.timeout(600)
@@ -40,7 +46,7 @@ def test_every_check_that_decodes_has_its_bar(seen: Seen) -> None:
     assert {title for title in titles if title.startswith("Loading ")} == {
         f"Loading {FIXTURE.name}"
     }
-    for name in DECODING:
+    for name in (*DECODING, "golden file"):
         assert any(re.match(rf"{name}\b", title) for title in titles), (name, titles)
 
 
@@ -62,3 +68,9 @@ def test_a_load_is_shown_by_bytes_on_a_terminal_alone() -> None:
     assert "\r" not in piped.raw
     assert all(re.fullmatch(r"Loading \S+: \d+%, \S+ of 31.5MB, .* left", line) for line in told)
     assert "Loading deepseek" not in in_terminal(*generate, "--quiet").text
+
+
+@pytest.mark.timeout(600)
+def test_every_file_that_was_written_is_named_at_the_end(seen: Seen, folder: Path) -> None:
+    assert seen.lines[-1] == "Report: r.json, r.md, g.jsonl"
+    assert all((folder / name).stat().st_size for name in ("r.json", "r.md", "g.jsonl"))

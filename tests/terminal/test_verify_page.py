@@ -142,7 +142,8 @@ def test_with_json_stdout_has_one_object_whatever_happens(folder: Path) -> None:
 
 def test_the_summary_is_markdown(folder: Path) -> None:
     place = folder / "summary.md"
-    assert run_program("verify", folder / "bad", *FILES, "--quiet", "--summary", place).code == 7
+    failed = run_program("verify", folder / "bad", *FILES, "--summary", place)
+    assert failed.code == 7 and failed.out.splitlines()[-1] == f"Report: {place}"
     text = place.read_text()
     assert text.startswith("### Verification of ") and ": FAILED\n" in text
     assert "| files | " in text and "```\nmtp-export quantize " in text

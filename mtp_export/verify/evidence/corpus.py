@@ -114,7 +114,9 @@ class Corpus:
     def one_by_one(self, k: int) -> Decoded:
         """Greedy decoding with k drafts of the MTP modules after every token, none accepted, and
         with log-probabilities."""
-        return decode_one_by_one(self.model, self.prompts, self.params, k)
+        most_tokens = len(self.prompts) * self.new_tokens
+        with self.show_count("golden file", most_tokens, "tokens") as advance:
+            return decode_one_by_one(self.model, self.prompts, self.params, k, advance)
 
     def sampled(self, k: int) -> tuple[Corpus, Decoded]:
         """Sampling at temperature 1 with k drafts of the MTP module: a corpus of the sampled texts,

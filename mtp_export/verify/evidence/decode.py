@@ -132,24 +132,32 @@ def decode(
     """Decode prompts to their end; `build` replaces DRAFTERS[method], advance takes the number of
     tokens just decoded."""
     run = new_run(model, prompts, params, method=method, k=k, build=build, draft_model=draft_model)
+    return _ended(run, advance)
+
+
+def decode_one_by_one(
+    model: Model,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    k: int,
+    advance: CountCallback = int,
+) -> Decoded:
+    """Decode prompts greedily, one token per step, so that there are k drafts of the MTP modules
+    after every token, whatever would have been accepted; with log-probabilities of the tokens, two
+    for each, and of the drafts. advance as in decode."""
+    params = replace(params, logprobs=2)
+    run = new_run(model, prompts, params, build=_with_logprobs, k=k)
+    run.engine.judge = _NoneAccepted(run.engine.judge.head, run.engine.judge.settings)
+    return _ended(run, advance)
+
+
+def _ended(run: Run, advance: CountCallback) -> Decoded:
+    """Decode the requests of a run to their end."""
     events = []
     for event in run.engine.run(run.requests):
         events.append(event)
         advance(1)
     return Decoded(run.requests, tuple(events), tuple(run.recorder.proposals))
-
-
-def decode_one_by_one(
-    model: Model, prompts: Sequence[Prompt], params: SamplingParams, k: int
-) -> Decoded:
-    """Decode prompts greedily, one token per step, so that there are k drafts of the MTP modules
-    after every token, whatever would have been accepted; with log-probabilities of the tokens, two
-    for each, and of the drafts."""
-    params = replace(params, logprobs=2)
-    run = new_run(model, prompts, params, build=_with_logprobs, k=k)
-    run.engine.judge = _NoneAccepted(run.engine.judge.head, run.engine.judge.settings)
-    events = tuple(run.engine.run(run.requests))
-    return Decoded(run.requests, events, tuple(run.recorder.proposals))
 
 
 def _with_logprobs(parts: DrafterParts) -> Drafter:
