@@ -80,11 +80,12 @@ def rates_line(summary: Summary, elapsed: Elapsed) -> str:
     return f"{line}, {summary.tokens_per_step:.2f} tokens per step (plain: 1)"
 
 
-def busy_line(elapsed: Elapsed) -> str:
-    """Return what is to be said of rates on a machine with other load."""
+def busy_line(elapsed: Elapsed, untold: str = "rates") -> str:
+    """Return what is to be said on a machine with other load. untold: what it cannot tell."""
     from mtp_export.verify.decoding.speed import TOO_BUSY
 
-    return f"{TOO_BUSY}: waiting for processors {100 * elapsed.waiting:.0f} % of the time"
+    waiting = f"waiting for processors {100 * elapsed.waiting:.0f} % of the time"
+    return f"{TOO_BUSY} {untold}: {waiting}"
 
 
 def acceptance_lines(
@@ -114,11 +115,7 @@ def _bar(summary: Summary, metrics: Sequence[RequestMetrics], place: int, consol
     name = f"draft {position.position} "
     if share is None:
         return Text(f"{name}none verified")
-    interval = ""
-    if share.low is not None and share.high is not None:
-        low, high = max(0.0, share.low), min(1.0, share.high)  # of a share, that of few prompts too
-        interval = f" [{100 * low:.0f}, {100 * high:.0f}]"
-    figures = f" {100 * share.value:2.0f} %{interval} ({position.accepted} of {position.verified})"
+    figures = f" {share.percent(width=2)} ({position.accepted} of {position.verified})"
     drawn = _drawn(share.value, is_ascii=console.options.ascii_only)
     if cell_len(f"{name}{drawn}{figures}") > console.width:
         return Text(f"{name}{figures}")

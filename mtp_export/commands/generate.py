@@ -199,13 +199,13 @@ def _report(llm: LLM, decoding: Decoding, options: GenerateCommand) -> None:
     facts = _facts(decoding.asked, requests, elapsed)
     facts["speculate_method"] = llm.engine.config.speculation.method
     if not reporting.as_json:
-        _print_figures(llm, requests, elapsed, reporting)
+        _print_figures(llm, requests, elapsed, reporting, tells_busy=not options.compare)
     if options.compare:
         with status("Decoding with drafts and plainly in turn"):
             comparison = _compared(llm, decoding)
         facts["plain"] = comparison.as_json()
         if not reporting.as_json:
-            print_result({}, Text(comparison.line()), reporting)
+            print_result({}, Group(*map(Text, comparison.lines(elapsed))), reporting)
     if reporting.as_json:
         print_result(facts, "", reporting)
 
@@ -217,16 +217,22 @@ def _compared(llm: LLM, decoding: Decoding) -> Comparison:
 
 
 def _print_figures(
-    llm: LLM, requests: Sequence[Request], elapsed: Elapsed, reporting: QuietReporting
+    llm: LLM,
+    requests: Sequence[Request],
+    elapsed: Elapsed,
+    reporting: QuietReporting,
+    *,
+    tells_busy: bool = True,
 ) -> None:
-    """Print the rates of a run, and the acceptance of its drafts."""
+    """Print the rates of a run, and the acceptance of its drafts. tells_busy: nothing after it says
+    that the machine was busy."""
     from mtp_runtime import summarise
 
     metrics = [request.metrics for request in requests]
     summary = summarise(metrics, elapsed.seconds)
     lines: list[RenderableType] = ["", Text(rates_line(summary, elapsed))]
     lines += acceptance_lines(summary, metrics, plain_console())
-    if elapsed.is_busy:
+    if elapsed.is_busy and tells_busy:
         lines.append(Text(busy_line(elapsed)))
     drafts = f"drafts by {llm.engine.config.speculation.method}" if summary.acceptance else ""
     greedy = requests[0].params.greedy

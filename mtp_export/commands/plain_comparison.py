@@ -77,17 +77,18 @@ class Comparison:
             "waiting_for_processors": self.elapsed.waiting,
         }
 
-    def line(self) -> str:
-        """Return the comparison in words. What samples draws other tokens with drafts, and of those
-        nothing is said."""
+    def lines(self, run: Elapsed) -> list[str]:
+        """Return the comparison in words, after those on a run before it: what cannot be told is
+        said once. What samples draws other tokens with drafts, and of those nothing is said."""
+        tokens = "same tokens" if self.has_same_tokens else "different tokens"
         if self.elapsed.is_busy:
-            return busy_line(self.elapsed)
-        if self.is_beyond:
-            return f"{TOO_BUSY}: drafts cannot bring {self.speedup:.1f}x"
-        words = f"{self.speedup:.1f}x plain decoding ({rate(self.plain_rate)})"
-        if not self.is_greedy:
-            return words
-        return f"{words}, {'same' if self.has_same_tokens else 'different'} tokens"
+            gain = busy_line(self.elapsed, "rates and gain")
+        elif self.is_beyond:
+            gain = f"{TOO_BUSY} the gain: drafts cannot bring {self.speedup:.1f}x"
+        else:
+            gain = f"{self.speedup:.1f}x plain decoding ({rate(self.plain_rate)})"
+        rates = [busy_line(run)] if run.is_busy and not self.elapsed.is_busy else []
+        return [*rates, f"{gain}, {tokens}" if self.is_greedy else gain]
 
 
 def compared(llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Comparison:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -51,7 +52,7 @@ def test_rates_say_what_drafts_bring() -> None:
     plain = summarise([RequestMetrics(output_tokens=2, target_steps=2)], 0.25)
     assert rates_line(plain, QUIET) == "2 tokens in 0.25 s: 8.0 tokens/s, without drafts"
     assert busy_line(Elapsed(1.0, 0.225)) == (
-        "this machine is too busy to tell: waiting for processors 22 % of the time"
+        "this machine is too busy to tell rates: waiting for processors 22 % of the time"
     )
 
 
@@ -98,11 +99,11 @@ def turn(drafted_rate: float, plain_rate: float, *, tokens: tuple[int, ...] = (1
 def test_the_gain_is_the_median_of_the_turns() -> None:
     turns = [turn(190.0, 100.0), turn(160.0, 100.0), turn(10.0, 100.0)]
     found = Comparison(turns, QUIET, is_greedy=True)
-    assert found.line() == "1.6x plain decoding (100 tokens/s), same tokens"
+    assert found.lines(QUIET) == ["1.6x plain decoding (100 tokens/s), same tokens"]
     other = Comparison([*turns, turn(160.0, 100.0, tokens=(1, 2, 3))], QUIET, is_greedy=True)
-    assert other.line().endswith(", different tokens")
+    assert other.lines(QUIET)[-1].endswith(", different tokens")
     sampled = Comparison(turns, QUIET, is_greedy=False)
-    assert sampled.line() == "1.6x plain decoding (100 tokens/s)"
+    assert sampled.lines(QUIET) == ["1.6x plain decoding (100 tokens/s)"]
     assert sampled.as_json() == {
         "turns": 3,
         "tokens_per_second": 100.0,
@@ -113,12 +114,28 @@ def test_the_gain_is_the_median_of_the_turns() -> None:
     }
 
 
-def test_no_gain_is_told_of_a_busy_machine() -> None:
-    waited = Comparison([turn(190.0, 100.0)], Elapsed(1.0, 0.2), is_greedy=True)
+BUSY = Elapsed(1.0, 0.2)
+
+
+@pytest.mark.parametrize("run", [QUIET, BUSY])
+def test_no_gain_is_told_of_a_busy_machine(run: Elapsed) -> None:
+    """Once, whatever was said of the run before; the tokens are compared all the same."""
+    found = Comparison([turn(190.0, 100.0)], BUSY, is_greedy=True)
+    waiting = "waiting for processors 20 % of the time"
+    assert found.lines(run) == [
+        f"this machine is too busy to tell rates and gain: {waiting}, same tokens"
+    ]
+    assert found.as_json()["too_busy"]
+    sampled = replace(found, is_greedy=False)
+    assert sampled.lines(run)[-1].endswith(waiting)
+
+
+def test_no_gain_is_told_that_drafts_cannot_bring() -> None:
     beyond = Comparison([turn(230.0, 100.0)], QUIET, is_greedy=True)  # with 2 tokens per step
-    for found in (waited, beyond):
-        assert found.line().startswith("this machine is too busy to tell: ")
-        assert found.as_json()["too_busy"]
+    told = "this machine is too busy to tell the gain: drafts cannot bring 2.3x, same tokens"
+    assert beyond.lines(QUIET) == [told] and beyond.as_json()["too_busy"]
+    assert beyond.lines(BUSY)[0].startswith("this machine is too busy to tell rates: ")
+    assert beyond.lines(BUSY)[1:] == [told]
 
 
 def test_compare_decodes_plainly_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +143,8 @@ def test_compare_decodes_plainly_too(monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = run_program("generate", *ASKED, "--compare")
     assert outcome.code == 0
     *_, last = outcome.out.splitlines()
-    assert last.endswith(", same tokens") or last.startswith("this machine is too busy")
+    assert last.endswith(", same tokens")
+    assert outcome.out.count("too busy") <= 1
     facts = json.loads(run_program("generate", *ASKED, "--compare", "--json").out)
     assert facts["plain"]["same_tokens"] and facts["plain"]["tokens_per_second"] > 0
 

@@ -28,11 +28,12 @@ class Estimate:
         return f"{self.value:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
 
     def percent(self, width: int = 0) -> str:
-        """Text as in 79 % [75, 82], the value in as many columns as width."""
+        """Text of a share as in 79 % [75, 82], the value in as many columns as width."""
         value = f"{100 * self.value:{width}.0f} %"
         if self.low is None or self.high is None:
             return value
-        return f"{value} [{100 * self.low:.0f}, {100 * self.high:.0f}]"
+        low, high = max(0.0, self.low), min(1.0, self.high)  # that of few prompts may be beyond
+        return f"{value} [{100 * low:.0f}, {100 * high:.0f}]"
 
     def as_json(self) -> dict[str, float | int | None]:
         return {"value": self.value, "low": self.low, "high": self.high, "count": self.count}
