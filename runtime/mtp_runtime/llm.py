@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from shlex import quote
 from threading import Lock
 from typing import Any, cast
 
@@ -44,6 +46,7 @@ from mtp_runtime.static_graph.options import GraphOptions
 from mtp_runtime.static_graph.steps import pool_bytes
 from mtp_runtime.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
 Prompt = str | Sequence[int]
 
 
@@ -133,6 +136,12 @@ class LLM:
                 raise no_module_to_draft_with(self._loaded.folder)  # of a model loaded before
             method = "mtp" if model.mtp_modules else NO_DRAFTS
             config = replace(config, speculation=replace(speculation, method=method))
+            if method == NO_DRAFTS and self._loaded.announced_mtp_layers and group.is_first:
+                logger.warning(
+                    "Decoding without drafts: config.json announces an MTP layer, and there is"
+                    " none. See mtp-export verify %s",
+                    quote(str(self._loaded.folder)),
+                )
         if isinstance(draft, TargetDraft):
             model = model.tapped(draft.taps)
             build, second = draft.build, None

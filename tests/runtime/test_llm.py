@@ -13,7 +13,7 @@ from typing import cast
 import pytest
 import torch
 
-from cases import run_program
+from cases import edit_json, export, run_program
 from mtp_checkpoints.errors import MtpExportError, UsageError
 from mtp_export.commands import decoding_figures
 from mtp_runtime import LLM, RequestMetrics, SamplingParams, TokenEvent, summarise
@@ -110,6 +110,28 @@ def test_a_call_runs_while_another_one_is_under_way(llm: LLM) -> None:
 
     output = llm.generate(PROMPTS[0], params, call_meanwhile)[0]
     assert [output.token_ids, inner[0]] == expected and tuple(outer) == expected[0]
+
+
+def test_a_lost_mtp_layer_is_said_once(
+    trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where drafts were left to the model, and its config.json announces a layer to draft with."""
+    bundle = tmp_path / "my bundle"
+    assert export(trained, bundle, "--part", "main", "--quiet").code == 0
+    llm = LLM(bundle, speculate_method="auto")
+    assert caplog.messages == [
+        "Decoding without drafts: config.json announces an MTP layer, and there is none. See"
+        f" mtp-export verify '{bundle}/main'"
+    ]
+    told = run_program("verify", bundle / "main", "--level", "files")
+    assert told.code == 7 and "mtp-export graft" in told.out
+    caplog.clear()
+    LLM(bundle, speculate_method="none")  # as was asked for
+    LLM(trained, speculate_method="auto")
+    LLM(bundle, speculate_method="inference_with_reference")
+    edit_json(bundle / "main/config.json", lambda c: c.update(num_nextn_predict_layers=0))
+    LLM(bundle, speculate_method="auto")
+    assert not caplog.messages and llm.engine.config.speculation.draft_tokens == 0
 
 
 def test_options_that_make_no_sense(trained: Path, llm: LLM) -> None:

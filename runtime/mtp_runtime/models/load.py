@@ -156,13 +156,15 @@ class LoadOptions:
 class Loaded:
     """A model ready to run, the ledger of its tensors, and the folder of its tokenizer.
 
-    parallel: the ranks that divide it, and how they join their parts.
+    parallel: the ranks that divide it, and how they join their parts. announced_mtp_layers: those
+    that its config.json counts, loaded or not.
     """
 
     model: Model
     ledger: Ledger
     folder: Path
     parallel: TensorParallel = ALONE
+    announced_mtp_layers: int = 0
 
 
 @dataclass(frozen=True)
@@ -284,7 +286,13 @@ def load_model(
         opened.source.advance = int
     if options.deterministic:
         refuse_torch_layers(model, opened.folder)
-    return Loaded(model, opened.source.ledger(), opened.folder, options.parallel(group))
+    return Loaded(
+        model,
+        opened.source.ledger(),
+        opened.folder,
+        parallel=options.parallel(group),
+        announced_mtp_layers=len(opened.spec.mtp),
+    )
 
 
 def no_module_to_draft_with(path: Path) -> UsageError:
