@@ -367,6 +367,15 @@ def repeated(file: str, change: Value = torch.clone) -> FolderDamage:
     return damage
 
 
+def beside(name: str) -> FolderDamage:
+    """A file that nothing opens."""
+
+    def damage(folder: Path) -> None:
+        (folder / name).write_bytes(b"PK")
+
+    return damage
+
+
 def without_file(name: str) -> FolderDamage:
     def damage(folder: Path) -> None:
         (folder / name).unlink()

@@ -123,6 +123,17 @@ def _without(words: str) -> str:
 DAMAGED = (
     Folder("lost by a quantization to int4", lost(INT4), words=(*LOST, "config.json")),
     Folder("lost by AWQ", lost("awq"), words=LOST),
+    Folder(
+        "in a pickle",
+        glm(),
+        lose(""),
+        words=(
+            r"pytorch_model-mtp\.bin, by its name the module's, is a pickle",
+            "graft --main",
+            _without("left it out"),
+        ),
+        written=damages.beside("pytorch_model-mtp.bin"),
+    ),
     Folder("lost by a fine-tune, in one file", glm(1), lose(""), words=LOST),
     Folder("lost in blocks of fp8", deepseek, lose(""), words=LOST),
     Folder(
@@ -421,7 +432,7 @@ DAMAGED = (
         glm(),
         damages.embedding_half_zero,
         "weights",
-        ("eh_proj", "half|zero"),
+        ("first half of .*eh_proj.* is zero: it was never written", _without("scale")),
     ),
     Folder(
         "one half of eh_proj for both",
@@ -435,14 +446,14 @@ DAMAGED = (
         glm(),
         damages.eh_proj_rounded_by_rows,
         "weights",
-        ("eh_proj", "half|zero"),
+        ("first half of .*eh_proj.* rounded to zero", "quantized before it was stored"),
     ),
     Folder(
         "halves of eh_proj exchanged",
         glm(),
         damages.halves_exchanged,
         "run",
-        ("eh_proj|halves", _without("the one before is accepted"), "graft .*--replace"),
+        ("eh_proj|halves", _without("the one before is accepted|position 0"), "graft .*--replace"),
     ),
     Folder(
         "of another model",

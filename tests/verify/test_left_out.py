@@ -4,6 +4,7 @@ and the entry that is one too many."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,6 +50,26 @@ def test_the_entry_that_lacks_is_named(tmp_path: Path, method: str) -> None:
     assert f"add {LACKS[method]}" in items[item]["cause"]
 
 
+def listed_as(*entries: str) -> Callable[[Config], None]:
+    return lambda fields: fields["quantization_config"].update(ignore=["lm_head", *entries])
+
+
+def test_what_every_engine_lacks_is_named_at_once(tmp_path: Path) -> None:
+    """Entries that name a router are none that act on nothing."""
+    listed = listed_as("model.layers.3.mlp.gate")
+    folder = quantized(GLM, tmp_path / "lacks", "compressed-tensors, int4", listed)
+    _, items = verified(folder)
+    cause = items[ITEM]["cause"]
+    entries = re.findall(r"add (\S+) to ignore", cause)
+    assert entries == [r"re:model.layers.3(\..*)?$", r"re:model.decoder(\..*)?$"]
+    assert "For SGLang add" in cause and "matches no module" not in cause
+    _, items = verified(folder, "--engine", "vllm")
+    assert "For SGLang" not in items[ITEM]["cause"]
+    listed = listed_as("model.layers.3.mlp.gate", *entries)
+    mended = quantized(GLM, tmp_path / "mended", "compressed-tensors, int4", listed)
+    assert verified(mended)[0].code == 0
+
+
 # The key to add to, and the entry, of an unquantized MTP layer whose linears vLLM finds itself.
 EXPERTS_LACK = {
     "awq": "model.layers.3.mlp.experts to modules_to_not_convert",
@@ -63,10 +84,6 @@ def test_vllm_finds_linears_by_their_tensors_and_no_experts(tmp_path: Path, meth
     assert (outcome.code, failures(items)) == (7, {ITEM})
     assert "24 matrices of the MTP module" in items[ITEM]["cause"]
     assert f"add {EXPERTS_LACK[method]}" in items[ITEM]["cause"]
-
-
-def listed_as(*entries: str) -> Callable[[Config], None]:
-    return lambda fields: fields["quantization_config"].update(ignore=["lm_head", *entries])
 
 
 ENGINES = {

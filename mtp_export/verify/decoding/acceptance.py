@@ -26,6 +26,7 @@ from mtp_export.verify.evidence.statistics import Estimate, ratio
 
 # Acceptance of a draft over that of the one before it, both given that all before were accepted.
 LEAST_KEPT = 0.6
+_OTHERS, _FIRST_TOKEN = "no other layout drafts better", "first-token handling"
 
 
 def run(context: Context) -> Iterator[Item]:
@@ -71,11 +72,16 @@ def diagnosed(
     the texts are the model's own, so that drafts should hit them. damage: what named damage of the
     module before, of which refused drafts and better variants are the consequence."""
     tried = alternatives(corpus) if tried is None else tried
+    better = best_of(tried)
     if generated:
-        yield _sanity_band(corpus, best_of(tried), damage)
-    name = "no other layout drafts better"
-    yield not_tested(name, causes.damaged(damage)) if damage else _none_better(name, tried)
-    yield _first_token(corpus)
+        yield _sanity_band(corpus, better, damage)
+    yield not_tested(_OTHERS, causes.damaged(damage)) if damage else _none_better(_OTHERS, tried)
+    loaded_wrongly = better is not None and better.kind == LOADING and not _drafts(corpus)
+    if damage or loaded_wrongly:
+        why = causes.damaged(damage) if damage else causes.loaded_wrongly(_OTHERS)
+        yield not_tested(_FIRST_TOKEN, why)
+    else:
+        yield _first_token(corpus)
     yield _contract(corpus, tried)
 
 
@@ -149,6 +155,12 @@ def is_in_band(found: Estimate) -> bool:
     return (found.high or found.value) >= gates.LEAST_ACCEPTANCE
 
 
+def _drafts(corpus: Corpus) -> bool:
+    """True for a module that drafts as a working one does, or does not draft at all."""
+    found = first_draft(corpus)
+    return found is None or is_in_band(found)
+
+
 def _sanity_band(corpus: Corpus, better: Alternative | None, damage: str) -> Item:
     """Acceptance of the first draft at every position of the texts."""
     name, bound = "sanity band of draft 1", f"at least {gates.LEAST_ACCEPTANCE}"
@@ -205,7 +217,7 @@ def _none_better(name: str, tried: Sequence[Alternative]) -> Item:
 
 
 def _first_token(corpus: Corpus) -> Item:
-    name = "first-token handling"
+    name = _FIRST_TOKEN
     found = first_token(corpus)
     if found is None or found.gain.low is None:
         return not_tested(name, "it takes two prompts")

@@ -23,6 +23,7 @@ from mtp_export.schemes import SCHEMES
 from mtp_export.schemes.scheme import GRAFTED
 from mtp_export.verify.check import (
     ENGINE,
+    LACKS,
     LEFT_OUT,
     Item,
     Problem,
@@ -75,11 +76,21 @@ def run(context: Context) -> Iterator[Item]:
 
 
 def _left_out_by_engines(context: Context, layout: PartLayout, found: Item) -> Iterator[Item]:
-    """The failure of the released names, or, where an engine finds the draft in order by names of
-    its own, what each engine finds."""
+    """The failure of the released names, with what lists lack by an engine's own, or, where one
+    finds the draft in order by these, what each engine finds."""
     items = [*_draft_items(context, layout)]
-    in_order = any(item.status is Status.PASS for item in items)
-    yield from items if in_order else [found]
+    if any(item.status is Status.PASS for item in items):
+        yield from items
+        return
+    own = found.data.get(LACKS)
+    others = {
+        str(item.data[LACKS]): item for item in items if item.data.get(LACKS) not in (None, own)
+    }
+    titles = {engine.name: engine.title for engine in context.target.engines}
+    words = [
+        causes.lacks_for_engine(titles[item.data[ENGINE]], lacks) for lacks, item in others.items()
+    ]
+    yield replace(found, cause="".join((found.cause, *words)) if own else found.cause)
 
 
 def _not_followed(context: Context, part: Part, error: MtpExportError) -> Item:
@@ -171,9 +182,14 @@ def _left_out(layout: PartLayout, repair: str) -> Item:
     listed = ListedDraft(stored, layout.checkpoint.tensors, stored.quantization, layers)
     figure = f"{len(stored.weights):,} weights"
     problems = listed.problems()
-    item = verdict("mtp: left out of quantization as stored", problems, figure)
+    item = _with_lacks(verdict("mtp: left out of quantization as stored", problems, figure), listed)
     # A graft reads a main model by the same quantization_config, which then is what lacks.
     return replace(item, repair=repair) if problems and stored.quantization else item
+
+
+def _with_lacks(item: Item, listed: ListedDraft) -> Item:
+    """The item with the entries that a list lacks, for machines and for other items."""
+    return replace(item, data={**item.data, LACKS: listed.lacks}) if listed.lacks else item
 
 
 def _readers(context: Context) -> list[Engine]:
@@ -228,12 +244,12 @@ def _as_read(name: str, layout: PartLayout, config: Any, reading: DraftReading) 
         tensors = {n: one for n, one in tensors.items() if n.rpartition(".")[0] not in tables}
         read = read.of_tensors(lambda spec: spec.role not in COPIED)
     renamed = (reading.layer_name,) if reading.layer_name else ()
-    problems = ListedDraft(read, tensors, config, renamed or layers).problems()
-    if problems:  # of which each tensor's are the consequence
+    listed = ListedDraft(read, tensors, config, renamed or layers)
+    if problems := listed.problems():  # of which each tensor's are the consequence
         problems = [
             Problem(one.subject, causes.misread_by_engine(reason, one.words)) for one in problems
         ]
-        return verdict(name, problems, f"{len(specs):,} weights")
+        return _with_lacks(verdict(name, problems, f"{len(specs):,} weights"), listed)
     absent = {rename(name) for name in layout.stored.tensors.keys() - layout.checkpoint.tensors}
     problems = _differing(tensors, read, absent, linears_alone=keeps_patterns)
     if problems:  # the reason once, before all of them

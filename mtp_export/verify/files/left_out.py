@@ -42,18 +42,14 @@ class ListedDraft:
     def problems(self) -> list[Problem]:
         """Modules that the list lacks, in one problem, those that it has too many, by entry, and
         projections, which no engine reads quantized."""
-        unquantized, quantized, projections = [], [], []
-        for weight in self.described.weights.values():
-            if len(weight.weight.shape) != 2:
-                continue
+        quantized, projections = [], []
+        for weight in self._matrices:
             plain = self._is_plain(weight)
             if weight.weight.role is Role.MTP_PROJECTION:
                 projections += [weight] if plain is False else []
-            elif plain and weight.format is not UNQUANTIZED:
-                unquantized.append(weight)
             elif plain is False and weight.format is UNQUANTIZED:
                 quantized.append(weight)
-        found = [*self._lacking(unquantized), *self._too_many(quantized)]
+        found = [*self._lacking(), *self._too_many(quantized)]
         return found + [
             Problem(weight.tensors[0].name, causes.projection_quantized(weight.weight.module))
             for weight in projections
@@ -78,22 +74,52 @@ class ListedDraft:
         codes = (f"{module}.{last}" for last in SCALES_OF_CODES)
         return False if any(name in self.tensors for name in codes) else None
 
-    def _lacking(self, weights: list[StoredWeight]) -> Iterator[Problem]:
+    @property
+    def lacks(self) -> str:
+        """The entries that are to be added, and to what; "" for none."""
+        with_them = self._with_them
+        added = () if with_them is None else _added(self.quantization, with_them)
+        return ", ".join(added)[:_SHOWN]
+
+    @property
+    def _matrices(self) -> Iterator[StoredWeight]:
+        return (one for one in self.described.weights.values() if len(one.weight.shape) == 2)
+
+    @cached_property
+    def _unquantized(self) -> list[StoredWeight]:
+        """The matrices that an engine would build quantized and that are not, but for projections,
+        which it never does."""
+        return [
+            weight
+            for weight in self._matrices
+            if weight.weight.role is not Role.MTP_PROJECTION
+            and weight.format is not UNQUANTIZED
+            and self._is_plain(weight)
+        ]
+
+    @cached_property
+    def _with_them(self) -> Mapping[str, Any] | None:
+        """The config whose lists have what lacks; None where nothing does, or no list can."""
+        if not self._unquantized:
+            return None
+        leave_out = METHODS[self.quantization["quant_method"]].leave_out
+        if leave_out is None:
+            return None
+        return leave_out(self.quantization, self._to_leave_out(self._unquantized))
+
+    def _lacking(self) -> Iterator[Problem]:
         """The modules that an engine would build quantized and that are not."""
+        weights = self._unquantized
         if not weights:
             return
-        leave_out = METHODS[self.quantization["quant_method"]].leave_out
-        added, idle = "", list[str]()
-        if leave_out is not None:
-            with_them = leave_out(self.quantization, self._to_leave_out(weights))
-            added = ", ".join(_added(self.quantization, with_them))
-            idle = [*self._idle(with_them)]
-        words = causes.not_left_out(len(weights), _module_of(weights[0]), added[:_SHOWN], idle)
+        idle = [] if self._with_them is None else [*self._idle(self._with_them)]
+        words = causes.not_left_out(len(weights), _module_of(weights[0]), self.lacks, idle)
         yield Problem(weights[0].tensors[0].name, words)
 
     def _idle(self, with_them: Mapping[str, Any]) -> Iterator[str]:
-        """Entries that by their words are for the MTP module and leave out none of its matrices.
-        with_them: the config whose lists have what lacks."""
+        """Entries that by their words are for the MTP module and name nothing of it that is not
+        quantized. with_them: the config whose lists have what lacks."""
+        modules = {_module_of(weight) for weight in self._matrices}
         first = min(one.weight.mtp_layer or 0 for one in self.described.weights.values())
         for key in with_them:
             value = self.quantization.get(key)
@@ -101,7 +127,7 @@ class ListedDraft:
                 continue
             meant = (entry for entry in value if _is_for_mtp(str(entry), first))
             for entry in islice(meant, _LOOKED_INTO):
-                if not self._acts(key, entry):
+                if entry not in modules and not self._acts(key, entry):
                     yield f"{str(entry)[:_SHOWN]} in {key}"
 
     def _acts(self, key: str, entry: object) -> bool:

@@ -3,6 +3,7 @@ and complete, loaders find them, and what bears their names is what it says."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -60,6 +61,9 @@ def run(context: Context) -> Iterator[Item]:
         yield _complete(found)
         yield _indexed(context, found)
         yield from _copies(found)
+
+
+_PICKLED_MODULE = re.compile(r"(?i)(mtp|nextn).*\.(bin|pt|pth)$")
 
 
 @dataclass(frozen=True)
@@ -183,8 +187,13 @@ def _none_there(name: str, found: Found, wanted: Announced) -> Item:
         return failed(name, words, figure=figure, subject="config.json", repair=found.repair)
     habit = habit_of(found.tool) if found.tool else ""
     writer = str(found.tool or "")
-    words = causes.lost(str(wanted), writer, habit, can_graft=bool(found.repair))
+    pickled = next(filter(_is_pickled_module, sorted(found.context.files.names())), "")
+    words = causes.lost(str(wanted), writer, habit, pickled, can_graft=bool(found.repair))
     return failed(name, words, figure=figure, subject="config.json", repair=found.repair)
+
+
+def _is_pickled_module(file: str) -> bool:
+    return _PICKLED_MODULE.search(file) is not None
 
 
 def _figure(count: int, wanted: Announced) -> str:

@@ -114,18 +114,27 @@ def _halves(weight: WeightOnDisk) -> Item:
         return not_tested(name, f"it cannot be decoded: {error}", subject=weight.name)
     smaller, larger = sorted((first.size, second.size))
     ratio = f" ({larger / smaller:.1f} times)" if smaller else ""
-    zeroed = "first" if first.zeros > second.zeros else "second"
+    zeroed = causes.half_zeroed(
+        weight.name,
+        "first" if first.zeros > second.zeros else "second",
+        has_scales=_has_scales(weight),
+        all_zero=max(first.zeros, second.zeros) == 1,
+    )
     alike = first == second and first.size > 0  # sums over every element of each
     return judged(
         name,
         max(first.zeros, second.zeros) <= gates.ZERO_SHARE and not alike,
-        causes.halves_alike(weight.name) if alike else causes.half_zeroed(weight.name, zeroed),
+        causes.halves_alike(weight.name) if alike else zeroed,
         figure=f"{first.size:.3g} and {second.size:.3g}{ratio};"
         f" {first.zeros:.0%} and {second.zeros:.0%} zeros",
         bound=f"≤ {gates.ZERO_SHARE:.0%} zeros",
         subject=weight.name,
         data={"size": [first.size, second.size], "zeros": [first.zeros, second.zeros]},
     )
+
+
+def _has_scales(weight: WeightOnDisk) -> bool:
+    return len(weight.tensors) > 1
 
 
 def _measured_halves(weight: WeightOnDisk) -> tuple[_Half, _Half]:
@@ -151,7 +160,8 @@ def _zeros(linears: Sequence[WeightOnDisk], workers: int) -> Item:
     for weight, (share, row, column) in zip(linears, found, strict=True):
         most = max(most, share)
         if share > gates.ZERO_SHARE:
-            words = causes.block_zeroed(weight.name, share, row, column)
+            scales = _has_scales(weight)
+            words = causes.block_zeroed(weight.name, share, row, column, has_scales=scales)
             problems.append(Problem(weight.name, words))
     return verdict(
         "mtp: no block rounded to zero",

@@ -48,6 +48,10 @@ class _Facts:
     digest: str
 
     @property
+    def has_scales(self) -> bool:
+        return self.tensor.dtype not in FLOATS
+
+    @property
     def is_matrix(self) -> bool:
         return len(self.tensor.shape) > 1
 
@@ -128,7 +132,10 @@ def _values(facts: Sequence[_Facts], size: str) -> Iterator[Item]:
     yield verdict("mtp: finite values", _problems(unsound, words), count)
     words = [causes.never_written(one.tensor.name, "one value") for one in constant]
     yield verdict("mtp: no constant tensor", _problems(constant, words), count)
-    words = [causes.block_zeroed(one.tensor.name, *one.zeros) for one in zeroed]
+    words = [
+        causes.block_zeroed(one.tensor.name, *one.zeros, has_scales=one.has_scales)
+        for one in zeroed
+    ]
     bound = f"≤ {gates.ZERO_SHARE:.0%}"
     yield verdict("mtp: no block rounded to zero", _problems(zeroed, words), count, bound)
 
@@ -179,7 +186,12 @@ def _halves(facts: Sequence[_Facts]) -> Iterator[Item]:
         if not is_joint_projection(one.tensor.name) or columns != 2 * rows:
             continue
         first, second = one.half_zeros
-        words = causes.half_zeroed(one.tensor.name, "first" if first > second else "second")
+        words = causes.half_zeroed(
+            one.tensor.name,
+            "first" if first > second else "second",
+            has_scales=one.has_scales,
+            all_zero=max(first, second) == 1,
+        )
         zeroed = max(first, second) > gates.ZERO_SHARE
         yield verdict(
             f"mtp: halves of {one.tensor.name.rpartition('.')[0].rpartition('.')[2]}",

@@ -42,6 +42,11 @@ def damaged(damage: str) -> str:
     return f"the module's weights are damaged, as {damage} says"
 
 
+def loaded_wrongly(item: str) -> str:
+    """item: the one that says how."""
+    return f"the module is loaded wrongly, as item '{item}' says"
+
+
 def gate_and_up_swapped(expert: str) -> str:
     return f"gate_proj and up_proj of {expert} are swapped"
 

@@ -174,6 +174,11 @@ def not_left_out(count: int, module: str, added: str, idle: Sequence[str]) -> st
     )
 
 
+def lacks_for_engine(engine: str, lacks: str) -> str:
+    """lacks: entries by the names that the engine has, and the lists that they are added to."""
+    return f". For {engine} add {lacks} too"
+
+
 def projection_quantized(module: str) -> str:
     return (
         f"{module} is stored quantized, and vLLM and SGLang build it as an unquantized linear: they"

@@ -31,11 +31,19 @@ def none_at_all(*, of_family: bool) -> str:
     return f"{words}; models of this type are released with one, which a graft gives back"
 
 
-def lost(wanted: str, writer: str, habit: str, *, can_graft: bool) -> str:
-    """writer: the tool that wrote the folder; habit: what is known of it; "" for unknown."""
+def lost(wanted: str, writer: str, habit: str, pickled: str, *, can_graft: bool) -> str:
+    """writer: the tool that wrote the folder; habit: what is known of it; pickled: a file that is
+    the module's by its name, and a pickle; "" for unknown or none."""
     wrote = f"{writer}, which wrote this folder," if writer else "whatever wrote this folder"
     known = f" {habit[0].upper()}{habit[1:]}." if habit else ""
     by_hand = "" if can_graft else f". {_BY_HAND}"
+    if pickled:
+        return (
+            f"config.json announces {wanted}, and no safetensors file has a tensor of any:"
+            f" {pickled}, by its name the module's, is a pickle, which engines do not load beside"
+            " safetensors and which nothing here opens, since it may run code. If you trust its"
+            f" source, write its tensors into a safetensors file and into the index{by_hand}"
+        )
     return (
         f"config.json announces {wanted} and no tensor of any is there: {wrote} left it"
         f" out.{known} Engines fail when they load it, or draft with weights that nobody"

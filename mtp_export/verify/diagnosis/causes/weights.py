@@ -122,13 +122,19 @@ def no_family(codes: int, tensors: int) -> str:
     )
 
 
-def half_zeroed(tensor: str, half: str) -> str:
-    """half: first or second."""
-    return (
-        f"the {half} half of {tensor}'s columns is rounded to zero: the halves differ in size, and"
-        " a scale that both share is too coarse for the smaller. Drafts see one of embedding and"
-        " hidden state alone. Keep it in bf16, or give each half scales of its own"
+def half_zeroed(tensor: str, half: str, *, has_scales: bool, all_zero: bool) -> str:
+    """half: first or second. has_scales: the tensor is quantized as it is stored."""
+    words = f"the {half} half of {tensor}'s columns is"
+    blind = "Drafts see one of embedding and hidden state alone"
+    if all_zero and not has_scales:
+        return f"{words} zero: it was never written, or dropped and filled in. {blind}"
+    coarse = (
+        "rounded to zero: the halves differ in size, and a scale that both share is too coarse for"
+        f" the smaller. {blind}"
     )
+    if has_scales:
+        return f"{words} {coarse}. Keep it in bf16, or give each half scales of its own"
+    return f"{words} {coarse}. It was quantized before it was stored unquantized"
 
 
 def halves_alike(tensor: str) -> str:
@@ -138,11 +144,12 @@ def halves_alike(tensor: str) -> str:
     )
 
 
-def block_zeroed(tensor: str, share: float, row: int, column: int) -> str:
-    return (
-        f"{share:.0%} of a block of {tensor} is zero (from row {row}, column {column} on): its"
-        " scale is too coarse, or it was never written"
-    )
+def block_zeroed(tensor: str, share: float, row: int, column: int, *, has_scales: bool) -> str:
+    """has_scales: the tensor is quantized as it is stored."""
+    why = "its scale is too coarse, or it was never written"
+    if not has_scales:
+        why = "it was never written, or rounded to zero before it was stored unquantized"
+    return f"{share:.0%} of a block of {tensor} is zero (from row {row}, column {column} on): {why}"
 
 
 def zero_points_mislabelled(tensor: str, label: str, less_one: bool) -> str:
