@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from textwrap import TextWrapper
 from typing import NamedTuple
 
 from mtp_checkpoints.errors import Interrupted, IoError, MtpExportError, ResourceError
@@ -70,7 +71,33 @@ def print_failure(failure: Failure, said: str) -> None:
     red, dim, end = (
         ("", "", "") if os.environ.get("NO_COLOR") else ("\x1b[31m", "\x1b[2m", "\x1b[0m")
     )
-    word = f"{red}{said.strip()}{end} " if said else ""
-    print(f"mtp-export: {word}{message}", file=sys.stderr)
+    columns = _columns()
+    first, *others = _wrapped(f"mtp-export: {said}{message}", columns)
+    word = said.strip()
+    print(first.replace(word, f"{red}{word}{end}", 1) if word else first, file=sys.stderr)
+    for line in others:
+        print(line, file=sys.stderr)
     if is_split:
-        print(f"{dim}hint: {hint}{end}", file=sys.stderr)
+        hint = "\n".join(_wrapped(f"hint: {hint}", columns))
+        print(f"{dim}{hint}{end}", file=sys.stderr)
+
+
+def _columns() -> int:
+    """Return the width of the terminal on stderr, 0 where none is known."""
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns
+    except OSError:  # as of what only looks like a terminal
+        return 0
+
+
+def _wrapped(text: str, columns: int) -> list[str]:
+    """Return the lines of a message, broken between words where they are wider than a terminal;
+    those of commands are indented, and stay whole to be copied."""
+    if not columns:
+        return text.splitlines()
+    wrapper = TextWrapper(columns, break_long_words=False, break_on_hyphens=False)
+    return [
+        part
+        for line in text.splitlines()
+        for part in ([line] if line.startswith(" ") else wrapper.wrap(line))
+    ]

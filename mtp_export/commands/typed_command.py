@@ -51,10 +51,28 @@ class QuickReading:
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Set the context's parameters, and return what is left of the arguments."""
         if not ctx.resilient_parsing:
+            self._refuse_missing_values(args)
             self._configure(ctx, list(args))
             if self._reads(ctx, list(args)):
                 return []
         return cast(list[str], super().parse_args(ctx, args))  # type: ignore[misc]
+
+    def _refuse_missing_values(self, args: Sequence[str]) -> None:
+        """Refuse an option behind which nothing stands in the place of its value, or another one
+        where no text is meant (UsageError); --option=value takes that too."""
+        known = {
+            name: leaf
+            for leaf in self.leaves.values()
+            if not leaf.option.is_argument
+            for name in filter(None, (leaf.flag, leaf.option.short))
+        }
+        options = args[: args.index("--")] if "--" in args else args
+        for name, follows in zip(options, [*args[1:], None], strict=False):
+            leaf = known.get(name)
+            if leaf is None or leaf.is_switch:
+                continue
+            if follows is None or (follows in known and not leaf.is_text):
+                raise leaf.without_value(follows)
 
     def _configure(self, ctx: Any, args: list[str]) -> None:
         """Take the options that a file sets, where the command has an option for one: the command

@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_args
 import typer
 
 from mtp_checkpoints.errors import UsageError
-from mtp_checkpoints.suggestions import did_you_mean
+from mtp_checkpoints.suggestions import did_you_mean, nearest
 from mtp_export.commands.names import names_of
 from mtp_export.options import Names, Option, flag_of, out_of_range
 
@@ -92,6 +92,11 @@ class Leaf:
         return self.hint is bool and self.option.parser is None
 
     @property
+    def is_text(self) -> bool:
+        """True for an option whose values are neither named nor parsed."""
+        return self.option.parser is None and not self.choices
+
+    @property
     def is_required(self) -> bool:
         return self.field.default is MISSING
 
@@ -136,8 +141,20 @@ class Leaf:
     def missing(self) -> UsageError:
         """Return the refusal of a command without this option or argument."""
         kind = "argument" if self.option.is_argument else "option"
-        expected = ", ".join(self.choices) or f"{self.help.rstrip('.')}".replace("\\[", "[")
-        return UsageError(f"Missing {kind} '{self.flag}'", expected=expected)
+        return UsageError(f"Missing {kind} '{self.flag}'", expected=self._values)
+
+    def without_value(self, follows: str | None) -> UsageError:
+        """Return the refusal of this option where no value follows it, but another option or the
+        end."""
+        found = {} if follows is None else {"found": f"{follows} behind it"}
+        return UsageError(f"Option {self.flag} has no value", expected=self._values, **found)
+
+    @property
+    def _values(self) -> str:
+        """Words for a value: the names of all, or the help within a sentence."""
+        words = self.help.rstrip(".").replace("\\[", "[")
+        is_name = words[1:2].isupper()  # JSON
+        return ", ".join(self.choices) or (words if is_name else words[:1].lower() + words[1:])
 
     def parsed(self, value: Any) -> Any:
         """Return the value of a text (typer.BadParameter); Typer gives defaults to parsers too."""
@@ -187,7 +204,7 @@ class Leaf:
                 raise UsageError(
                     f"{value!r} is no {kind} for {name}",
                     expected=", ".join(self.choices),
-                    todo=did_you_mean(value, self.choices),
+                    todo=did_you_mean(value, self.choices) or self._without_command(value),
                 )
         elif self.option.parser is not None:
             try:
@@ -201,6 +218,13 @@ class Leaf:
             raise out_of_range(name, self.option, repr(value))
         elif self.hint is bool:
             raise UsageError(f"{name} is a switch", expected="1 or 0", found=repr(value))
+
+    def _without_command(self, value: str) -> str | None:
+        """Return what is known of an engine for which bundles are written, but no command."""
+        engine = nearest(value, names_of(Names.TARGET))
+        if self.option.values is not Names.ENGINE or engine is None:
+            return None
+        return f"A bundle of --target {engine} has no command here"
 
 
 def _number(text: Any) -> float:

@@ -106,6 +106,12 @@ def test_an_argument_too_many_is_named(words: tuple[str, ...]) -> None:
     assert "unexpected extra argument" in outcome.err
 
 
+def test_a_value_may_begin_as_an_option_does(tmp_path: Path) -> None:
+    for words in (("--prompt", "--chat"), ("--prompt", "a", "--", "--stop")):
+        outcome = run_program("generate", tmp_path, *words)
+        assert outcome.code == 3 and "has no value" not in outcome.err
+
+
 REFUSALS = {
     ("verfy", "x"): "'verfy' is no command. Did you mean verify?",
     ("xyzzy",): "'xyzzy' is no command. See mtp-export help.",
@@ -123,7 +129,33 @@ REFUSALS = {
     ),
     (
         "inspect",
-    ): "Missing argument 'SRC'. Expected Checkpoint or bundle: a folder, or hf://org/name[@revision].",
+    ): "Missing argument 'SRC'. Expected checkpoint or bundle: a folder, or hf://org/name[@revision].",
+    ("launch", "x", "--engine", "trtllm"): (
+        "'trtllm' is no engine for --engine. Expected vllm, sglang, lightllm, xllm, paddlenlp,"
+        " eagle. A bundle of --target tensorrt-llm has no command here."
+    ),
+    ("graft", "x", "--mtp"): (
+        "Option --mtp has no value. Expected checkpoint that it was made from, with the MTP layer:"
+        " a folder, or an address."
+    ),
+    ("graft", "x", "--mtp", "--dry-run"): (
+        "Option --mtp has no value. Expected checkpoint that it was made from, with the MTP layer:"
+        " a folder, or an address. Found --dry-run behind it."
+    ),
+    ("quantize", "x", "--mtp-quant", "-q"): (
+        "Option --mtp-quant has no value. Expected a8w8_fp8, weight_only_int8, bf16, keep. Found -q"
+        " behind it."
+    ),
+    ("generate", "x", "--prompts"): (
+        'Option --prompts has no value. Expected JSON lines: {"prompt": TEXT} or'
+        ' {"prompt_token_ids": [...]}.'
+    ),
+    ("inspect", "hf:org/name"): (
+        "There is no checkpoint folder here (hf:org/name). Did you mean hf://org/name?"
+    ),
+    ("inspect", "s3:/bucket/name"): (
+        "There is no checkpoint folder here (s3:/bucket/name). Did you mean s3://bucket/name?"
+    ),
     ("verify", "--level", "wieghts"): (
         "'wieghts' is no level for --level. Expected files, weights, run, all."
         " Did you mean weights?"
@@ -213,6 +245,9 @@ class Terminal:
     def isatty(self) -> bool:
         return True
 
+    def fileno(self) -> int:
+        raise OSError("no file, and so no width")
+
 
 @pytest.mark.parametrize(
     ("settings", "shown"),
@@ -231,6 +266,39 @@ def test_a_terminal_gets_the_hint_on_its_own_line(
     monkeypatch.setattr("sys.stderr", terminal)
     print_failure(Failure("It failed. Do this.", 2, "Do this."), "error: ")
     assert terminal.text == shown
+
+
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [
+        (0, "mtp-export: error: It failed in many ways.\nhint: Do this and that.\n"),
+        (24, "mtp-export: error: It\nfailed in many ways.\nhint: Do this and that.\n"),
+        (18, "mtp-export: error:\nIt failed in many\nways.\nhint: Do this and\nthat.\n"),
+        (8, "mtp-export:\nerror:\nIt\nfailed\nin many\nways.\nhint: Do\nthis and\nthat.\n"),
+    ],
+)
+def test_a_terminal_gets_whole_words(
+    columns: int, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"NO_COLOR": "1", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setattr("mtp_export.commands.failures._columns", lambda: columns)
+    hint = "Do this and that."
+    print_failure(Failure(f"It failed in many ways. {hint}", 2, hint), "error: ")
+    assert terminal.text == shown
+
+
+def test_a_terminal_gets_commands_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of Ctrl-C, on lines of their own."""
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setattr("mtp_export.commands.failures._columns", lambda: 20)
+    command = "  mtp-export --input-dir source --output-dir bundle"
+    print_failure(Failure(f"Interrupted at 45 %. To go on:\n{command}", 130), "")
+    assert terminal.text == f"\nmtp-export:\nInterrupted at 45 %.\nTo go on:\n{command}\n"
 
 
 def test_options_come_from_the_environment_after_the_command_line(

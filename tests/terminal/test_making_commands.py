@@ -151,3 +151,13 @@ def test_a_server_in_a_pipe_writes_plain_lines() -> None:
     assert_served(seen, None)
     assert seen.escapes == [] and "\r" not in seen.raw
     assert all(cell_len(line) < 200 for line in seen.lines)
+
+
+@SIZES
+def test_errors_are_broken_between_words(columns: int, rows: int) -> None:
+    arguments = ("quantize", "--base-quant", "int4")
+    seen = in_terminal(*arguments, columns=columns, rows=rows)
+    assert seen.code == 2 and not seen.wider_than(columns)
+    piped = in_pipe(*arguments)
+    assert len(piped.lines) == 1
+    assert " ".join(seen.lines).replace("hint: ", "") == piped.text

@@ -79,7 +79,11 @@ def byte_source(place: Place) -> ByteSource:
 
 
 def _meant(path: Path) -> str:
-    """Return what to do about a folder that is not there: its text may be a repository's name."""
+    """Return what to do about a folder that is not there: its text may be a repository's name, or
+    an address that lacks a slash."""
+    scheme, colon, rest = str(path).partition(":")
+    if colon and scheme in SOURCES:
+        return f"Did you mean {scheme}{_SEPARATOR}{rest.lstrip('/')}?"
     looks_like_a_name = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(path))
     is_below_nothing = looks_like_a_name and not path.parent.exists()
     return f"Did you mean {HUB}{path}?" if is_below_nothing else "Check the path"
