@@ -57,6 +57,7 @@ class Inspection:
     shared_tensors: dict[str, str]
     missing_files: tuple[str, ...]
     unindexed_files: tuple[str, ...]
+    repeated_files: tuple[str, ...]
     problems: tuple[Mismatch, ...]
     unknown: str = ""
 
@@ -78,6 +79,7 @@ class Inspection:
             "shared_tensors": self.shared_tensors,
             "missing_files": list(self.missing_files),
             "unindexed_files": list(self.unindexed_files),
+            "repeated_files": list(self.repeated_files),
             "problems": [vars(problem) for problem in self.problems],
             "unknown": self.unknown,
         }
@@ -128,6 +130,7 @@ def inspect(place: Place) -> Inspection:
         shared_tensors=shared_tensors(checkpoint.tensors, stored) if MTP in present else {},
         missing_files=_missing_files(names),
         unindexed_files=checkpoint.unindexed,
+        repeated_files=tuple(one.name for one in checkpoint.repeated),
         problems=tuple(promised.differences(checkpoint.tensors)),
     )
 
@@ -164,6 +167,7 @@ def _by_names(checkpoint: Checkpoint, reason: str) -> Inspection:
         shared_tensors={},
         missing_files=_missing_files(checkpoint.files.names()),
         unindexed_files=checkpoint.unindexed,
+        repeated_files=tuple(one.name for one in checkpoint.repeated),
         problems=(),
         unknown=reason,
     )

@@ -157,6 +157,11 @@ def remarks(plan: BundlePlan) -> list[str]:
         f"{name} is not in the source's index; the bundle's index lists its tensors."
         for name in plan.checkpoint.unindexed
     ]
+    found += [
+        f"{one.name} repeats {len(one.pairs)} tensors of the source's other files: it was passed"
+        " over."
+        for one in plan.checkpoint.repeated
+    ]
     target = target_of(plan.options.target)
     if plan.options.target == target.name:
         return found

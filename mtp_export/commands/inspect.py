@@ -103,6 +103,10 @@ def _inspection_lines(inspection: Inspection) -> list[str]:
         for name in inspection.unindexed_files
     ]
     lines += [
+        f"Passed over: {name}, which repeats tensors of other files. It can be deleted."
+        for name in inspection.repeated_files
+    ]
+    lines += [
         f"Problem: {p.tensor}: {p.problem} (expected {p.expected}, found {p.found})."
         for p in inspection.problems[:_SHOWN_PROBLEMS]
     ]

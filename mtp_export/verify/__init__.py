@@ -42,6 +42,7 @@ CHECKS: dict[str, Check] = {
         "Load ledger",
         Level.WEIGHTS,
         (
+            "files.checksums:repeated_values",
             *("weights.load_report", "weights.load_report:extra_drafts"),
             *_OF_VALUES,
         ),

@@ -119,6 +119,12 @@ def in_two_shards(source: Path) -> None:
     write_shard(other, header, data + b"1234")
 
 
+def stale_shard(source: Path) -> None:
+    """Another version's, under a name that the index does not have."""
+    header, data = read_shard(shard_of(source, EXPERT))
+    write_shard(source / "stale.safetensors", header, bytes(byte ^ 1 for byte in data))
+
+
 class Case(NamedTuple):
     damage: Callable[[Path], object]
     code: int
@@ -148,9 +154,7 @@ CASES: dict[str, Case] = {
         3,
         (f"{MTP}lost.weight", "index"),
     ),
-    "shard not in the index": Case(
-        lambda s: shutil.copy(shard_of(s, EXPERT), s / "stale.safetensors"), 3, ("stale",)
-    ),
+    "shard not in the index": Case(stale_shard, 3, ("stale", "repeats tensors of the index")),
     "tensor in two shards": Case(in_two_shards, 3, (EXPERT, "two shards")),
     "missing MTP tensor": Case(removed(f"{MTP}enorm.weight"), 3, (f"{MTP}enorm.weight", "missing")),
     "extra MTP tensor": Case(
@@ -317,7 +321,12 @@ def test_a_second_shard_beside_a_single_file(tmp_path: Path, output: Path) -> No
     (only,) = source.glob("*.safetensors")
     only.rename(source / "model.safetensors")
     assert export(source, output, "--dry-run").code == 0
-    shutil.copy(source / "model.safetensors", source / "model-00002.safetensors")
+    second = source / "model-00002.safetensors"
+    shutil.copy(source / "model.safetensors", second)
+    outcome = export(source, output, "--dry-run")
+    assert outcome.code == 0 and f"{second.name} repeats" in outcome.out
+    header, data = read_shard(second)
+    write_shard(second, header, bytes(byte ^ 1 for byte in data))
     outcome = export(source, output)
     assert outcome.code == 3
     assert "model-00002" in outcome.err

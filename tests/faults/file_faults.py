@@ -71,7 +71,10 @@ def index_entry_for_another_shard(bundle: Path) -> None:
 
 def stale_extra_shard(bundle: Path) -> None:
     shard = planting.only_shard(bundle / "mtp")
-    shutil.copy(shard, shard.with_name("model-00002-of-00002.safetensors"))
+    data = bytearray(shard.read_bytes())
+    start = 8 + int.from_bytes(data[:8], "little")
+    data[start:] = bytes(byte ^ 1 for byte in data[start:])
+    shard.with_name("model-00002-of-00002.safetensors").write_bytes(data)
     planting.sign(bundle)
 
 

@@ -356,13 +356,22 @@ def config(**fields: object) -> Damage:
 # Of folders that are written.
 
 
-def repeated(file: str, change: Value = torch.clone) -> FolderDamage:
+def first_of_a_matrix_changed(tensor: torch.Tensor) -> torch.Tensor:
+    """Change the first element of eh_proj, whose shape no other tensor has."""
+    if tensor.shape == (128, 256):
+        tensor = tensor.clone()
+        tensor[0, 0] += 1
+    return tensor
+
+
+def repeated(file: str, change: Value = torch.clone, more: Tensors | None = None) -> FolderDamage:
     """Write the tensors of the last layer again, changed, into a file that the index leaves out."""
 
     def damage(folder: Path) -> None:
         tensors = {name: one for name, one in read_all(folder).items() if "layers.3." in name}
         assert tensors
-        save_file({name: change(one) for name, one in tensors.items()}, folder / file)
+        changed = {name: change(one) for name, one in tensors.items()}
+        save_file(changed | (more or {}), folder / file)
 
     return damage
 

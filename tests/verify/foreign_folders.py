@@ -183,10 +183,21 @@ DAMAGED = (
         written=damages.repeated("model-00003-of-00003.safetensors", scaled(2)),
     ),
     Folder(
-        "again in a file outside the index, with the same values",
+        "again in a file outside the index, with other values where no sample is",
         glm(),
-        words=("Delete the file", "does not matter which is loaded", "44 of the 44"),
-        written=damages.repeated("mtp.safetensors"),
+        level="weights",
+        words=(
+            r"mtp\.safetensors.*SGLang load the file that the index names",
+            "It matters which is loaded: 1 of the 44 tensors compared differ",
+            _without("graft"),
+        ),
+        written=damages.repeated("mtp.safetensors", damages.first_of_a_matrix_changed),
+    ),
+    Folder(
+        "again in a file outside the index, and another tensor",
+        glm(),
+        words=("It does not matter which is loaded", "44 of its 45 tensors"),
+        written=damages.repeated("mtp.safetensors", more={"extra": torch.ones(2)}),
     ),
     Folder(
         "a shard is cut",
@@ -704,6 +715,11 @@ GOOD = (
         "with rotary frequencies of the main layers", glm(), damages.with_frequencies(mtp=False)
     ),
     Folder("beside other files", glm(), written=_other_files),
+    Folder(
+        "the MTP layer again in a file outside the index",
+        glm(),
+        written=damages.repeated("mtp.safetensors"),
+    ),
     Folder("main model alone, nothing announced", glm(), _main_alone),
     Folder("int4, left out by a pattern", unquantized(INT4, MTP_OF_GLM, AS_SGLANG_NAMES_IT)),
     Folder("int4, left out by names", listed(INT4)),

@@ -6,11 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.sources.byte_source import ByteFile, ByteSource, Place
+
+if TYPE_CHECKING:
+    from mtp_checkpoints.containers.repeated import Repeated
 
 CONFIG_NAME = "config.json"
 QUANTIZATION = "quantization_config"  # its field
@@ -52,30 +55,12 @@ class ShardHeader:
         return self.file.path
 
 
-class RepeatedTensorsError(InvalidInputError):
-    """A shard that the index does not name and that holds tensors of shards that it does. pairs are
-    these tensors, each with the indexed one."""
-
-    def __init__(self, shard: ShardHeader, pairs: Sequence[tuple[TensorInfo, TensorInfo]]) -> None:
-        self.pairs = tuple(pairs)
-        first, listed = pairs[0]
-        super().__init__(
-            "A shard that the index does not name repeats tensors of the index",
-            where=shard.path,
-            expected="each tensor in one file: vLLM and SGLang load the file that the index names,"
-            " and a loader that reads every file of the folder takes either",
-            found=f"{len(pairs)} of its {len(shard.tensors)} tensors, such as {first.name}, also in"
-            f" {listed.path.name}",
-            todo="Delete the file if it is a leftover; if its tensors are the right ones, write the"
-            " index again",
-        )
-
-
 @dataclass(frozen=True)
 class Opened:
     """Content of a checkpoint: its config, the shards, and the source of tokenizer files.
 
-    unindexed are the shards that were found though no index names them.
+    unindexed are the shards that were found though no index names them. repeated are none of the
+    shards: the index has their tensors in others.
     """
 
     config: dict[str, Any]
@@ -83,6 +68,7 @@ class Opened:
     shards: tuple[ShardHeader, ...]
     files: ByteSource
     unindexed: tuple[str, ...] = ()
+    repeated: tuple[Repeated, ...] = ()
 
 
 @dataclass(frozen=True)

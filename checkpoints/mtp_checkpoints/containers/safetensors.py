@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from operator import attrgetter
@@ -13,10 +13,14 @@ from mtp_checkpoints.containers.base import (
     CONFIG_NAME,
     FileLayout,
     Opened,
-    RepeatedTensorsError,
     ShardHeader,
     TensorInfo,
     files_of_tensors,
+)
+from mtp_checkpoints.containers.repeated import (
+    Repeated,
+    RepeatedTensorsError,
+    repeated_of,
 )
 from mtp_checkpoints.containers.safetensors_header import NAME, file_layout, read_header
 from mtp_checkpoints.dtypes import OutputTensor
@@ -50,19 +54,23 @@ class Safetensors:
         config = parsed_json_object(source.path / CONFIG_NAME, raw_config)
         weight_map = _weight_map(source)
         names = [SINGLE_NAME] if weight_map is None else sorted(set(weight_map.values()))
-        unindexed = sorted(n for n in source.names() - set(names) if n.endswith(SUFFIX))
-        files = [source.file(name) for name in (*names, *unindexed)]
+        others = sorted(n for n in source.names() - set(names) if n.endswith(SUFFIX))
+        files = [source.file(name) for name in (*names, *others)]
         with ThreadPoolExecutor(source.readers) as pool:
             shards = tuple(pool.map(read_header, files))
-        if weight_map is not None:
-            _check_none_repeated(shards[: len(names)], shards[len(names) :])
+        repeated = tuple(
+            _repeated(shards[: len(names)], shards[len(names) :], no_index=weight_map is None)
+        )
+        passed_over = {one.name for one in repeated}
+        shards = tuple(shard for shard in shards if shard.path.name not in passed_over)
+        unindexed = [shard.path.name for shard in shards[len(names) :]]
         _check_no_stray_shard(shards[len(names) :], config, weight_map or {}, len(names))
         if weight_map is None or not _is_listed(shards, weight_map):
             files_of = files_of_tensors(source, shards)
             if weight_map is not None:
                 _check_index(source, weight_map, files_of, unindexed)
         digest = hashlib.sha256(raw_config).hexdigest()
-        return Opened(config, digest, shards, files=source, unindexed=tuple(unindexed))
+        return Opened(config, digest, shards, source, tuple(unindexed), repeated)
 
     def shard_name(self, number: int, count: int) -> str:
         """As on the Hub: model-00001-of-00163.safetensors."""
@@ -172,9 +180,12 @@ def _check_index(
             )
 
 
-def _check_none_repeated(indexed: Iterable[ShardHeader], beside: Iterable[ShardHeader]) -> None:
-    """Refuse shards that no index names and that repeat tensors of those that it names.
+def _repeated(
+    indexed: Sequence[ShardHeader], beside: Iterable[ShardHeader], *, no_index: bool
+) -> Iterator[Repeated]:
+    """Yield the shards that no index names and that repeat tensors of those that it names.
 
+    Raises as repeated_of where there is an index; else what such a shard holds is found later.
     Source: `filter_duplicate_safetensors_files` of vLLM's and SGLang's `weight_utils.py`.
     """
     listed: dict[str, TensorInfo] | None = None
@@ -182,8 +193,13 @@ def _check_none_repeated(indexed: Iterable[ShardHeader], beside: Iterable[ShardH
         if listed is None:
             listed = {tensor.name: tensor for one in indexed for tensor in one.tensors}
         own = [tensor for tensor in shard.tensors if tensor.name in listed]
-        if own:
-            raise RepeatedTensorsError(shard, [(tensor, listed[tensor.name]) for tensor in own])
+        if not own:
+            continue
+        try:
+            yield repeated_of(shard, [(tensor, listed[tensor.name]) for tensor in own])
+        except RepeatedTensorsError:
+            if not no_index:
+                raise
 
 
 def _check_no_stray_shard(

@@ -48,6 +48,7 @@ class GraftedCheckpoint(Checkpoint):
             shards=host.shards + tuple(s for s in donor.shards if s.path in places),
             files=host.files,
             unindexed=host.unindexed,
+            repeated=host.repeated,
             host=host,
             donor=donor,
             moved=taken,

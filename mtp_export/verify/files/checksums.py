@@ -3,13 +3,14 @@ the same bytes, and nothing else that an engine would load."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from mtp_checkpoints.containers.base import RepeatedTensorsError, ShardHeader, TensorInfo
+from mtp_checkpoints.containers.base import ShardHeader
+from mtp_checkpoints.containers.repeated import Repeated, RepeatedTensorsError, are_equal
 from mtp_checkpoints.errors import MtpExportError
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.sources.disk_queue import DiskQueue, disk_depth
@@ -22,6 +23,8 @@ from mtp_export.verify.check import (
     Problem,
     ended_by,
     failed,
+    judged,
+    measured,
     not_tested,
     raise_trouble,
     verdict,
@@ -34,8 +37,6 @@ if TYPE_CHECKING:
     from mtp_export.verify.context import Context
     from mtp_export.verify.evidence.parts import Part
 
-_SAMPLE_BYTES = 4096
-_REMOTE_SAMPLES = 16  # tensors that are compared over a network
 # What has the bytes of linked shards compared.
 _RECORDED = "--checksums all records them at export"
 _COMPARED = f"--source compares their bytes from level weights on, {_RECORDED}"
@@ -52,6 +53,7 @@ def opened(context: Context) -> Iterator[Item]:
     if not context.is_bundle:
         error = next((part.error for part in context.parts if part.error is not None), None)
         yield _opened_item("headers and index", error, bundle)
+        yield from _remarks(context)
         return
     yield _opened_item("manifest", context.manifest_error, bundle)
     listed = (context.manifest or {}).get("parts", {})
@@ -65,31 +67,50 @@ def _opened_item(name: str, error: Exception | None, bundle: Place) -> Item:
         return verdict(name, [])
     raise_trouble(error, bundle)
     if isinstance(error, RepeatedTensorsError):
-        words = f"{error} {_repeated(error.pairs)}"
+        words = f"{error} {_repeated(error)}"
         return verdict(name, [Problem(str(error.where), words)])
     if isinstance(error, MtpExportError):
         return verdict(name, [Problem(str(error.where), str(error))])
     return ended_by(error, bundle)
 
 
-def _repeated(pairs: Sequence[tuple[TensorInfo, TensorInfo]]) -> str:
-    """Return whether tensors that two files hold are the same, by some bytes of each."""
-    asked = pairs if isinstance(pairs[0][0].path, Path) else pairs[:_REMOTE_SAMPLES]
-    unlike = [own.name for own, listed in asked if _sample(own) != _sample(listed)]
-    if unlike:
-        return causes.repeated_differ(len(unlike), len(asked), unlike[0])
-    return causes.repeated_alike(len(asked), len(pairs))
+def _remarks(context: Context) -> Iterator[Item]:
+    """The files that hold tensors of the index again: nothing depends on which is loaded."""
+    for one in _repeated_shards(context):
+        words = causes.repeated_alike(one.compared, len(one.pairs))
+        figure = f"{len(one.pairs)} tensors of other files again. {words}: it can be deleted"
+        yield measured(one.name, figure, {"tensors": len(one.pairs), "compared": one.compared})
 
 
-def _sample(tensor: TensorInfo) -> tuple[str, tuple[int, ...], bytes]:
-    """Return dtype, shape, and bytes from the middle of a tensor."""
-    middle = tensor.offset_bytes + max(0, tensor.size_bytes - _SAMPLE_BYTES) // 2
-    stop = min(middle + _SAMPLE_BYTES, tensor.offset_bytes + tensor.size_bytes)
-    file = tensor.file.open()
-    try:
-        return tensor.dtype, tensor.shape, file.read(middle, stop)
-    finally:
-        file.close()
+def repeated_values(context: Context) -> Iterator[Item]:
+    """The same, by every byte."""
+    if not context.is_local:
+        return
+    for one in _repeated_shards(context):
+        unlike = [own.name for own, listed in one.pairs if not are_equal((own, listed))]
+        words = causes.repeated_differ(len(unlike), len(one.pairs), unlike[0]) if unlike else ""
+        error = RepeatedTensorsError(one.shard, one.pairs, len(one.pairs), unlike)
+        yield judged(
+            f"{one.name}: tensors of other files again",
+            not unlike,
+            f"{error} {words}",
+            figure=f"{len(one.pairs)} tensors, {format_bytes(one.shard.size_bytes)}",
+            subject=str(one.shard.path),
+        )
+
+
+def _repeated_shards(context: Context) -> tuple[Repeated, ...]:
+    """The shards of a checkpoint, whose parts have one folder."""
+    if context.is_bundle or not context.checkpoints:
+        return ()
+    return next(iter(context.checkpoints.values())).repeated
+
+
+def _repeated(error: RepeatedTensorsError) -> str:
+    """Return whether the tensors that two files hold are the same, by some bytes of each."""
+    if error.unlike:
+        return causes.repeated_differ(len(error.unlike), error.compared, error.unlike[0])
+    return causes.repeated_alike(error.compared, len(error.pairs))
 
 
 def run(context: Context) -> Iterator[Item]:

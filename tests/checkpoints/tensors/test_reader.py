@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from cases import edit_json, read_json
 from mtp_checkpoints.containers import safetensors
-from mtp_checkpoints.containers.base import RepeatedTensorsError
+from mtp_checkpoints.containers.repeated import RepeatedTensorsError
 from mtp_checkpoints.errors import InvalidInputError, IoError, MtpExportError
 from mtp_checkpoints.sources.local_folder import LocalFolder
 from mtp_checkpoints.sources.strict_json import read_json_object
@@ -310,6 +310,29 @@ def test_a_stale_file_of_mtp_modules(folder: Path) -> None:
             (name, "two.safetensors")
         ]
         (folder / name).unlink()
+
+
+@pytest.mark.parametrize("index", [True, False])
+def test_a_file_that_repeats_equal_tensors_is_passed_over(index: bool, folder: Path) -> None:
+    tensors = TENSORS["one.safetensors"]
+    if not index:
+        for name in (INDEX, "two.safetensors"):
+            (folder / name).unlink()
+        (folder / "one.safetensors").rename(folder / "model.safetensors")
+    before = Checkpoint.open(folder)
+    assert before.repeated == ()
+    save_file({"a": tensors["a"]}, folder / "copy.safetensors")
+    found = Checkpoint.open(folder)
+    assert (found.shards, found.unindexed) == (before.shards, ())
+    (copy,) = found.repeated
+    assert (copy.name, len(copy.pairs), copy.compared) == ("copy.safetensors", 1, 1)
+    assert found.of_tensors(["b"]).repeated == found.repeated
+    for other in (tensors["a"] + 1, tensors["a"].view(3, 2), tensors["a"].to(torch.float16)):
+        save_file({"a": other}, folder / "copy.safetensors")
+        error = refusal(folder)
+        if index:
+            assert isinstance(error, RepeatedTensorsError)
+            assert (error.unlike, error.compared) == (("a",), 1)
 
 
 def test_a_folder_is_read_from_a_local_disk(folder: Path) -> None:
