@@ -324,7 +324,7 @@ def test_a_second_shard_beside_a_single_file(tmp_path: Path, output: Path) -> No
     second = source / "model-00002.safetensors"
     shutil.copy(source / "model.safetensors", second)
     outcome = export(source, output, "--dry-run")
-    assert outcome.code == 0 and f"{second.name} repeats" in outcome.out
+    assert outcome.code == 0 and f"{second.name} repeats" in outcome.err
     header, data = read_shard(second)
     write_shard(second, header, bytes(byte ^ 1 for byte in data))
     outcome = export(source, output)

@@ -6,14 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.sources.byte_source import ByteFile, ByteSource, Place
-
-if TYPE_CHECKING:
-    from mtp_checkpoints.containers.repeated import Repeated
 
 CONFIG_NAME = "config.json"
 QUANTIZATION = "quantization_config"  # its field
@@ -53,6 +50,25 @@ class ShardHeader:
     def path(self) -> Place:
         """Path of the shard."""
         return self.file.path
+
+
+# A tensor of a shard that no index names, and the one of its name that another shard holds.
+Pair = tuple[TensorInfo, TensorInfo]
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """A shard of which the index has every tensor in another file; compared counts those of which
+    samples were compared, and are equal."""
+
+    shard: ShardHeader
+    pairs: tuple[Pair, ...]
+    compared: int
+
+    @property
+    def name(self) -> str:
+        """Name of the shard's file."""
+        return self.shard.path.name
 
 
 @dataclass(frozen=True)

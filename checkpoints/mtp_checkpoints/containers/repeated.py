@@ -4,32 +4,14 @@ or a download, or tensors that were meant to take the others' place."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from mtp_checkpoints.containers.base import ShardHeader, TensorInfo
+from mtp_checkpoints.containers.base import Pair, Repeated, ShardHeader, TensorInfo
 from mtp_checkpoints.errors import InvalidInputError
-
-Pair = tuple[TensorInfo, TensorInfo]  # a tensor of such a shard, and the indexed one of its name
 
 _SAMPLE_BYTES = 4096
 _REMOTE_SAMPLES = 16  # tensors that are compared over a network
 _STEP_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class Repeated:
-    """A shard of which the index has every tensor in another file; compared counts those of which
-    samples were compared, and are equal."""
-
-    shard: ShardHeader
-    pairs: tuple[Pair, ...]
-    compared: int
-
-    @property
-    def name(self) -> str:
-        """Name of the shard's file."""
-        return self.shard.path.name
 
 
 class RepeatedTensorsError(InvalidInputError):

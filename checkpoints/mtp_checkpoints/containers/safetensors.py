@@ -13,15 +13,12 @@ from mtp_checkpoints.containers.base import (
     CONFIG_NAME,
     FileLayout,
     Opened,
+    Repeated,
     ShardHeader,
     TensorInfo,
     files_of_tensors,
 )
-from mtp_checkpoints.containers.repeated import (
-    Repeated,
-    RepeatedTensorsError,
-    repeated_of,
-)
+from mtp_checkpoints.containers.repeated import RepeatedTensorsError, repeated_of
 from mtp_checkpoints.containers.safetensors_header import NAME, file_layout, read_header
 from mtp_checkpoints.dtypes import OutputTensor
 from mtp_checkpoints.errors import InvalidInputError

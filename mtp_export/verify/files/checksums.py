@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from mtp_checkpoints.containers.base import ShardHeader
-from mtp_checkpoints.containers.repeated import Repeated, RepeatedTensorsError, are_equal
+from mtp_checkpoints.containers.base import Repeated, ShardHeader
+from mtp_checkpoints.containers.repeated import RepeatedTensorsError, are_equal
 from mtp_checkpoints.errors import MtpExportError
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.sources.disk_queue import DiskQueue, disk_depth

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from cases import edit_json, read_json
 from mtp_checkpoints.containers import safetensors
-from mtp_checkpoints.containers.repeated import RepeatedTensorsError
+from mtp_checkpoints.containers.repeated import RepeatedTensorsError, are_equal
 from mtp_checkpoints.errors import InvalidInputError, IoError, MtpExportError
 from mtp_checkpoints.sources.local_folder import LocalFolder
 from mtp_checkpoints.sources.strict_json import read_json_object
@@ -333,6 +333,23 @@ def test_a_file_that_repeats_equal_tensors_is_passed_over(index: bool, folder: P
         if index:
             assert isinstance(error, RepeatedTensorsError)
             assert (error.unlike, error.compared) == (("a",), 1)
+
+
+def test_tensors_are_equal_by_every_byte(folder: Path) -> None:
+    """Of more than one piece, with a difference that no sample has."""
+    large = torch.arange(3 << 18, dtype=torch.int32)
+    save_file({"a": large}, folder / "large.safetensors")
+    edit_json(folder / INDEX, lambda index: index["weight_map"].update(a="large.safetensors"))
+    save_file({"b": TENSORS["one.safetensors"]["b"]}, folder / "one.safetensors")
+    for place, equal in ((None, True), (0, False), (-1, False), (1 << 18, False)):
+        other = large.clone()
+        if place is not None:
+            other[place] += 1
+        save_file({"a": other}, folder / "copy.safetensors")
+        (copy,) = Checkpoint.open(folder).repeated
+        assert are_equal(copy.pairs[0]) == equal
+        own, listed = copy.pairs[0]
+        assert not are_equal((own._replace(shape=(3, 1 << 18)), listed))
 
 
 def test_a_folder_is_read_from_a_local_disk(folder: Path) -> None:
