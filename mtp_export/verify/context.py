@@ -310,7 +310,7 @@ class Context:
         """The reason why the model is not run as a whole here, None if it is."""
         if self.options.stream and self.why_not_opened is None:
             return "--stream never holds the whole model"
-        return self.why_not_opened or why_too_large(self.layouts)
+        return self.why_not_opened or why_too_large(self.folder, self.mtp_folder)
 
     @cached_property
     def prompts(self) -> tuple[Prompt, ...]:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from cases import Outcome, export, read_json, run_program
-from mtp_export.verify.evidence import parts
 from mtp_export.verify.evidence.prompts import BUILT_IN
+from mtp_runtime.models import memory_plan
 from quantized_by_others import write
 from verify.foreign_damages import another_training
 from verify.foreign_sources import GLM, released
@@ -137,7 +137,7 @@ def test_nothing_is_run_unless_asked_for(main: Path, tmp_path: Path) -> None:
 def test_a_model_that_does_not_fit_is_not_proven(
     main: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "free_memory", lambda: {"available memory": 1})
+    monkeypatch.setattr(memory_plan, "free_memory", lambda: {"available memory": 1})
     outcome = graft(main, GLM, tmp_path / "output", "--prove", "--json")
     assert outcome.code == 0
     assert pairing_of(outcome)["status"] == "not tested"

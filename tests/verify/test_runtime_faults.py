@@ -17,10 +17,11 @@ from mtp_export.verify.check import Item, Level, Status
 from mtp_export.verify.context import Context
 from mtp_export.verify.decoding import controls, greedy, paths, sampling
 from mtp_export.verify.decoding.greedy import Trial
-from mtp_export.verify.evidence import parts
 from mtp_export.verify.evidence.decode import Decoded
 from mtp_export.verify.options import VerifyOptions
+from mtp_runtime.models import memory_plan
 from mtp_runtime.models.execution import Outputs
+from mtp_runtime.models.load import LoadOptions, open_model
 from mtp_runtime.models.model import Model
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import SamplingParams
@@ -50,9 +51,14 @@ def whole(bundle: Path) -> Context:
 def test_a_model_that_does_not_fit_into_memory_is_not_run(
     bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "free_memory", lambda: {"available memory": 1000})
+    monkeypatch.setattr(memory_plan, "free_memory", lambda: {"available memory": 1000})
     context = Context.open(VerifyOptions(bundle), no_progress)
     assert context.why_not_run is not None and "use verify --stream" in context.why_not_run
+    options = LoadOptions()
+    plan = open_model(bundle, options, packs=options.compiled).memory_plan(options)
+    for free, fits in ((plan.needed_bytes(0), True), (plan.needed_bytes(0) - 1, False)):
+        monkeypatch.setattr(memory_plan, "free_memory", lambda free=free: {"free": free})
+        assert (Context.open(VerifyOptions(bundle), no_progress).why_not_run is None) is fits
 
 
 @dataclass(frozen=True)

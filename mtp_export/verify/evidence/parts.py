@@ -5,15 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from mtp_checkpoints.containers import is_checkpoint
 from mtp_checkpoints.containers.base import CONFIG_NAME
-from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.errors import InvalidInputError, MtpExportError
 from mtp_checkpoints.families.signs import main_layers, mtp_modules
-from mtp_checkpoints.free_memory import free_memory
 from mtp_checkpoints.layouts import likely_target
 from mtp_checkpoints.layouts.base import Target
 from mtp_checkpoints.quantization.absent import as_engines_take
@@ -23,7 +21,6 @@ from mtp_checkpoints.sources.byte_source import ByteSource, Place, local_path
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP, RELEASED
 from mtp_checkpoints.tensors.manifest import MANIFEST_NAME, manifest_sha256, read_manifest
 from mtp_checkpoints.tensors.reader import Checkpoint
-from mtp_checkpoints.weights.weight_values import weights_on_disk
 from mtp_export.progress import format_bytes
 
 
@@ -151,24 +148,20 @@ def layer_count(checkpoints: Iterable[Checkpoint]) -> int:
     return 1
 
 
-_DENSE_BYTES = 4  # the runtime holds every weight in fp32
+def why_too_large(folder: Path, mtp_folder: Path | None) -> str | None:
+    """The reason why the model does not fit into memory in float32, None if it does, or if it
+    cannot be opened: what loads it says why."""
+    from mtp_runtime.models.load import LoadOptions, open_model
 
-
-def dense_bytes(layouts: Iterable[PartLayout]) -> int:
-    """Bytes of all weights in fp32, whatever form they are stored in."""
-    return _DENSE_BYTES * sum(
-        prod(weight.stored.weight.shape)
-        for layout in layouts
-        for weight in weights_on_disk(layout.stored, layout.checkpoint.tensors)
-    )
-
-
-def why_too_large(layouts: Iterable[PartLayout]) -> str | None:
-    """The reason why the model does not fit into memory, None if it does."""
-    needed, available = dense_bytes(layouts), min(free_memory().values(), default=None)
-    if available is None or needed < available:
+    options = LoadOptions(mtp_folder=mtp_folder)
+    try:
+        plan = open_model(folder, options, packs=options.compiled).memory_plan(options)
+    except MtpExportError:
+        return None
+    shortage = plan.shortage(0)
+    if shortage is None:
         return None
     return (
-        f"the weights take {format_bytes(needed)} in fp32 and {format_bytes(available)} of memory"
-        " are free: use verify --stream"
+        f"the weights take {format_bytes(plan.weight_bytes)} in {plan.dtype_name} and"
+        f" {format_bytes(shortage[1])} of memory are free: use verify --stream"
     )

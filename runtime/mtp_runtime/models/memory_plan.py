@@ -66,12 +66,19 @@ class MemoryPlan:
         more = elements * self.dtype.itemsize
         return self.beside(MemoryPlan(more, more, 0, self.dtype))
 
+    def shortage(self, cache_tokens: int) -> tuple[str, int] | None:
+        """Return what of this machine's memory leaves too little, and its bytes; None where a run
+        fits, or the system does not tell."""
+        limits = free_memory().items()
+        name, free = min(limits, key=lambda limit: limit[1], default=("", None))
+        return None if free is None or free >= self.needed_bytes(cache_tokens) else (name, free)
+
     def check(self, folder: Path, cache_tokens: int) -> None:
         """Refuse to load what does not fit into this machine's memory (ResourceError)."""
-        needed, limits = self.needed_bytes(cache_tokens), free_memory()
-        name, free = min(limits.items(), key=lambda limit: limit[1], default=("", needed))
-        if free >= needed:
+        needed, shortage = self.needed_bytes(cache_tokens), self.shortage(cache_tokens)
+        if shortage is None:
             return
+        name, free = shortage
         cache = f"a cache of {cache_tokens:,} tokens {_gb(self.token_bytes * cache_tokens)}, "
         raise ResourceError(
             "The model does not fit into memory",
