@@ -94,6 +94,20 @@ def test_a_failure_is_told_once_with_its_repair(folder: Path) -> None:
     assert run_program("verify", mended, *FILES, "--quiet").code == 0
 
 
+def test_damage_after_the_export_is_one_failure(folder: Path) -> None:
+    """Though both its checksum and the main model's identity tell it."""
+    shutil.copytree(folder / "good", folder / "byte")
+    main = folder / "byte/main"
+    planting.flip_a_byte(main / planting.weight_map(main)["model.norm.weight"], -500)
+    options = ("--source", "source", "--level", "weights")
+    seen = in_pipe("verify", "byte", *options, folder=folder)
+    start = seen.lines.index("Verification of byte: FAILED")
+    told = " ".join(line.strip() for line in seen.lines[start + 1 : seen.lines.index("To repair:")])
+    names = "files, main: checksums; files, main: the model that was exported: "
+    assert told.strip().startswith(names) and told.count("files, ") == 2, seen.text
+    assert told.endswith("damaged or replaced since, copy it again")
+
+
 def test_a_damaged_head_is_one_failure(folder: Path) -> None:
     """And no draft of another model, nor a line of the loader about it."""
     shutil.copytree(folder / "good", folder / "head")
@@ -119,7 +133,11 @@ def test_an_unfinished_bundle_is_one_failure(folder: Path) -> None:
     assert seen.code == 7
     assert "unfinished is unfinished (0 of 2 shards)" in " ".join(seen.lines)
     assert "1 fail" in seen.text and "pass" not in seen.text
-    assert "  mtp-export quantize --input-dir SOURCE --output-dir unfinished \\" in seen.lines
+    start = seen.lines.index("To finish it (SOURCE: the checkpoint that it was made from):")
+    command = "  mtp-export quantize --input-dir SOURCE --output-dir unfinished \\"
+    assert seen.lines[start + 1] == command
+    given = in_pipe("verify", "unfinished", "--source", "source", *FILES, folder=folder)
+    assert "To finish it:" in given.lines
 
 
 def test_strict_fails_on_what_could_not_be_tested(folder: Path) -> None:

@@ -240,6 +240,8 @@ def _named_scales(own: torch.Tensor, best: torch.Tensor, tolerance: float) -> st
     ratio = own / best
     if alike(ratio):
         return None
+    if bool((own == 1).all()):
+        return causes.SCALES_LEFT_OUT
     if bool((torch.frexp(own)[0] == 0.5).all()) and not bool((torch.frexp(best)[0] == 0.5).all()):
         return causes.SCALES_ROUNDED_LATE
     if alike(own.sort()[0] / best.sort()[0]):

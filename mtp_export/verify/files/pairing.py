@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mtp_checkpoints.tensors.bundle_folder import MAIN
 from mtp_checkpoints.tensors.manifest import MAIN_IDENTITY
 from mtp_checkpoints.tensors.model_identity import model_identity, recorded_main_identity
 from mtp_export.verify.check import Item, Problem, not_tested, passed, verdict
@@ -56,7 +57,7 @@ def _of_bundle(context: Context, main: Checkpoint, recorded: str | None) -> Iter
     if listed is None:
         yield not_tested(_MAIN, "no manifest records its identity")
     else:
-        changed = [Problem("main", causes.MAIN_REPLACED)] if found != listed else []
+        changed = [_changed(context)] if found != listed else []
         yield verdict(_MAIN, changed, found[:_SHOWN])
     if context.part("mtp") is None:
         return
@@ -66,6 +67,15 @@ def _of_bundle(context: Context, main: Checkpoint, recorded: str | None) -> Iter
     wanted = listed or found  # a main model that changed is the item above
     words = causes.draft_of_another_main(recorded[:_SHOWN], wanted[:_SHOWN])
     yield verdict(_PAIR, [Problem("mtp", words)] if recorded != wanted else [], recorded[:_SHOWN])
+
+
+def _changed(context: Context) -> Problem:
+    """Return the problem of a main model that is not the recorded one, with a tensor as its subject
+    where that one alone is damaged."""
+    recorded = context.walks.checksums(MAIN)
+    found = context.walks.of(MAIN).checksums if recorded else {}
+    damaged = [name for name, checksum in recorded.items() if found.get(name) != checksum]
+    return Problem(damaged[0] if len(damaged) == 1 else MAIN, causes.MAIN_REPLACED)
 
 
 def _of_two_places(context: Context, main: Checkpoint, recorded: str) -> Item:

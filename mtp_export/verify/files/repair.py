@@ -4,6 +4,7 @@ MTP layer of the model that it was made from."""
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from mtp_checkpoints.quantization.native import quantization_of
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_export.bundle.journal import journaled
 from mtp_export.schemes.scheme import GRAFTED
-from mtp_export.verify.check import MTP_MODULE, Item, Status, failed
+from mtp_export.verify.check import MTP_MODULE, UNFINISHED, Item, Status, failed
 from mtp_export.verify.diagnosis.causes.files import bundle_unfinished
 
 if TYPE_CHECKING:
@@ -26,8 +27,14 @@ if TYPE_CHECKING:
 _CARD = "README.md"
 # Blanks in few places: backtracking among them would take quadratic time.
 _BASE_MODEL = re.compile(rb"^base_model:[ \t]*(?:\r?\n[ \t]*-[ \t]*)?[\"']?([\w.-]+/[\w.-]+)", re.M)
-_UNKNOWN = "ORIGINAL"
+_UNKNOWN, _NEW = "ORIGINAL", "BUNDLE"
 _UNKNOWN_SOURCE, _UNKNOWN_MAIN = "SOURCE", "MAIN"
+_PLACEHOLDERS = {
+    _UNKNOWN_SOURCE: "the checkpoint that it was made from",
+    _UNKNOWN_MAIN: "the checkpoint of its main model",
+    _UNKNOWN: "the checkpoint that this one was made from",
+    _NEW: "a new folder",
+}
 # Options that manifests record and the flags that set them, with the values that need none.
 _FLAGS: Mapping[str, tuple[str, object]] = {
     "part": ("--part", "both"),
@@ -57,7 +64,8 @@ def unfinished(context: Context) -> Item | None:
     if found is None:
         return None
     cause, repair = found
-    return failed("export finished", cause, subject=str(place), repair=repair)
+    data = {UNFINISHED: True}
+    return failed("export finished", cause, subject=str(place), repair=repair, data=data)
 
 
 def unfinished_run(place: Path, source: Path | None = None) -> tuple[str, str] | None:
@@ -69,6 +77,14 @@ def unfinished_run(place: Path, source: Path | None = None) -> tuple[str, str] |
     shards = sum(file.endswith(".safetensors") for file in journal.files)
     cause = bundle_unfinished(str(place), done=len(journal.finished), shards=shards)
     return cause, remade(journal.identity, source, place)
+
+
+def placeholders(command: str) -> str:
+    """Return what stands for the names in a command that only its user can fill in; "" without
+    any."""
+    words = shlex.split(command)
+    named = (f"{name}: {meaning}" for name, meaning in _PLACEHOLDERS.items() if name in words)
+    return "; ".join(named)
 
 
 def bundle_command(context: Context) -> str:
@@ -184,7 +200,7 @@ def graft_command(context: Context) -> str:
     original = _original(context) if source is None else quote(str(source))
     here = quote(str(context.options.bundle))
     replacing = " --replace" if context.mtp is not None and context.options.mtp is None else ""
-    return f"mtp-export graft --main {here} --mtp {original} --output-dir BUNDLE{replacing}"
+    return f"mtp-export graft --main {here} --mtp {original} --output-dir {_NEW}{replacing}"
 
 
 def _original(context: Context) -> str:

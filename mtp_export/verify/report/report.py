@@ -22,6 +22,7 @@ from mtp_export import __version__
 from mtp_export.bundle.launch import engines_of, node_lines
 from mtp_export.verify.check import ENGINE, LEFT_OUT, CheckResult, Item, Status, overall
 from mtp_export.verify.context import Context
+from mtp_export.verify.files.repair import placeholders
 from mtp_export.verify.options import VerifyOptions
 
 FORMAT, FORMAT_VERSION = "mtp-export verification", 1
@@ -117,7 +118,7 @@ class Report:
                 what,
                 where=self.options.bundle,
                 found=named + (f"; and {more} more" if more > 0 else ""),
-                todo=f"{ship}; " + (f"run {repairs[0]}" if repairs else usual),
+                todo=f"{ship}; " + (_run(repairs[0]) if repairs else usual),
             )
         for _, item in self.items:  # of internal errors, for --debug
             if "traceback" in item.data:
@@ -244,6 +245,11 @@ def recommended(report: Report) -> str:
         if result.name == "speed" and "recommended" in item.data
     )
     return next(figures, "")
+
+
+def _run(command: str) -> str:
+    names = placeholders(command)
+    return f"run {command}" + (f" ({names})" if names else "")
 
 
 def _verdict_by_engine(report: Report) -> str:

@@ -14,8 +14,10 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
-from mtp_export.verify.check import LEFT_OUT, WHOLE_CHECK, CheckResult, Item, Status
+from mtp_export.verify.check import LEFT_OUT, UNFINISHED, WHOLE_CHECK, CheckResult, Status
 from mtp_export.verify.evidence.statistics import Estimate
+from mtp_export.verify.files.repair import placeholders
+from mtp_export.verify.report.failures import causes_of
 from mtp_export.verify.report.report import Report, method_of, recommended, verdict_line
 
 STYLES = {Status.PASS: "green", Status.FAIL: "bold red", Status.NOT_TESTED: "yellow"}
@@ -48,8 +50,8 @@ class Summary:
         yield Text(), 0
         for words in _failures(report):
             yield Text(words, STYLES[Status.FAIL]), 2
-        for command in repairs(report):
-            yield Text("To repair:"), 0
+        for command, title in repairs(report).items():
+            yield Text(title), 2
             yield from _command(command, width)
         if report.status is Status.FAIL:
             yield Text(), 0
@@ -71,10 +73,16 @@ class Summary:
             yield from _command(self.publish, width)
 
 
-def repairs(report: Report) -> list[str]:
-    """Return the commands that mend the failures, each once."""
-    failed = (item for _, item in report.items if item.status is Status.FAIL)
-    return list(dict.fromkeys(item.repair for item in failed if item.repair))
+def repairs(report: Report) -> dict[str, str]:
+    """Return the commands that mend the failures, each once, with the line above it: what it does,
+    and what stands for the names in it."""
+    titles = {}
+    for _, item in report.items:
+        if item.status is Status.FAIL and item.repair:
+            title = "To finish it" if UNFINISHED in item.data else "To repair"
+            names = placeholders(item.repair)
+            titles[item.repair] = f"{title} ({names}):" if names else f"{title}:"
+    return titles
 
 
 def _not_tested(report: Report) -> Iterator[str]:
@@ -98,8 +106,8 @@ def markdown(report: Report) -> str:
     lines = [f"### {_escaped(verdict_line(report))}"]
     if failures := list(_failures(report)):
         lines += ["", *(f"- {_escaped(words)}" for words in failures)]
-    for command in repairs(report):
-        lines += ["", "To repair:", "", "```", command, "```"]
+    for command, title in repairs(report).items():
+        lines += ["", _escaped(title), "", "```", command, "```"]
     lines += ["", "| check | result | time |", "|---|---|--:|"]
     for result in _ran(report):
         lines.append(f"| {result.name} | {_counts(result)} | {result.seconds:.1f} s |")
@@ -113,20 +121,11 @@ def markdown(report: Report) -> str:
 
 def _failures(report: Report) -> Iterator[str]:
     """Yield a sentence for each cause of failures, the first few."""
-    found: dict[str, list[str]] = {}
-    for result, item in report.items:
-        if item.status is Status.FAIL:
-            found.setdefault(_words(item), []).append(f"{result.name}, {item.name}")
-    for words, names in list(found.items())[:_MOST_FAILURES]:
-        yield f"{_named(names)}: {words}"
-    if (more := len(found) - _MOST_FAILURES) > 0:
+    causes = causes_of(report)
+    for cause in causes[:_MOST_FAILURES]:
+        yield f"{_named(cause.names)}: {'; '.join(cause.words)}"
+    if (more := len(causes) - _MOST_FAILURES) > 0:
         yield f"and {more:,} more failures: --verbose shows them"
-
-
-def _words(item: Item) -> str:
-    """Return what is wrong, with subject and figure where the cause does not say them."""
-    subject = f"{item.subject}: " if item.subject and item.subject not in item.cause else ""
-    return f"{subject}{item.cause}" if item.cause else f"{subject}{item.measured}"
 
 
 def _named(names: list[str]) -> str:

@@ -220,6 +220,7 @@ SCALES_INVERTED = (
     "its scales are inverted: the reciprocal was stored, so every weight is off by scale²"
 )
 SCALES_ALONG_ROWS = "its scales lie along the other axis: the groups were taken over rows"
+SCALES_LEFT_OUT = "its scales are all one: they were left out, or never written"
 SCALES_PERMUTED = "its scales are permuted: the right ones for other blocks or groups"
 SCALES_ROUNDED_LATE = (
     "its scales were rounded to powers of two (ue8m0) after the weights were quantized with the"

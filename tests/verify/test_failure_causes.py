@@ -1,0 +1,109 @@
+"""What fails because of one thing is told once, with the words of the check that knows most."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mtp_export.verify.check import ENGINE, CheckResult, Item, Problem, failed, passed, verdict
+from mtp_export.verify.options import VerifyOptions
+from mtp_export.verify.report.failures import Cause, causes_of
+from mtp_export.verify.report.report import Report
+from mtp_export.verify.report.summary import repairs
+
+GATE, UP = "model.layers.8.mlp.gate.weight", "model.layers.8.mlp.up.weight"
+SHARD = "mtp/model-00001-of-00002.safetensors"
+
+
+def report_of(**checks: list[Item]) -> Report:
+    """A report by the items of its checks."""
+    results = tuple(CheckResult(name, name, tuple(items), 1.0) for name, items in checks.items())
+    return Report(VerifyOptions(Path("out/bundle")), {"kind": "bundle"}, results, 1.0)
+
+
+def wrong(name: str, words: str, *subjects: str) -> Item:
+    return verdict(name, [Problem(subject, f"{subject} {words}") for subject in subjects])
+
+
+def of_engine(name: str, *subjects: str) -> Item:
+    item = wrong(name, "is read otherwise", *subjects)
+    return failed(name, item.cause, subject=subjects[0], data={**item.data, ENGINE: "sglang"})
+
+
+def causes(**checks: list[Item]) -> list[Cause]:
+    return causes_of(report_of(**checks))
+
+
+def test_the_comparison_with_the_source_tells_it_for_checks_without_one() -> None:
+    """And checksums tell it for both."""
+    guess, known = wrong("sizes", "is large", GATE), wrong("copies", "is inverted", GATE)
+    (one,) = causes(ledger=[guess, passed("other")], weights=[known])
+    assert one.words == [f"{GATE} is inverted"]
+    assert one.names == ["ledger, sizes", "weights, copies"]
+    changed = wrong("checksums", "was changed", GATE, UP)
+    (one,) = causes(files=[changed], ledger=[guess], weights=[known])
+    assert one.words == [f"{GATE} was changed; {UP} was changed"] and len(one.names) == 3
+
+
+def test_another_tensor_is_another_cause() -> None:
+    found = causes(ledger=[wrong("sizes", "is large", GATE)], weights=[wrong("c", "x", GATE, UP)])
+    assert [cause.names for cause in found] == [["ledger, sizes"], ["weights, c"]]
+    found = causes(
+        greedy=[failed("a", "one", subject=GATE)], paths=[failed("b", "2", subject=GATE)]
+    )
+    assert len(found) == 2, "what decoding shows has causes of its own"
+
+
+def test_of_a_config_every_check_says_what_it_found() -> None:
+    """Whatever the place that it is named by."""
+    main = failed("config", "config.json is odd", subject="out/bundle/main/config.json")
+    mtp = failed("draft", "config.json is odd", subject="out/bundle/mtp/config.json")
+    both = wrong("config is the source's", "has 3", "main/config.json", "mtp/config.json")
+    (one,) = causes(files=[main, mtp], weights=[both])
+    odd = "out/bundle/main/config.json: config.json is odd"
+    assert one.words == [odd, "main/config.json has 3; mtp/config.json has 3"]
+
+
+def test_several_causes_explain_an_item_together() -> None:
+    main, mtp = (
+        wrong("yarn", "lacks yarn", "main/a.json"),
+        wrong("yarn", "lacks yarn", "mtp/a.json"),
+    )
+    both = wrong("config", "differs", "main/a.json", "mtp/a.json")
+    assert [len(cause.names) for cause in causes(files=[main, mtp], weights=[both])] == [2, 1]
+
+
+def test_shards_that_two_checks_name_are_one_cause() -> None:
+    other = SHARD.replace("1-of", "2-of")
+    opened, sizes = wrong("headers", "is cut", SHARD), wrong("shards", "is short", SHARD, other)
+    (one,) = causes(files=[opened, sizes])
+    assert one.words == [f"{SHARD} is cut"]
+
+
+@pytest.mark.parametrize(
+    ("words", "count"), [(f"Tensor {GATE}_scale: missing", 1), ("No space left", 2)]
+)
+def test_a_model_that_does_not_load_follows_from_what_it_names(words: str, count: int) -> None:
+    load = failed("runtime loads it", words, subject="out/bundle/mtp")
+    assert len(causes(files=[wrong("mtp: tensors", "is missing", GATE)], ledger=[load])) == count
+
+
+def test_an_engine_has_its_own_names_for_the_tensors_of_a_part() -> None:
+    own = GATE.replace("layers.8", "decoder")
+    main = wrong("main: precision", "is bf16", GATE.replace("8", "2"))
+    mtp, engine = wrong("mtp: precision", "is bf16", GATE), of_engine("mtp: as SGLang reads", own)
+    first, second = causes(files=[main, mtp, engine])
+    assert first.names == ["files, main: precision"]
+    assert second.names == ["files, mtp: precision", "files, mtp: as SGLang reads"]
+    assert second.words == [f"{GATE} is bf16"]
+    assert len(causes(files=[main, engine])) == 2
+
+
+def test_what_users_fill_in_is_explained_with_the_command() -> None:
+    command = "mtp-export --input-dir SOURCE --output-dir out/bundle --overwrite"
+    report = report_of(files=[failed("a", "b", repair=command), failed("c", "d", repair="cp x y")])
+    source = "SOURCE: the checkpoint that it was made from"
+    assert repairs(report) == {command: f"To repair ({source}):", "cp x y": "To repair:"}
+    with pytest.raises(Exception, match="--overwrite \\(SOURCE: the checkpoint that it was made"):
+        report.raise_if_failed()
