@@ -4,6 +4,7 @@ bound."""
 from __future__ import annotations
 
 import errno
+import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,29 @@ class Status(StrEnum):
     PASS = "pass"
     FAIL = "fail"
     NOT_TESTED = "not tested"
+
+
+class Unknown(StrEnum):
+    """Words of a repair that its user replaces."""
+
+    SOURCE = "SOURCE"
+    MAIN = "MAIN"
+    ORIGINAL = "ORIGINAL"
+    BUNDLE = "BUNDLE"
+
+
+_MEANINGS = {
+    Unknown.SOURCE: "the checkpoint that it was made from",
+    Unknown.MAIN: "the checkpoint of its main model",
+    Unknown.ORIGINAL: "the checkpoint that this one was made from",
+    Unknown.BUNDLE: "a new folder",
+}
+
+
+def unknown_words(command: str) -> str:
+    """Return what stands for the words of a repair that its user replaces; "" without any."""
+    words = shlex.split(command)
+    return "; ".join(f"{word}: {meaning}" for word, meaning in _MEANINGS.items() if word in words)
 
 
 class Level(IntEnum):

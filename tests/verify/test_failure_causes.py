@@ -1,4 +1,4 @@
-"""What fails because of one thing is told once, with the words of the check that knows most."""
+"""Failures of one cause are told once, with the words of the check that knows most."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ MTP layer of the model that it was made from."""
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from mtp_checkpoints.quantization.native import quantization_of
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_export.bundle.journal import journaled
 from mtp_export.schemes.scheme import GRAFTED
-from mtp_export.verify.check import MTP_MODULE, UNFINISHED, Item, Status, failed
+from mtp_export.verify.check import MTP_MODULE, UNFINISHED, Item, Status, Unknown, failed
 from mtp_export.verify.diagnosis.causes.files import bundle_unfinished
 
 if TYPE_CHECKING:
@@ -27,14 +26,6 @@ if TYPE_CHECKING:
 _CARD = "README.md"
 # Blanks in few places: backtracking among them would take quadratic time.
 _BASE_MODEL = re.compile(rb"^base_model:[ \t]*(?:\r?\n[ \t]*-[ \t]*)?[\"']?([\w.-]+/[\w.-]+)", re.M)
-_UNKNOWN, _NEW = "ORIGINAL", "BUNDLE"
-_UNKNOWN_SOURCE, _UNKNOWN_MAIN = "SOURCE", "MAIN"
-_PLACEHOLDERS = {
-    _UNKNOWN_SOURCE: "the checkpoint that it was made from",
-    _UNKNOWN_MAIN: "the checkpoint of its main model",
-    _UNKNOWN: "the checkpoint that this one was made from",
-    _NEW: "a new folder",
-}
 # Options that manifests record and the flags that set them, with the values that need none.
 _FLAGS: Mapping[str, tuple[str, object]] = {
     "part": ("--part", "both"),
@@ -79,14 +70,6 @@ def unfinished_run(place: Path, source: Path | None = None) -> tuple[str, str] |
     return cause, remade(journal.identity, source, place)
 
 
-def placeholders(command: str) -> str:
-    """Return what stands for the names in a command that only its user can fill in; "" without
-    any."""
-    words = shlex.split(command)
-    named = (f"{name}: {meaning}" for name, meaning in _PLACEHOLDERS.items() if name in words)
-    return "; ".join(named)
-
-
 def bundle_command(context: Context) -> str:
     """Return the command that makes a bundle again in its place, from the options that its manifest
     records; "" without a manifest, and for options that no command has."""
@@ -106,11 +89,11 @@ def remade(recorded: Mapping[str, Any], source: Path | None, output: Path) -> st
         return ""
     is_graft = given.get("base_quant") == GRAFTED
     address = _address_of(origin, MTP if is_graft else None)
-    place = quote(str(source)) if source else address or _UNKNOWN_SOURCE
+    place = quote(str(source)) if source else address or Unknown.SOURCE
     command = f"mtp-export --input-dir {place}"
     if is_graft:
         del given["base_quant"]
-        main = _address_of(origin, MAIN) or _UNKNOWN_MAIN
+        main = _address_of(origin, MAIN) or Unknown.MAIN
         command = f"mtp-export graft --main {main} --mtp {place}"
     elif "base_quant" in given:
         command = f"mtp-export quantize --input-dir {place}"
@@ -200,7 +183,9 @@ def graft_command(context: Context) -> str:
     original = _original(context) if source is None else quote(str(source))
     here = quote(str(context.options.bundle))
     replacing = " --replace" if context.mtp is not None and context.options.mtp is None else ""
-    return f"mtp-export graft --main {here} --mtp {original} --output-dir {_NEW}{replacing}"
+    return (
+        f"mtp-export graft --main {here} --mtp {original} --output-dir {Unknown.BUNDLE}{replacing}"
+    )
 
 
 def _original(context: Context) -> str:
@@ -212,4 +197,4 @@ def _original(context: Context) -> str:
             named = None
         if named is not None:
             return f"hf://{named[1].decode()}"
-    return _UNKNOWN
+    return Unknown.ORIGINAL

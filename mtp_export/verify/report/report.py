@@ -20,9 +20,16 @@ from mtp_checkpoints.layouts import engine_of
 from mtp_checkpoints.sources.byte_source import Address
 from mtp_export import __version__
 from mtp_export.bundle.launch import engines_of, node_lines
-from mtp_export.verify.check import ENGINE, LEFT_OUT, CheckResult, Item, Status, overall
+from mtp_export.verify.check import (
+    ENGINE,
+    LEFT_OUT,
+    CheckResult,
+    Item,
+    Status,
+    overall,
+    unknown_words,
+)
 from mtp_export.verify.context import Context
-from mtp_export.verify.files.repair import placeholders
 from mtp_export.verify.options import VerifyOptions
 
 FORMAT, FORMAT_VERSION = "mtp-export verification", 1
@@ -248,7 +255,7 @@ def recommended(report: Report) -> str:
 
 
 def _run(command: str) -> str:
-    names = placeholders(command)
+    names = unknown_words(command)
     return f"run {command}" + (f" ({names})" if names else "")
 
 

@@ -14,9 +14,15 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
-from mtp_export.verify.check import LEFT_OUT, UNFINISHED, WHOLE_CHECK, CheckResult, Status
+from mtp_export.verify.check import (
+    LEFT_OUT,
+    UNFINISHED,
+    WHOLE_CHECK,
+    CheckResult,
+    Status,
+    unknown_words,
+)
 from mtp_export.verify.evidence.statistics import Estimate
-from mtp_export.verify.files.repair import placeholders
 from mtp_export.verify.report.failures import causes_of
 from mtp_export.verify.report.report import Report, method_of, recommended, verdict_line
 
@@ -80,7 +86,7 @@ def repairs(report: Report) -> dict[str, str]:
     for _, item in report.items:
         if item.status is Status.FAIL and item.repair:
             title = "To finish it" if UNFINISHED in item.data else "To repair"
-            names = placeholders(item.repair)
+            names = unknown_words(item.repair)
             titles[item.repair] = f"{title} ({names}):" if names else f"{title}:"
     return titles
 
