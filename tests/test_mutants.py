@@ -41,6 +41,7 @@ WHOLE = (
     "mtp_export/verify/files/repair.py",
     "mtp_export/verify/pairing_proof.py",
     "mtp_export/verify/weights/unnamed_values.py",
+    "mtp_export/verify/report/failures.py",
     "mtp_export/verify/report/golden.py",
     "mtp_export/verify/report/summary.py",
     "mtp_export/schemes/**/*.py",
