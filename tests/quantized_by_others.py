@@ -168,10 +168,13 @@ def gptq(
         values = _values(permuted, scale, zero)
         back = order.argsort()
         codes = permuted[:, back].t()  # [K, N]
-        stored = ((zero - int(zeros_less_one)) & ((1 << bits) - 1)).t()
+        zeros = zero.t()
+        qzeros = _words((zeros[:, place::in_word] for place in range(in_word)), bits)
+        if zeros_less_one:  # by words, as GPTQModel does: 0 borrows from the number above it
+            qzeros = qzeros - (0x11111111 if bits == 4 else 0x01010101)
         tensors = {
             "qweight": _words((codes[place::in_word] for place in range(in_word)), bits),
-            "qzeros": _words((stored[:, place::in_word] for place in range(in_word)), bits),
+            "qzeros": qzeros,
             "scales": scale.t().half(),
             "g_idx": (back // group).int(),
         }

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 CODES_PER_WORD = 8  # of 4 bits
 _WORD_BITS = 32
+_ONES = {4: 0x11111111, 8: 0x01010101}  # words that hold one in each place, by bits
 WHOLE_ROW = -1  # as a group size: one group per output channel
 _SCALE_DTYPES = (DType.F16, DType.BF16, DType.F32)
 
@@ -120,7 +121,8 @@ class IntWords(ReadOnlyFormat):
 class InputWords(IntWords):
     """Words along the input channels: qweight I32 [K/w, N].
 
-    zeros_less_one: qzeros hold zero points less one.
+    zeros_less_one: qzeros hold zero points less one, as GPTQModel's `convert_gptq_v2_to_v1_format`
+    takes it from whole words; AutoRound stores none below 0.
     """
 
     zeros_less_one: bool = True
@@ -139,8 +141,8 @@ class InputWords(IntWords):
         return unpacked_rows(words, self.bits)
 
     def zero_points(self, words: torch.Tensor) -> torch.Tensor:
-        stored = unpacked_columns(words, self.bits)
-        return (stored + 1) & ((1 << self.bits) - 1) if self.zeros_less_one else stored
+        # One was taken from each number by one difference of words: 0 has borrowed from the next.
+        return unpacked_columns(words + _ONES[self.bits] * self.zeros_less_one, self.bits)
 
 
 class EightBits(InputWords):

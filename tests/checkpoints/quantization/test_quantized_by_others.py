@@ -14,13 +14,21 @@ from cases import make_checkpoint
 from mtp_checkpoints.containers.base import QUANTIZATION
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.families.base import Role
-from mtp_checkpoints.formats import AutoRoundInt8, AwqInt4, Fp8Tensor, GptqInt4, NvFp4
+from mtp_checkpoints.formats import (
+    AutoRoundInt4,
+    AutoRoundInt8,
+    AwqInt4,
+    Fp8Tensor,
+    GptqInt4,
+    GptqInt8,
+    NvFp4,
+)
 from mtp_checkpoints.quantization.methods import quant_config_of
 from mtp_checkpoints.quantization.methods.modelopt import flattened
 from mtp_checkpoints.quantization.stored import StoredWeight, stored_model
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_checkpoints.weights.weight_values import WeightOnDisk, weights_on_disk
-from quantized_by_others import METHODS, asymmetric, auto_round, symmetric, write
+from quantized_by_others import METHODS, asymmetric, auto_round, gptq, symmetric, write
 
 EXPERT = "model.layers.2.mlp.experts.1.up_proj"
 STORAGES = {
@@ -105,7 +113,7 @@ def test_permuted_input_channels_keep_their_scales() -> None:
 
 
 def test_zero_points_of_format_v1_are_less_one() -> None:
-    """A zero point of 0 is stored as 15, and of 15 as 14."""
+    """A zero point of 15 is stored as 14, and of 0 as 15, with a borrow from the one above it."""
     names = ("qweight", "scales", "qzeros", "g_idx")
     for value in (-1.0, 1.0):  # all weights on one side: a zero point at either end
         weight = value * torch.linspace(0.1, 1, 64).repeat(8, 1)
@@ -116,6 +124,45 @@ def test_zero_points_of_format_v1_are_less_one() -> None:
             torch.testing.assert_close(found, values)
             other = GptqInt4(32, not less_one).encoded([tensors[name] for name in names])
             assert not torch.equal(other.dequantize(), values)
+
+
+def test_zero_points_of_words_that_have_zeros_and_others() -> None:
+    """By GPTQModel's conversions: one is taken from, and added to, each word as a whole number."""
+    zeros = torch.tensor([[0, 5, 0, 255, 128, 0, 1, 254]])
+    words = (zeros.view(1, 2, 4) << torch.tensor([0, 8, 16, 24])).sum(-1).to(torch.int32)
+    assert GptqInt8(32, zeros_less_one=False).zero_points(words).tolist() == zeros.tolist()
+    assert GptqInt8(32).zero_points(words - 0x01010101).tolist() == zeros.tolist()
+    few = zeros & 15
+    words = (few << torch.arange(0, 32, 4)).sum(-1, keepdim=True).to(torch.int32)
+    assert GptqInt4(32, zeros_less_one=False).zero_points(words).tolist() == few.tolist()
+    assert GptqInt4(32).zero_points(words - 0x11111111).tolist() == few.tolist()
+
+
+def by_the_tool(tensors: dict[str, torch.Tensor], bits: int, group: int) -> torch.Tensor:
+    """Weights [N, K] as `QuantLinear.forward` of AutoRound and GPTQModel computes them: numbers of
+    words by shifts, one added to zero points that are stored less one."""
+    shifts = torch.arange(0, 32, bits)
+    zeros = (tensors["qzeros"].unsqueeze(2) >> shifts).to(torch.int16) & ((1 << bits) - 1)
+    codes = (tensors["qweight"].unsqueeze(1) >> shifts[:, None]).to(torch.int16) & ((1 << bits) - 1)
+    zeros, scales = zeros.flatten(1) + 1, tensors["scales"].float()
+    wide = [one.repeat_interleave(group, dim=0) for one in (scales, zeros)]
+    return (wide[0] * (codes.flatten(0, 1) - wide[1])).t()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_asymmetric_words_as_their_tools_read_them(bits: int) -> None:
+    """Of zero points above 0: of 0 the tools' own readers differ."""
+    weight = torch.randn(32, 128, generator=torch.Generator().manual_seed(3))
+    tensors, values = gptq(asymmetric, bits=bits)(weight)
+    form = (GptqInt4 if bits == 4 else GptqInt8)(32)
+    found = form.encoded([tensors[name] for name in ("qweight", "scales", "qzeros", "g_idx")])
+    torch.testing.assert_close(found.dequantize(), by_the_tool(tensors, bits, 32))
+    torch.testing.assert_close(found.dequantize(), values)
+    own = (AutoRoundInt4 if bits == 4 else AutoRoundInt8)(32)
+    assert torch.equal(
+        own.encoded([tensors[name] for name in ("qweight", "scales", "qzeros")]).dequantize(),
+        found.dequantize(),
+    )
 
 
 @pytest.mark.parametrize("group", [32, 128, -1])
