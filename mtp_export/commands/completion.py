@@ -26,14 +26,22 @@ def install_or_show(arguments: Sequence[str], program: TyperCommand | TyperGroup
     shells = names_of(Names.SHELL)
     given = [joined] if joined else list(arguments[1:])
     if given and (len(given) > 1 or given[0] not in shells):
-        raise UsageError(
-            f"Option {option} takes a shell that has completion",
-            expected=", ".join(shells),
-            found=" ".join(given),
-            todo=did_you_mean(given[0], shells),
-        )
+        todo = did_you_mean(given[0], shells)
+        raise _no_completion(option, " ".join(given), todo)
     from typer.completion import install_callback, show_callback
 
     run = install_callback if option == COMPLETION_OPTIONS[0] else show_callback
     with typer.Context(program, info_name="mtp-export") as context:
-        run(context, program.params[0], given[0] if given else True)
+        try:
+            run(context, program.params[0], given[0] if given else True)
+        except typer.Exit:  # Typer has named the current shell
+            raise _no_completion(option, "the current one", None) from None
+
+
+def _no_completion(option: str, shell: str, todo: str | None) -> UsageError:
+    return UsageError(
+        f"Option {option} takes a shell that has completion",
+        expected=", ".join(names_of(Names.SHELL)),
+        found=shell,
+        todo=todo,
+    )

@@ -112,6 +112,20 @@ def test_a_value_may_begin_as_an_option_does(tmp_path: Path) -> None:
         assert outcome.code == 3 and "has no value" not in outcome.err
 
 
+@pytest.mark.parametrize("option", ["--install-completion", "--show-completion"])
+def test_a_shell_without_completion_is_refused(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")  # finds none
+    outcome = run_program(option)
+    assert outcome.code == 2 and not list(tmp_path.iterdir())
+    assert outcome.err.endswith(
+        f"mtp-export: error: Option {option} takes a shell that has completion. Expected bash, zsh,"
+        " fish, powershell, pwsh. Found the current one.\n"
+    )
+
+
 REFUSALS = {
     ("verfy", "x"): "'verfy' is no command. Did you mean verify?",
     ("xyzzy",): "'xyzzy' is no command. See mtp-export help.",
