@@ -1,4 +1,4 @@
-"""Progress as a callback, and sizes for people."""
+"""Progress as a callback, and sizes and numbers for people."""
 
 from __future__ import annotations
 
@@ -40,6 +40,11 @@ def format_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.2f} TB"
+
+
+def counted(count: int, unit: str) -> str:
+    """Return a number of things for people: 1 shard, 2 shards."""
+    return f"{count:,} {unit}{'' if count == 1 else 's'}"
 
 
 def format_binary(count: float) -> str:

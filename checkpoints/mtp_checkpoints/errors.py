@@ -4,6 +4,9 @@ from __future__ import annotations
 
 MAX_MESSAGE = 2_000  # characters
 _LEFT_OUT = " […] "
+# Ends of what to do that are true of commands which keep what they have done.
+EXPORT_GOES_ON = ": an export goes on where it stopped"
+IT_GOES_ON = ": it goes on where it stopped"
 
 
 class _NotGiven:

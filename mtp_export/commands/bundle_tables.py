@@ -18,7 +18,7 @@ from mtp_export.bundle.sizes import USABLE_BYTES, Sizes
 from mtp_export.commands.next_steps import draft_launch, next_steps
 from mtp_export.commands.output import FiguresTable, heading
 from mtp_export.plan import COPY, PartPlan
-from mtp_export.progress import format_binary, format_bytes
+from mtp_export.progress import counted, format_binary, format_bytes
 
 _SHOWN_ROLES = 3
 
@@ -180,7 +180,7 @@ def planned_line(plan: BundlePlan, share: Share) -> str:
     facts = planned_facts(plan, share)
     return (
         f"Share {share.number} of {share.count}{share.said} makes {facts['share_shards']} of"
-        f" {len(plan.jobs)} shards, {format_bytes(facts['share_bytes'])}."
+        f" {counted(len(plan.jobs), 'shard')}, {format_bytes(facts['share_bytes'])}."
     )
 
 
@@ -209,8 +209,8 @@ def share_table(result: BundleResult) -> RenderableType:
     assert share is not None, "a share's result"
     done, seconds = _share_bytes(result), result.seconds
     lines = [
-        f"{len(result.plan.share_jobs)} of {len(result.plan.jobs)} shards, {format_bytes(done)} in"
-        f" {seconds:.1f} s, {format_bytes(done / max(seconds, 1e-9))}/s.",
+        f"{len(result.plan.share_jobs)} of {counted(len(result.plan.jobs), 'shard')},"
+        f" {format_bytes(done)} in {seconds:.1f} s, {format_bytes(done / max(seconds, 1e-9))}/s.",
     ]
     if result.resumed_shards:
         lines.append(f"Finished by an earlier run: {result.resumed_shards}.")

@@ -36,6 +36,7 @@ from mtp_export.options import (
     parse_source,
     source_option,
 )
+from mtp_export.progress import counted
 
 
 @dataclass(frozen=True)
@@ -158,8 +159,8 @@ def remarks(plan: BundlePlan) -> list[str]:
         for name in plan.checkpoint.unindexed
     ]
     found += [
-        f"{one.name} repeats {len(one.pairs)} tensors of the source's other files: it was passed"
-        " over."
+        f"{one.name} repeats {counted(len(one.pairs), 'tensor')} of the source's other files: it"
+        " was passed over."
         for one in plan.checkpoint.repeated
     ]
     target = target_of(plan.options.target)

@@ -8,7 +8,14 @@ import sys
 from textwrap import TextWrapper
 from typing import NamedTuple
 
-from mtp_checkpoints.errors import Interrupted, IoError, MtpExportError, ResourceError
+from mtp_checkpoints.errors import (
+    EXPORT_GOES_ON,
+    IT_GOES_ON,
+    Interrupted,
+    IoError,
+    MtpExportError,
+    ResourceError,
+)
 
 
 class Failure(NamedTuple):
@@ -47,6 +54,14 @@ def failure_of(error: BaseException, after_interrupt: str | None = None) -> Fail
         " output of --debug and of mtp-export env.",
         1,
     )
+
+
+def without_promise(failure: Failure) -> Failure:
+    """Return the failure of a command that keeps nothing: that it goes on is not said of it."""
+    message, hint = failure.message, failure.hint
+    for promise in (EXPORT_GOES_ON, IT_GOES_ON):
+        message, hint = message.replace(promise, ""), hint.replace(promise, "")
+    return failure._replace(message=message, hint=hint)
 
 
 def failure_json(failure: Failure) -> str:

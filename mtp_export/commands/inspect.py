@@ -13,7 +13,7 @@ from mtp_export.commands.output import FiguresTable, QuietReporting, heading, pr
 from mtp_export.inspection import Inspection, parts_of_bundle
 from mtp_export.inspection import inspect as inspect_checkpoint
 from mtp_export.options import Access, argument, parse_source
-from mtp_export.progress import format_bytes
+from mtp_export.progress import counted, format_bytes
 
 _SHOWN_PROBLEMS = 10
 
@@ -91,7 +91,7 @@ def _inspection_lines(inspection: Inspection) -> list[str]:
         model = f"Model {inspection.model_type}: a draft as --target {inspection.layout} writes it."
     lines = [
         model,
-        f"Quantization: {inspection.quantization}. {inspection.shards} shards.",
+        f"Quantization: {inspection.quantization}. {counted(inspection.shards, 'shard')}.",
         f"Parts in this folder: {', '.join(inspection.parts)}.",
     ]
     if inspection.mtp_layers and "mtp" not in inspection.parts:

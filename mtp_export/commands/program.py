@@ -18,11 +18,11 @@ from mtp_export.commands.completion import (
     COMPLETION_VARIABLE,
     install_or_show,
 )
-from mtp_export.commands.failures import failure_json, failure_of, print_failure
+from mtp_export.commands.failures import failure_json, failure_of, print_failure, without_promise
 from mtp_export.commands.garbage import gc_paused
 from mtp_export.commands.help_page import print_help
 from mtp_export.commands.names import ALIASES, COMMANDS, names_of
-from mtp_export.commands.registry import after_interrupt, command_named, program
+from mtp_export.commands.registry import after_interrupt, command_named, goes_on, program
 from mtp_export.commands.standard_streams import guarded_streams
 from mtp_export.options import Names
 
@@ -50,6 +50,8 @@ def exit_code(arguments: Sequence[str]) -> int:
             if "--debug" in arguments:
                 traceback.print_exc()
             failure = failure_of(error, after_interrupt(given))
+            if not goes_on(given):
+                failure = without_promise(failure)
             said = "" if failure.exit_code == Interrupted.exit_code else "error: "
             print_failure(failure, said)
             if "--json" in given and not out.was_written:

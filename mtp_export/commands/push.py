@@ -15,7 +15,7 @@ from mtp_export.commands.output import (
     heading,
     print_result,
 )
-from mtp_export.progress import format_bytes
+from mtp_export.progress import counted, format_bytes
 from mtp_export.publish.options import PushOptions
 
 if TYPE_CHECKING:  # they bring an HTTP client
@@ -85,8 +85,8 @@ def result_table(result: PushResult) -> RenderableType:
     plan = result.plan
     title = heading(f"Pushed to {plan.repository.address}")
     checked = (
-        f"The Hub lists all {len(plan.sizes)} files with the sizes and checksums that they have"
-        f" here, in commit {result.commit}."
+        f"The Hub lists all {counted(len(plan.sizes), 'file')} with the sizes and checksums that"
+        f" they have here, in commit {result.commit}."
     )
     page = f"{plan.repository.client.endpoint}/{plan.repository.name}"
     return Group(title, _table(plan), *_lines(plan), checked, page)

@@ -23,17 +23,32 @@ _KEEPS = ("--stream", "--share")  # options of a verification that keep what it 
 def after_interrupt(arguments: Sequence[str]) -> str | None:
     """Return the words that follow those of Ctrl-C: how to go on, or that nothing is kept; None
     where there is nothing to say, as of a dry run."""
-    options = {argument.partition("=")[0] for argument in arguments}
-    first = next(iter(arguments), "")
-    command = first if first in COMMANDS else ""
-    is_kept = "--workdir" in options and not options.isdisjoint(_KEEPS)
-    is_export = command == "" and "--output-dir" in options
-    if "--dry-run" in options or not (is_export or command in (*RESUMED, "verify")):
-        return None
-    if command == "verify" and not is_kept:
+    if goes_on(arguments):
+        again = [argument for argument in arguments if argument != "--no-resume"]
+        return f"To go on:\n  {shlex.join(['mtp-export', *again])}"
+    if _command_of(arguments) == "verify":
         return "Nothing is kept (--stream --workdir DIR keeps progress)."
-    again = [argument for argument in arguments if argument != "--no-resume"]
-    return f"To go on:\n  {shlex.join(['mtp-export', *again])}"
+    return None
+
+
+def goes_on(arguments: Sequence[str]) -> bool:
+    """True for a command that goes on where it stopped when it runs again."""
+    options, command = _options_of(arguments), _command_of(arguments)
+    if "--dry-run" in options:
+        return False
+    if command == "verify":
+        return "--workdir" in options and not options.isdisjoint(_KEEPS)
+    return command in RESUMED or (command == "" and "--output-dir" in options)
+
+
+def _options_of(arguments: Sequence[str]) -> set[str]:
+    return {argument.partition("=")[0] for argument in arguments}
+
+
+def _command_of(arguments: Sequence[str]) -> str:
+    """Return the name of a command, "" for an export without one."""
+    first = next(iter(arguments), "")
+    return first if first in COMMANDS else ""
 
 
 @cache

@@ -16,6 +16,7 @@ from mtp_export.commands.memory_plan import print_memory_plan
 from mtp_export.commands.output import DEBUG, Reporting, plain_console, remark
 from mtp_export.commands.runtime import BUNDLE, Runtime
 from mtp_export.options import Access, Panel, option, parse_path, parse_size
+from mtp_export.progress import counted
 from mtp_runtime.config import EngineConfig, LLMOptions
 
 _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client")
@@ -218,7 +219,7 @@ def _take_leave(requests: int) -> None:
     console = plain_console(stderr=True)
     if console.is_terminal:
         console.print()
-    remark(f"Stopped: {requests} request{'' if requests == 1 else 's'} served.")
+    remark(f"Stopped: {counted(requests, 'request')} served.")
 
 
 def _require_packages() -> None:

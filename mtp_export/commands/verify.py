@@ -38,7 +38,7 @@ from mtp_export.options import (
     parse_cluster,
     path_option,
 )
-from mtp_export.progress import format_bytes
+from mtp_export.progress import counted, format_bytes
 from mtp_export.verify.check import Level, Status
 from mtp_export.verify.options import VerifyOptions
 
@@ -168,7 +168,7 @@ def _page(report: VerifyReport, options: VerifyCommand) -> RenderableType:
     shown: list[RenderableType] = [ItemTable(report)] if options.verbose else []
     shown.append(Summary(report, _next_step(report, options)))
     if not options.verbose:
-        shown.append(Text(f"All {sum(1 for _ in report.items)} items: --verbose"))
+        shown.append(Text(f"All {counted(sum(1 for _ in report.items), 'item')}: --verbose"))
     return Group(*shown)
 
 

@@ -3,6 +3,7 @@ do not import."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
@@ -13,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from cases import WHOLE_TILES, make_checkpoint, run_program
+from mtp_checkpoints.sources.files import write_failure
+from mtp_checkpoints.sources.remote_failures import UNREACHABLE
 from mtp_export import __version__
 from mtp_export.commands.names import COMMANDS
 from mtp_export.commands.program import exit_code
@@ -177,6 +180,40 @@ def test_ctrl_c_promises_nothing_where_nothing_was_done(
     for words in (["quantize", "--dry-run"], ["--version"], ["--help"]):
         assert exit_code(words) == 130
         assert capsys.readouterr().err == "mtp-export: Interrupted.\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "goes_on"),
+    [
+        (["inspect", "hf://a/b"], False),
+        (["export", "hf://a/b", "x"], True),
+        (["--input-dir", "hf://a/b", "--output-dir", "x"], True),
+        (["--input-dir", "hf://a/b", "--output-dir", "x", "--dry-run"], False),
+        (["verify", "hf://a/b"], False),
+        (["verify", "hf://a/b", "--share", "1/2", "--workdir", "w"], True),
+    ],
+)
+def test_a_broken_network_promises_what_the_command_keeps(
+    words: list[str],
+    goes_on: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In the message and in the hint below it, and of a full disk too."""
+
+    def end(arguments: list[str]) -> int:
+        raise failures.pop()
+
+    monkeypatch.setattr("mtp_export.commands.program._run", end)
+    full = write_failure(Path("x"), OSError(errno.ENOSPC, "No space left"))
+    failures = [full, UNREACHABLE.at("hf://a/b", "no route")]
+    for _ in range(2):
+        assert exit_code([*words, "--json"]) == 6
+        out, err = capsys.readouterr()
+        error = json.loads(out)["error"]
+        assert error["hint"] and error["hint"] in error["message"] and error["message"] in err
+        assert ("goes on where it stopped" in error["hint"]) is goes_on
+        assert error["hint"].endswith("." if goes_on else "un the same command again.")
 
 
 @pytest.mark.parametrize("kept", ["--stream", "--share=1/2"])

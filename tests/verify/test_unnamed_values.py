@@ -40,7 +40,7 @@ def equal_experts(stored: Tensors) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Tensors], None], str, str]] = {
-    "not finite": (not_finite, "mtp: finite values", "self_attn.q_proj.weight: 1 values"),
+    "not finite": (not_finite, "mtp: finite values", "self_attn.q_proj.weight: 1 value"),
     "never written": (never_written, "mtp: no constant tensor", "q_proj.weight is constant"),
     "zeroed rows": (zeroed_rows, "mtp: no block rounded to zero", "(from row 64, column 0 on)"),
     "zeroed half": (without_embedding_half, "mtp: halves of eh_proj", "the first half"),

@@ -14,7 +14,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from mtp_checkpoints.errors import InvalidInputError, IoError
+from mtp_checkpoints.errors import IT_GOES_ON, InvalidInputError, IoError
 from mtp_checkpoints.sources.byte_source import Place
 
 # Limits of the files that are read whole: some times the largest of any release, and what is parsed
@@ -69,7 +69,7 @@ def write_failure(path: Path, error: OSError) -> IoError:
         where=path,
         found=error.strerror or str(error),
         todo=("Free some space" if full else "Check the folder's permissions and the disk")
-        + ", then run the same command again: it goes on where it stopped",
+        + f", then run the same command again{IT_GOES_ON}",
     )
 
 

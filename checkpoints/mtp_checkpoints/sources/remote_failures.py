@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mtp_checkpoints.errors import InvalidInputError, IoError, MtpExportError
+from mtp_checkpoints.errors import EXPORT_GOES_ON, InvalidInputError, IoError, MtpExportError
 from mtp_checkpoints.sources.transfers import NAME_RETRIES, RETRIES
 
-AGAIN = "Run the same command again: an export goes on where it stopped"
+AGAIN = f"Run the same command again{EXPORT_GOES_ON}"
 LOG_IN = "log in with hf auth login, or set HF_TOKEN"
 _ATTEMPTS = f"an answer within {RETRIES + 1} attempts"
 

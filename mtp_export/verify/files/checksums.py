@@ -16,7 +16,7 @@ from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.sources.disk_queue import DiskQueue, disk_depth
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.bundle.journal import JOURNAL_NAME
-from mtp_export.progress import format_bytes, silent
+from mtp_export.progress import counted, format_bytes, silent
 from mtp_export.verify.check import (
     Item,
     Level,
@@ -78,7 +78,9 @@ def _remarks(context: Context) -> Iterator[Item]:
     """The files that hold tensors of the index again: nothing depends on which is loaded."""
     for one in _repeated_shards(context):
         words = causes.repeated_alike(one.compared, len(one.pairs))
-        figure = f"{len(one.pairs)} tensors of other files again. {words}: it can be deleted"
+        figure = (
+            f"{counted(len(one.pairs), 'tensor')} of other files again. {words}: it can be deleted"
+        )
         yield measured(one.name, figure, {"tensors": len(one.pairs), "compared": one.compared})
 
 
@@ -94,7 +96,7 @@ def repeated_values(context: Context) -> Iterator[Item]:
             f"{one.name}: tensors of other files again",
             not unlike,
             f"{error} {words}",
-            figure=f"{len(one.pairs)} tensors, {format_bytes(one.shard.size_bytes)}",
+            figure=f"{counted(len(one.pairs), 'tensor')}, {format_bytes(one.shard.size_bytes)}",
             subject=str(one.shard.path),
         )
 
@@ -157,7 +159,7 @@ def _small_files(part: Part, entry: Mapping[str, Any]) -> Item:
             problems.append(Problem(str(path), causes.file_missing(name)))
         elif not _is_as_listed(path, facts):
             problems.append(Problem(str(path), causes.file_changed(name)))
-    return verdict(f"{part.name}: files", problems, f"{len(files)} files")
+    return verdict(f"{part.name}: files", problems, counted(len(files), "file"))
 
 
 def _is_as_listed(path: Path, facts: Mapping[str, Any]) -> bool:
@@ -180,9 +182,7 @@ def _shards(part: Part, entry: Mapping[str, Any]) -> Item:
     for path in sorted(part.folder.iterdir()):
         if path.name not in known and path.suffix in READ_BY_ENGINES:
             problems.append(Problem(str(path), causes.file_not_in_manifest(path.name)))
-    return verdict(
-        f"{part.name}: shards", problems, f"{len(shards)} shard{'s' * (len(shards) != 1)}"
-    )
+    return verdict(f"{part.name}: shards", problems, counted(len(shards), "shard"))
 
 
 def _shard_problems(
@@ -221,11 +221,12 @@ def _tensors(
         if entry.get("shards", {}).get(shard.path.name, {}).get("tensors") is None
     ]
     if unread and not _compares_bytes(context, part):
+        size = format_bytes(sum(shard.size_bytes for shard in unread))
         ways = _RECORDED if part in context.parts_of_others else _COMPARED
         yield not_tested(
             f"{part}: checksums of linked shards",
             f"they were linked, not read, so the manifest has their headers' hashes alone. {ways}",
-            figure=f"{len(unread)} shards, {format_bytes(sum(s.size_bytes for s in unread))}",
+            figure=f"{counted(len(unread), 'shard')}, {size}",
         )
 
 
@@ -259,7 +260,7 @@ def _hashed(
         if found[tensor.name] != sums[tensor.name]
     ]
     total_bytes = sum(tensor.size_bytes for tensor in tensors)
-    return verdict(name, problems, f"{len(sums):,} tensors, {format_bytes(total_bytes)}")
+    return verdict(name, problems, f"{counted(len(sums), 'tensor')}, {format_bytes(total_bytes)}")
 
 
 def _unfinished(bundle: Path) -> Item:

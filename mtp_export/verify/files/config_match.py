@@ -19,6 +19,7 @@ from mtp_checkpoints.quantization.mismatches import is_recomputed
 from mtp_checkpoints.quantization.native import quantization_of
 from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
+from mtp_export.progress import counted
 from mtp_export.schemes import SCHEMES
 from mtp_export.schemes.scheme import GRAFTED
 from mtp_export.verify.check import (
@@ -126,8 +127,8 @@ def _part_items(layout: PartLayout, *, of_main: bool) -> Iterator[Item]:
         names = [stored.weight_of[problem.subject].weight.name for problem in precision]
         listed = ListedDraft(stored, tensors, stored.quantization, (), "the main model")
         precision = listed.wrongly_left_out(names) or precision
-    yield verdict(f"{layout.name}: tensors", presence, f"{len(tensors):,} tensors")
-    weights = f"{len(layout.stored.weights):,} weights"
+    yield verdict(f"{layout.name}: tensors", presence, counted(len(tensors), "tensor"))
+    weights = counted(len(layout.stored.weights), "weight")
     yield verdict(f"{layout.name}: precision on disk", precision, weights)
 
 
@@ -180,7 +181,7 @@ def _left_out(layout: PartLayout, repair: str) -> Item:
     stored = layout.stored
     layers = tuple(layer.layer.prefix for layer in stored.family.mtp)
     listed = ListedDraft(stored, layout.checkpoint.tensors, stored.quantization, layers)
-    figure = f"{len(stored.weights):,} weights"
+    figure = counted(len(stored.weights), "weight")
     problems = listed.problems()
     item = _with_lacks(verdict("mtp: left out of quantization as stored", problems, figure), listed)
     # A graft reads a main model by the same quantization_config, which then is what lacks.
@@ -233,7 +234,7 @@ def _as_read(name: str, layout: PartLayout, config: Any, reading: DraftReading) 
         tensors = {rename(key): tensor for key, tensor in tensors.items()}
     refused = _refused(layout, reading)
     if refused:
-        return verdict(name, refused, f"{len(specs):,} weights")
+        return verdict(name, refused, counted(len(specs), "weight"))
     try:
         read = layout.stored.reread(config, rename)
     except MtpExportError as error:
@@ -249,14 +250,14 @@ def _as_read(name: str, layout: PartLayout, config: Any, reading: DraftReading) 
         problems = [
             Problem(one.subject, causes.misread_by_engine(reason, one.words)) for one in problems
         ]
-        return _with_lacks(verdict(name, problems, f"{len(specs):,} weights"), listed)
+        return _with_lacks(verdict(name, problems, counted(len(specs), "weight")), listed)
     absent = {rename(name) for name in layout.stored.tensors.keys() - layout.checkpoint.tensors}
     problems = _differing(tensors, read, absent, linears_alone=keeps_patterns)
     if problems:  # the reason once, before all of them
         first = problems[0]
         words = causes.misread_by_engine(reason, first.words)
         problems[0] = Problem(first.subject, words)
-    return verdict(name, problems, f"{len(specs):,} weights")
+    return verdict(name, problems, counted(len(specs), "weight"))
 
 
 def _refused(layout: PartLayout, reading: DraftReading) -> list[Problem]:

@@ -12,6 +12,7 @@ from mtp_checkpoints.errors import MtpExportError
 from mtp_checkpoints.families.signs import expert_count
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_checkpoints.tensors.reader import MODELOPT_FILE
+from mtp_export.progress import counted
 from mtp_export.verify.check import MTP_MODULE, Item, failed
 from mtp_export.verify.diagnosis.causes import files as causes
 from mtp_export.verify.evidence.parts import PartLayout, layer_count, layout_of
@@ -44,12 +45,13 @@ def quantized_by_config_alone(context: Context) -> Item | None:
     layouts = () if context.is_bundle else context.layouts
     if not layouts or not all(_is_plain(layout) for layout in layouts):
         return None
+    weights = counted(sum(len(layout.stored.weights) for layout in layouts), "weight")
     has_file = MODELOPT_FILE in context.files.names()
     return failed(
         "quantization_config",
         causes.nothing_is_quantized(MODELOPT_FILE if has_file else "quantization_config"),
         subject=CONFIG_NAME,
-        figure=f"{sum(len(one.stored.weights) for one in layouts):,} weights, none quantized",
+        figure=f"{weights}, none quantized",
     )
 
 
@@ -78,7 +80,7 @@ def misdescribed(context: Context, layout: PartLayout) -> Item | None:
         causes.field_misdescribes(field.name, said=field.said, stored=field.stored, fits=fits),
         # A graft mends what no value does.
         subject=first.tensors[0].name if fits else CONFIG_NAME,
-        figure=f"{len(layout.stored.weights):,} weights as by another {field.name}",
+        figure=f"{counted(len(layout.stored.weights), 'weight')} as by another {field.name}",
     )
 
 

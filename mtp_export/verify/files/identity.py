@@ -13,6 +13,7 @@ from mtp_checkpoints.errors import MtpExportError
 from mtp_checkpoints.quantization.native import DTYPE_KEYS
 from mtp_checkpoints.sources.strict_json import read_json_object
 from mtp_checkpoints.tensors.bundle_folder import MAIN
+from mtp_export.progress import counted
 from mtp_export.schemes.scheme import GRAFTED
 from mtp_export.verify.check import Item, Problem, not_tested, raise_trouble, verdict
 from mtp_export.verify.diagnosis.causes import files as causes
@@ -173,4 +174,4 @@ def _same_tokenizer(parts: tuple[Part, ...], *, all_in_both: bool) -> Item:
         for name in sorted(first.keys() & files.keys()):
             if not filecmp.cmp(first[name], files[name], shallow=False):  # sizes first
                 problems.append(Problem(name, causes.tokenizers_differ(name, MAIN, part.name)))
-    return verdict("one tokenizer", problems, f"{len(first)} files")
+    return verdict("one tokenizer", problems, counted(len(first), "file"))

@@ -37,6 +37,7 @@ from mtp_checkpoints.quantization.stored import stored_model
 from mtp_checkpoints.quantization.tools import Tool, habit_of, tool_of
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_export.inspection import shared_tensors
+from mtp_export.progress import counted
 from mtp_export.verify.check import Item, Problem, failed, measured, not_tested, passed, verdict
 from mtp_export.verify.diagnosis.causes import presence as causes
 from mtp_export.verify.files.repair import graft_command
@@ -171,7 +172,7 @@ def _presence(found: Found) -> Item:
             repair=found.repair,
         )
     tensors = sum(len(module.tensors) for module in found.modules)
-    return passed(name, figure=f"{_figure(count, wanted)}, {tensors:,} tensors")
+    return passed(name, figure=f"{_figure(count, wanted)}, {counted(tensors, 'tensor')}")
 
 
 def _none_there(name: str, found: Found, wanted: Announced) -> Item:
@@ -220,7 +221,7 @@ def _complete(found: Found) -> Item:
     if (other := renamed(found.wanted_names, names)) is not None:
         words = causes.renamed(other.wanted, other.found, other.count)
         problems.insert(0, Problem(names[0], words))
-    item = verdict("MTP modules complete", problems, f"{len(names):,} tensors")
+    item = verdict("MTP modules complete", problems, counted(len(names), "tensor"))
     return replace(item, repair=found.repair) if problems else item
 
 

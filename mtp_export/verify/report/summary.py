@@ -14,6 +14,7 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
+from mtp_export.progress import counted
 from mtp_export.verify.check import (
     LEFT_OUT,
     UNFINISHED,
@@ -131,7 +132,7 @@ def _failures(report: Report) -> Iterator[str]:
     for cause in causes[:_MOST_FAILURES]:
         yield f"{_named(cause.names)}: {'; '.join(cause.words)}"
     if (more := len(causes) - _MOST_FAILURES) > 0:
-        yield f"and {more:,} more failures: --verbose shows them"
+        yield f"and {counted(more, 'more failure')}: --verbose shows them"
 
 
 def _named(names: list[str]) -> str:

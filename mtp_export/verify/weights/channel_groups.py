@@ -12,6 +12,7 @@ from mtp_checkpoints.containers.base import CONFIG_NAME, TensorInfo
 from mtp_checkpoints.formats import WHOLE_ROW, GptqWords
 from mtp_checkpoints.tensors.tensor_reader import read_rows
 from mtp_checkpoints.weights.weight_values import weights_on_disk
+from mtp_export.progress import counted
 from mtp_export.verify.check import Item, Problem, verdict
 from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.evidence.part_walk import in_threads
@@ -50,7 +51,7 @@ def _item(name: str, grouped: Sequence[_Grouped], context: Context) -> Item:
         if fault is not None:
             wrong[fault].append(tensor.name)
     problems = [_problem(fault, names) for fault, names in wrong.items()]
-    return verdict(name, problems, f"{len(grouped):,} weights")
+    return verdict(name, problems, counted(len(grouped), "weight"))
 
 
 def _problem(fault: _Fault, names: Sequence[str]) -> Problem:

@@ -16,7 +16,7 @@ from mtp_checkpoints.quantization.native import DTYPE_KEYS
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.bundle.tuning import trainings_of
-from mtp_export.progress import format_bytes
+from mtp_export.progress import counted, format_bytes
 from mtp_export.verify.check import Item, Problem, not_tested, verdict
 from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.diagnosis.weight_bugs import explain
@@ -198,7 +198,7 @@ def _config(context: Context, source: Mapping[str, Any]) -> Item:
                 )
                 problems.append(Problem(file, words))
     return verdict(
-        "config is the source's", problems, figure=f"{count} values", bound="all but storage"
+        "config is the source's", problems, figure=counted(count, "value"), bound="all but storage"
     )
 
 
@@ -229,7 +229,7 @@ def _tokenizers(context: Context) -> Item:
                 words = causes.another_tokenizer(f"{part.name}/{path.name}")
                 problems.append(Problem(str(path), words))
     return verdict(
-        "tokenizer is the source's", problems, figure=f"{count} files", bound="byte for byte"
+        "tokenizer is the source's", problems, figure=counted(count, "file"), bound="byte for byte"
     )
 
 

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from mtp_checkpoints.errors import MtpExportError, ResourceError, UnsupportedError
+from mtp_export.progress import counted
 from mtp_export.verify.check import Item, failed, not_tested, passed, raise_trouble
 from mtp_export.verify.context import Context
 
@@ -57,4 +58,4 @@ def _model(context: Context, name: str) -> Item:
 
 def _draft(context: Context, method: str, name: str) -> Item:
     draft = context.extra_draft(method).draft
-    return passed(name, figure=f"{draft.tensors:,} tensors", bound="0 unexplained")
+    return passed(name, figure=counted(draft.tensors, "tensor"), bound="0 unexplained")

@@ -19,7 +19,7 @@ from mtp_checkpoints.formats.base import BLOCK
 from mtp_checkpoints.tensors.bundle_folder import MTP
 from mtp_checkpoints.tensors.tensor_reader import TensorReader, read_rows
 from mtp_checkpoints.weights.weight_values import PIECE_ELEMENTS
-from mtp_export.progress import ProgressCallback, format_bytes
+from mtp_export.progress import ProgressCallback, counted, format_bytes
 from mtp_export.verify import gates
 from mtp_export.verify.check import Item, Problem, not_tested, verdict
 from mtp_export.verify.diagnosis.causes import weights as causes
@@ -123,12 +123,12 @@ def _worst_block(values: torch.Tensor, start: int) -> tuple[float, int, int]:
 
 def _values(facts: Sequence[_Facts], size: str) -> Iterator[Item]:
     """Values are finite, and no matrix is constant or has a block of zeros."""
-    count = f"{len(facts):,} tensors, {size}"
+    count = f"{counted(len(facts), 'tensor')}, {size}"
     unsound = [one for one in facts if one.not_finite]
     sound = [one for one in facts if one.is_matrix and not one.not_finite]
     constant = [one for one in sound if one.is_constant]
     zeroed = [one for one in sound if not one.is_constant and one.zeros[0] > gates.ZERO_SHARE]
-    words = [causes.unsound(one.tensor.name, f"{one.not_finite:,} values") for one in unsound]
+    words = [causes.unsound(one.tensor.name, counted(one.not_finite, "value")) for one in unsound]
     yield verdict("mtp: finite values", _problems(unsound, words), count)
     words = [causes.never_written(one.tensor.name, "one value") for one in constant]
     yield verdict("mtp: no constant tensor", _problems(constant, words), count)

@@ -14,7 +14,7 @@ from mtp_checkpoints.families.signs import main_layers, projection_in_main
 from mtp_checkpoints.formats import UNQUANTIZED
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_checkpoints.weights.weight_values import Rounding
-from mtp_export.progress import format_bytes
+from mtp_export.progress import counted, format_bytes
 from mtp_export.verify import gates
 from mtp_export.verify.check import Item, Problem, failed, judged, not_tested, passed, verdict
 from mtp_export.verify.diagnosis.causes import weights as causes
@@ -62,7 +62,7 @@ def _written(context: Context, facts: Sequence[WeightFacts]) -> Sequence[WeightF
 def _part_items(
     layout: PartLayout, facts: Sequence[WeightFacts], every: Sequence[WeightFacts]
 ) -> Iterator[Item]:
-    part, count = layout.name, f"{len(facts):,} weights"
+    part, count = layout.name, counted(len(facts), "weight")
     size = format_bytes(sum(fact.weight.size_bytes for fact in facts))
     yield verdict(
         f"{part}: finite values, sound scales",
@@ -138,7 +138,7 @@ def _codes(part: str, facts: Sequence[WeightFacts]) -> Item:
     return verdict(
         f"{part}: codes around zero",
         problems,
-        figure=f"{len(facts):,} weights" if problems else f"≤ {most:.0%} outside",
+        figure=counted(len(facts), "weight") if problems else f"≤ {most:.0%} outside",
         bound=f"≤ {gates.OUTER_CODES:.0%} outside",
     )
 
@@ -153,7 +153,7 @@ def _blocks(part: str, facts: Sequence[WeightFacts]) -> Item:
     if len(rounded) > len(facts) / 2 and share > gates.FULL_BLOCKS:
         name = rounded[0].weight.name
         problems.append(Problem(name, causes.scales_rounded_late(name, share)))
-    return verdict(f"{part}: fp8 scales fit their codes", problems, f"{len(facts):,} weights")
+    return verdict(f"{part}: fp8 scales fit their codes", problems, counted(len(facts), "weight"))
 
 
 def _kind(name: str) -> str:
@@ -201,7 +201,7 @@ def _parts_alike(main: Sequence[WeightFacts], mtp: Sequence[WeightFacts]) -> Ite
         1 / gates.PART_RATIO <= ratio <= gates.PART_RATIO,
         causes.part_out_of_proportion(ratio, dtype),
         subject=first.name,
-        figure=f"{ratio:.3g} times, in {len(ratios)} kinds",
+        figure=f"{ratio:.3g} times, in {counted(len(ratios), 'kind')}",
         bound=f"{1 / gates.PART_RATIO:.3g} to {gates.PART_RATIO:.0f} times",
     )
 

@@ -13,6 +13,7 @@ from mtp_checkpoints.formats import InputWords
 from mtp_checkpoints.quantization.methods import METHODS
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_checkpoints.weights.weight_values import WeightOnDisk, weights_on_disk
+from mtp_export.progress import counted
 from mtp_export.verify import gates
 from mtp_export.verify.check import Item, failed, not_tested, passed
 from mtp_export.verify.diagnosis.causes import weights as causes
@@ -34,7 +35,7 @@ def run(context: Context) -> Iterator[Item]:
             found[layout.name] = labelled
     for part, own in found.items():
         name, other = f"{part}: zero points as labelled", found.get(_OTHER[part])
-        figure = f"{own.excess} too high, in {own.count} weights"
+        figure = f"{own.excess} too high, in {counted(own.count, 'weight')}"
         if own.excess is None:
             why = "8 bits with zero points that differ: one more or less is below their rounding"
             yield not_tested(name, why)

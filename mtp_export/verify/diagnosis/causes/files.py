@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mtp_export.progress import counted
+
 # --- Files and tensors compared with the manifest -------------------------------------------------
 
 PART_NOT_IN_BUNDLE = "the part is in the manifest but not in the bundle"
@@ -47,7 +49,8 @@ def export_unfinished(journal: str) -> str:
 
 
 def bundle_unfinished(bundle: str, done: int, shards: int) -> str:
-    return f"{bundle} is unfinished ({done} of {shards} shards): its run was stopped, or still runs"
+    made = f"{done} of {counted(shards, 'shard')}"
+    return f"{bundle} is unfinished ({made}): its run was stopped, or still runs"
 
 
 def repeated_differ(count: int, compared: int, first: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from mtp_export.progress import counted
+
 # --- Seen without a source ------------------------------------------------------------------------
 
 
@@ -23,8 +25,8 @@ def never_written(tensor: str, value: str) -> str:
 
 def not_written_to_its_end(file: str, first: str, tensors: int) -> str:
     return (
-        f"{file} is zero from {first} to its end, in {tensors:,} tensors: a download or a write of"
-        " it broke off. Write or download it again"
+        f"{file} is zero from {first} to its end, in {counted(tensors, 'tensor')}: a download or a"
+        " write of it broke off. Write or download it again"
     )
 
 
