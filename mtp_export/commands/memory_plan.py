@@ -41,8 +41,6 @@ def print_memory_plan(
 def memory_facts(memory: RunMemory, device: str) -> dict[str, Any]:
     """Return the memory of a run: sizes in bytes; free_bytes and fits are None where nobody knows
     what the device has free."""
-    from mtp_runtime.models.memory_plan import WORKING_BYTES
-
     plan = memory.plan
     limit, free = min(memory.limits.items(), key=lambda each: each[1], default=(None, None))
     fits = None if free is None and memory.refusal is None else memory.refusal is None
@@ -52,8 +50,8 @@ def memory_facts(memory: RunMemory, device: str) -> dict[str, Any]:
         "weight_bytes": plan.weight_bytes,
         "cache_tokens": memory.cache_tokens,
         "cache_bytes": memory.cache_tokens * plan.token_bytes,
-        "working_bytes": WORKING_BYTES,
-        "needed_bytes": plan.needed_bytes(memory.cache_tokens),
+        "working_bytes": memory.working_bytes,
+        "needed_bytes": memory.needed_bytes,
         "limit": limit,
         "free_bytes": free,
         "fits": fits,
@@ -75,7 +73,7 @@ def _table(facts: dict[str, Any]) -> FiguresTable:
     table.add_section()
     table.add_row("needed", format_bytes(facts["needed_bytes"]), "all together")
     if facts["free_bytes"] is not None:
-        table.add_row("free", format_bytes(facts["free_bytes"]), facts["limit"])
+        table.add_row("there is", format_bytes(facts["free_bytes"]), facts["limit"])
     return table
 
 

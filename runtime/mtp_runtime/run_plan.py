@@ -16,21 +16,29 @@ from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.loading.draft_folder import read_draft
 from mtp_runtime.memory import cache_tokens_beside, cache_tokens_free, resident_bytes
 from mtp_runtime.models.load import LoadOptions, open_model
-from mtp_runtime.models.memory_plan import MemoryPlan
+from mtp_runtime.models.memory_plan import WORKING_BYTES, MemoryPlan
 from mtp_runtime.parallel.group import LONE, Group
 from mtp_runtime.static_graph.options import GraphOptions
 
 
 @dataclass(frozen=True)
 class RunMemory:
-    """Memory of a run before anything is loaded: its plan, with a cache of so many tokens, and what
-    each limit of main memory leaves, by its name; {} where the system does not tell, and on another
-    device. refusal says why it does not fit, None where it does or nobody knows."""
+    """Memory of a run before anything is loaded: its plan, with a cache of so many tokens and what
+    it works with, and what each limit leaves, by its name; {} where the system does not tell, and
+    on another device. refusal says why it does not fit, None where it does or nobody knows."""
 
     plan: MemoryPlan
     cache_tokens: int
     limits: Mapping[str, int]
     refusal: ResourceError | None = None
+    working_bytes: int = WORKING_BYTES
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes of all together."""
+        return (
+            self.plan.weight_bytes + self.plan.token_bytes * self.cache_tokens + self.working_bytes
+        )
 
     @classmethod
     def of(
@@ -38,13 +46,17 @@ class RunMemory:
     ) -> RunMemory:
         """Compare a plan with this machine, as a run with these options does."""
         is_cpu, given = options.device == "cpu", options.cache_tokens or 0
-        limits = free_memory() if is_cpu else {}
+        limits, working_bytes = free_memory() if is_cpu else {}, WORKING_BYTES
+        if options.max_memory_bytes is not None:  # a bound on what this process holds then
+            limits |= {"--max-memory": options.max_memory_bytes}
+            working_bytes = resident_bytes() if is_cpu else 0
         try:
             if is_cpu:
                 plan.check(bundle, given)
-            return cls(plan, _planned_tokens(plan, config, options), limits)
+            tokens = _planned_tokens(plan, config, options, working_bytes)
+            return cls(plan, tokens, limits, working_bytes=working_bytes)
         except ResourceError as refusal:
-            return cls(plan, given, limits, refusal)
+            return cls(plan, given, limits, refusal, working_bytes)
 
 
 def planned_memory(bundle: Path, options: LLMOptions, group: Group = LONE) -> RunMemory:
@@ -68,22 +80,20 @@ def planned_memory(bundle: Path, options: LLMOptions, group: Group = LONE) -> Ru
     return RunMemory.of(plan, opened.folder, config, options)
 
 
-def _planned_tokens(plan: MemoryPlan, config: EngineConfig, options: LLMOptions) -> int:
+def _planned_tokens(
+    plan: MemoryPlan, config: EngineConfig, options: LLMOptions, working_bytes: int
+) -> int:
     """Return the tokens of cache that a run takes (ResourceError where there is no room)."""
-    is_cpu, page_size = options.device == "cpu", config.page_size
-    page_bytes = plan.token_bytes * page_size
+    page_size = config.page_size
+    page_bytes, used = plan.token_bytes * page_size, plan.weight_bytes + working_bytes
     if options.max_memory_bytes is not None:
-        used = plan.weight_bytes + (resident_bytes() if is_cpu else 0)
         return cache_tokens_beside(
             used, options.max_memory_bytes, page_bytes=page_bytes, page_size=page_size
         )
-    if options.cache_tokens is not None or not is_cpu:
+    if options.cache_tokens is not None or options.device != "cpu":
         return config.cache_tokens
     return cache_tokens_free(
-        config.cache_tokens,
-        page_bytes=page_bytes,
-        page_size=page_size,
-        unread_bytes=plan.needed_bytes(0),
+        config.cache_tokens, page_bytes=page_bytes, page_size=page_size, unread_bytes=used
     )
 
 

@@ -93,9 +93,13 @@ def test_a_limit_bounds_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mtp_runtime.run_plan.resident_bytes", lambda: 500)
     limit = 500 + PLAN.weight_bytes + 1000 * PLAN.token_bytes
     options = LLMOptions(max_memory_bytes=limit, speculate_method="auto")
-    assert planned_memory(V3, options).cache_tokens == 900 // 64 * 64
+    memory = planned_memory(V3, options)
+    assert memory.cache_tokens == 900 // 64 * 64 and memory.needed_bytes <= limit
+    assert memory.limits["--max-memory"] == limit
     outcome = run_program("serve", V3, "--dry-run", "--max-memory", "1MB")
     assert outcome.code == 5 and "Raise --max-memory" in outcome.err
+    there_is = next(line for line in outcome.out.splitlines() if "there is" in line)
+    assert "1.0 MB" in there_is and "--max-memory" in there_is
 
 
 def test_a_second_model_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
