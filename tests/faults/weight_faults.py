@@ -235,6 +235,8 @@ WEIGHT_FAULTS: tuple[Fault, ...] = (
           "another ", source=True),
     Fault("scale inverted, source", mtp(_SCALE, lambda s: 1 / s), "weights",
           "its scales are inverted: the reciprocal", source=True),
+    Fault("scale left at one, source", mtp(_SCALE, torch.ones_like), "weights",
+          "its scales are all one: they were left out", source=True),
     Fault("scales permuted", mtp(_SCALE, lambda s: s.flip(0)), "weights",
           "its scales are permuted", source=True, seen_as="vllm-mlx 658"),
     Fault("scales along the other axis", mtp(_SCALE, lambda s: s.t()), "weights",
