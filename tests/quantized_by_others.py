@@ -220,6 +220,22 @@ def compressed_int4(weight: torch.Tensor) -> Encoded:
     return tensors, _values(codes, scale.float(), zero)
 
 
+def compressed_zero_points(weight: torch.Tensor) -> Encoded:
+    """int8 with zero points, packed by compressed-tensors."""
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    codes, scale, zero = asymmetric(weight, GROUP, 8)
+    scale = scale.bfloat16()
+    signed = [(one - 128).to(torch.int8) for one in (codes, zero)]
+    tensors = {
+        "weight_packed": pack_to_int32(signed[0], 8),
+        "weight_scale": scale,
+        "weight_shape": torch.tensor(weight.shape),
+        "weight_zero_point": pack_to_int32(signed[1], 8, packed_dim=0),
+    }
+    return tensors, _values(codes, scale.float(), zero)
+
+
 def fp8_channel(weight: torch.Tensor) -> Encoded:
     scale = weight.abs().amax(1, keepdim=True) / 448
     codes = (weight / scale).to(torch.float8_e4m3fn)
@@ -360,6 +376,13 @@ METHODS: dict[str, Method] = {
     ),
     "compressed-tensors, int4": Method(
         compressed_int4, _compressed("pack-quantized", {**_WEIGHTS, "group_size": GROUP})
+    ),
+    "compressed-tensors, zero points": Method(
+        compressed_zero_points,
+        _compressed(
+            "pack-quantized",
+            {**_WEIGHTS, "num_bits": 8, "symmetric": False, "group_size": GROUP},
+        ),
     ),
     "compressed-tensors, fp8": Method(
         fp8_channel,

@@ -724,6 +724,7 @@ GOOD = (
     Folder("int4, left out by a pattern", unquantized(INT4, MTP_OF_GLM, AS_SGLANG_NAMES_IT)),
     Folder("int4, left out by names", listed(INT4)),
     Folder("int8, left out by names", listed("compressed-tensors, int8")),
+    Folder("int8 with zero points, both parts", both("compressed-tensors, zero points")),
     Folder("fp8 by channels, both parts", both(FP8)),
     Folder("fp8 in blocks, left out by names", listed("fp8")),
     Folder("fp8 in blocks, both parts", both("fp8")),

@@ -18,6 +18,7 @@ from mtp_checkpoints.formats.modelopt import Fp8Tensor, NvFp4
 from mtp_checkpoints.formats.pack_quantized import Int4Group, Int8Channel
 from mtp_checkpoints.formats.unquantized import UNQUANTIZED, Unquantized, unquantized
 from mtp_checkpoints.formats.w4afp8 import W4AFp8
+from mtp_checkpoints.formats.zero_points import Int4ZeroPoints, Int8ZeroPoints
 
 __all__ = [
     "CODES_PER_WORD",
@@ -37,8 +38,10 @@ __all__ = [
     "GptqWords",
     "InputWords",
     "Int4Group",
+    "Int4ZeroPoints",
     "Int8Channel",
     "Int8Unpacked",
+    "Int8ZeroPoints",
     "NvFp4",
     "W4AFp8",
     "Unquantized",
@@ -63,6 +66,8 @@ FORMATS: dict[str, type[WeightFormat]] = {
     "auto_round_int4": AutoRoundInt4,
     "auto_round_int8": AutoRoundInt8,
     "int8_unpacked": Int8Unpacked,
+    "int4_zero_points": Int4ZeroPoints,
+    "int8_zero_points": Int8ZeroPoints,
     "nvfp4": NvFp4,
     "fp8_tensor": Fp8Tensor,
 }

@@ -86,7 +86,7 @@ class WeightFormat(ABC):
     elements_per_code: ClassVar[int] = 1  # elements of the weight per element of the codes
     scale_rows: ClassVar[int] = 1  # rows of the weight per row of scales
     in_words: ClassVar[str] = ""  # of a group of a compressed-tensors config
-    reads_whole: ClassVar[bool] = False  # rows are made of all codes, in another order
+    reads_whole: ClassVar[bool] = False  # all codes are read for some rows: as read they are others
     word_rows: ClassVar[int] = 0  # rows that words of some tensor run across; 0: none does
     compiled_sources: ClassVar[frozenset[str]] = frozenset()  # of quantize_rows
 

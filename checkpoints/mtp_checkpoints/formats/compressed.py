@@ -13,7 +13,7 @@ _ORDERS_OF_WORK = ("weight", "static")
 
 @dataclass(frozen=True)
 class WeightsEntry:
-    """The description of symmetric, unpermuted weights in one group of a config.
+    """The description of unpermuted weights in one group of a config.
 
     layout is the format by its name in compressed-tensors.
     """
@@ -24,17 +24,18 @@ class WeightsEntry:
     strategy: str
     group_size: int | None
     block: tuple[int, int] | None
+    symmetric: bool = True
 
     @classmethod
     def of(cls, group: Mapping[str, Any], layout: Any) -> WeightsEntry | None:
-        """Read a group, whose weights are an object; None for unsymmetric or permuted weights.
+        """Read a group, whose weights are an object; None for permuted weights.
 
         layout is the format of all groups, for a group that names none.
         """
         weights = group["weights"]
         block = weights.get("block_structure")
         if (
-            weights.get("symmetric") is not True
+            type(weights.get("symmetric")) is not bool
             or weights.get("dynamic")
             or (weights.get("actorder") or _ORDERS_OF_WORK[0]) not in _ORDERS_OF_WORK
         ):
@@ -46,12 +47,15 @@ class WeightsEntry:
             strategy=weights.get("strategy"),
             group_size=weights.get("group_size"),
             block=tuple(block) if isinstance(block, list) else None,
+            symmetric=weights["symmetric"],
         )
 
-    def has_numbers(self, layout: str, *, kind: str, bits: int, strategy: str) -> bool:
+    def has_numbers(
+        self, layout: str, *, kind: str, bits: int, strategy: str, symmetric: bool = True
+    ) -> bool:
         """Return whether the weights are such numbers, whatever the size of a group or a block."""
-        described = (self.layout, self.kind, self.bits, self.strategy)
-        return described == (layout, kind, bits, strategy)
+        described = (self.layout, self.kind, self.bits, self.strategy, self.symmetric)
+        return described == (layout, kind, bits, strategy, symmetric)
 
 
 def group(

@@ -56,9 +56,9 @@ class IntWords(ReadOnlyFormat):
         groups = self._groups_read(columns, shape[1])
         rows_per_word = self.word_rows // self.columns_per_word
         return (
-            (_divided(columns, self.columns_per_word), _divided(rows, rows_per_word)),
+            (divided(columns, self.columns_per_word), divided(rows, rows_per_word)),
             (groups, rows),
-            (groups, _divided(rows, self.word_rows)),
+            (groups, divided(rows, self.word_rows)),
         )
 
     def _groups_read(self, columns: range, total: int) -> range:
@@ -110,11 +110,7 @@ class IntWords(ReadOnlyFormat):
         return self.encoded([_part(tensor, at) for tensor, at in zip(tensors, places, strict=True)])
 
     def decode(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        factors = scale.float()
-        if not factors.isfinite().all():
-            raise ValueError("group scale: expected finite numbers")
-        columns = codes.shape[1] // scale.shape[1]
-        return (codes.float() * factors.repeat_interleave(columns, dim=1)).to(dtype)
+        return decoded(codes, scale, dtype)
 
 
 @dataclass(frozen=True)
@@ -154,7 +150,17 @@ class EightBits(InputWords):
     columns_per_word: ClassVar[int] = _WORD_BITS // 8
 
 
-def _divided(part: range, size: int) -> range:
+def decoded(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return codes [n, K] times the scales [n, G] of their groups (ValueError for unusable
+    scales)."""
+    factors = scale.float()
+    if not factors.isfinite().all():
+        raise ValueError("group scale: expected finite numbers")
+    columns = codes.shape[1] // scale.shape[1]
+    return (codes.float() * factors.repeat_interleave(columns, dim=1)).to(dtype)
+
+
+def divided(part: range, size: int) -> range:
     """Return the words, each of `size` entries, that a part lies in."""
     return range(part.start // size, -(-part.stop // size))
 

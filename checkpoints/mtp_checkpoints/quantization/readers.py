@@ -61,6 +61,7 @@ def vllm_reads(config: Mapping[str, Any], tensors: Collection[str]) -> Config:
         case "compressed-tensors":
             _check_no_null("vLLM 0.32.0", quantization, "ignore")
             _check_activations(quantization)
+            _check_symmetric(quantization)
             quantization = _with_heads_by_name(config, quantization)
         case "fp8":
             quantization = _with_whole_linears(config, quantization)
@@ -161,6 +162,18 @@ def _check_activations(quantization: Config) -> None:
                 "vLLM 0.32.0",
                 "format pack-quantized for integers whose activations are not quantized",
                 "format int-quantized without input_activations",
+            )
+
+
+def _check_symmetric(quantization: Config) -> None:
+    """Say of integers with zero points that nothing of vLLM was executed with them."""
+    groups = quantization.get("config_groups")
+    for group in groups.values() if isinstance(groups, dict) else ():
+        if (group.get("weights") or {}).get("symmetric") is False:
+            raise UnsupportedError(
+                "What vLLM 0.32.0 makes of experts with zero points was not tried",
+                expected="symmetric true",
+                found="symmetric false",
             )
 
 

@@ -24,7 +24,9 @@ from mtp_checkpoints.formats import (
     GptqInt4,
     GptqInt8,
     Int4Group,
+    Int4ZeroPoints,
     Int8Channel,
+    Int8ZeroPoints,
     NvFp4,
     W4AFp8,
     WeightFormat,
@@ -54,6 +56,14 @@ READ: list[tuple[WeightFormat, Layout]] = [
     (GptqInt8(64), [("qweight", "I32", (64, 32)), *words(4, 8), ("g_idx", "I32", (256,))]),
     (AutoRoundInt8(64), [("qweight", "I32", (64, 32)), *words(4, 8)]),
     (AutoRoundInt8(-1), [("qweight", "I32", (64, 32)), *words(1, 8)]),
+    (Int4ZeroPoints(64), [
+        ("weight_packed", "I32", (32, 32)), ("weight_scale", "BF16", (32, 4)),
+        ("weight_shape", "I64", (2,)), ("weight_zero_point", "I32", (4, 4)),
+    ]),
+    (Int8ZeroPoints(-1), [
+        ("weight_packed", "I32", (32, 64)), ("weight_scale", "BF16", (32, 1)),
+        ("weight_shape", "I64", (2,)), ("weight_zero_point", "I32", (8, 1)),
+    ]),
     (NvFp4(), [
         ("weight", "U8", (32, 128)), ("weight_scale", "F8_E4M3", (32, 16)),
         ("weight_scale_2", "F32", ()), ("input_scale", "F32", ()),
@@ -74,6 +84,7 @@ def test_tensors_of_formats_that_are_read(one: WeightFormat, layout: Layout) -> 
     floats: dict[type, tuple[str, ...]] = {
         Fp8Channel: ("F32", "BF16"), AwqInt4: halves, GptqInt4: halves,
         GptqInt8: halves, AutoRoundInt8: halves,
+        Int4ZeroPoints: ("BF16", "F16", "F32"), Int8ZeroPoints: ("BF16", "F16", "F32"),
     }  # fmt: skip
     for number, tensor in enumerate(found):
         other = floats.get(type(one)) if number == 1 else None
@@ -87,6 +98,8 @@ def test_tensors_of_formats_that_are_read(one: WeightFormat, layout: Layout) -> 
         (GptqInt4(-1), "gptq_int4", 8, 1, 1, 8),
         (GptqInt8(-1), "gptq_int8", 4, 1, 1, 4),
         (AutoRoundInt8(32), "auto_round_int8", 32, 1, 1, 4),
+        (Int4ZeroPoints(32), "int4_zero_points", 32, 1, 1, 8),
+        (Int8ZeroPoints(-1), "int8_zero_points", 4, 1, 1, 4),
         (NvFp4(), "nvfp4", 16, 2, 1, 0),
         (Fp8Tensor(), "fp8_tensor", 1, 1, 1, 0),
         (Fp8Channel(), "fp8_channel", 1, 1, 1, 0),

@@ -19,7 +19,9 @@ from mtp_checkpoints.formats import (
     FormatOptions,
     Fp8Block,
     Int4Group,
+    Int4ZeroPoints,
     Int8Channel,
+    Int8ZeroPoints,
     W4AFp8,
     WeightFormat,
     formats_described_by,
@@ -207,7 +209,6 @@ def test_int4_may_run_with_activations_in_fp8() -> None:
         {"num_bits": 3},
         {"type": "uint"},
         {"strategy": "tensor"},
-        {"symmetric": False},
         {"symmetric": None},
         {"symmetric": 1},
         {"dynamic": True},
@@ -219,6 +220,21 @@ def test_other_weights_are_no_known_format(group: dict[str, Any], change: dict[s
     changed = copy.deepcopy(group)
     changed["weights"] |= change
     assert read(changed) is None
+
+
+def test_integers_with_zero_points() -> None:
+    """Floats have none, and groups may have any size that words hold."""
+
+    def asymmetric(group: dict[str, Any], **weights: object) -> dict[str, Any]:
+        return group | {"weights": group["weights"] | {"symmetric": False, **weights}}
+
+    assert read(asymmetric(INT4, group_size=16)) == Int4ZeroPoints(16)
+    assert read(asymmetric(INT4, strategy="channel", group_size=None)) == Int4ZeroPoints(-1)
+    assert read(asymmetric(INT8)) == Int8ZeroPoints(-1)
+    assert read(asymmetric(INT8, strategy="group", group_size=12)) == Int8ZeroPoints(12)
+    for size in (12, 0, -8, None, 0.5):
+        assert read(asymmetric(INT4, group_size=size)) is None
+    assert read(asymmetric(FP8)) is None
 
 
 def test_group_sizes_and_blocks_that_are_read() -> None:
@@ -239,6 +255,8 @@ def test_formats_of_a_config_in_words() -> None:
         "float-quantized fp8 per channel",
         "float-quantized blocks of 128x128",
         "int-quantized int8 per channel",
+        "pack-quantized int4 with zero points",
+        "pack-quantized int8 with zero points",
     ]
 
 

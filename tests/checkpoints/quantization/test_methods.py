@@ -174,10 +174,15 @@ def test_weights_that_are_not_read() -> None:
     assert error.what.startswith("config_groups.g of config.json describes weights that this tool")
     assert error.expected == (
         "pack-quantized int4 in groups of 32, 64 or 128, pack-quantized int8 per channel,"
-        " float-quantized fp8 per channel, float-quantized blocks of 128x128, or int-quantized int8"
-        " per channel; symmetric, without actorder group"
+        " float-quantized fp8 per channel, float-quantized blocks of 128x128, int-quantized int8"
+        " per channel, pack-quantized int4 with zero points, or pack-quantized int8 with zero"
+        " points; without actorder group"
     )
     assert error.found == "format pack-quantized, int3, strategy group, group_size 64"
+    group["weights"] |= {"symmetric": None}
+    error = refusal(UnsupportedError, compressed(config_groups={"g": group}))
+    assert error.found.startswith("format pack-quantized, int3 without symmetric true, strategy")
+    group["weights"] |= {"symmetric": True}
     group["format"] = "dense"
     error = refusal(UnsupportedError, compressed(config_groups={"g": group}))
     assert error.found == "format dense, int3, strategy group, group_size 64"

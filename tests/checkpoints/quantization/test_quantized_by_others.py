@@ -21,6 +21,8 @@ from mtp_checkpoints.formats import (
     Fp8Tensor,
     GptqInt4,
     GptqInt8,
+    Int4ZeroPoints,
+    Int8ZeroPoints,
     NvFp4,
 )
 from mtp_checkpoints.quantization.methods import quant_config_of
@@ -42,6 +44,7 @@ STORAGES = {
     "auto-round, awq": "awq_int4",
     "compressed-tensors, int8": "int8_unpacked",
     "compressed-tensors, int4": "int4_group",
+    "compressed-tensors, zero points": "int8_zero_points",
     "compressed-tensors, fp8": "fp8_channel",
     "fp8": "fp8_block",
     "modelopt nvfp4": "nvfp4",
@@ -165,6 +168,39 @@ def test_asymmetric_words_as_their_tools_read_them(bits: int) -> None:
     )
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [32, None])
+def test_zero_points_of_compressed_tensors(bits: int, group: int | None) -> None:
+    """As its own compressor writes and reads them, and as a config describes them."""
+    from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    strategy = "channel" if group is None else "group"
+    weights = {"num_bits": bits, "type": "int", "symmetric": False, "strategy": strategy}
+    scheme = QuantizationScheme(
+        targets=["Linear"], weights=weights if group is None else weights | {"group_size": group}
+    )
+    weight = torch.randn(160, 64, generator=torch.Generator().manual_seed(4)) + 0.5
+    _, scale, zero = asymmetric(weight, group or 64, bits)
+    middle = 1 << (bits - 1)
+    state = {"weight_scale": scale, "weight_zero_point": (zero - middle).to(torch.int8)}
+    packed = PackedQuantizationCompressor.compress({"weight": weight, **state}, scheme)
+    wanted = PackedQuantizationCompressor.decompress(packed, scheme)["weight"]
+    described = {"weights": scheme.weights.model_dump(), "targets": ["Linear"]}
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    (form,) = formats(config | {"config_groups": {"group_0": described}}, EXPERT)
+    assert form == (Int4ZeroPoints if bits == 4 else Int8ZeroPoints)(group or -1)
+    layout = form.tensors("a.weight", (160, 64))
+    assert [tuple(packed[one.name[2:]].shape) for one in layout] == [one.shape for one in layout]
+    found = form.encoded([packed[one.name[2:]] for one in layout])
+    torch.testing.assert_close(found.dequantize(), wanted)
+    assert (wanted - weight).abs().max() < scale.max()
+    constants = {one.name: packed[one.name[2:]] for one in layout[2:]}
+    form.check_constants(constants, (160, 64))
+    with pytest.raises(InvalidInputError, match=r"a\.weight_shape contradicts"):
+        form.check_constants(constants, (160, 128))
+
+
 @pytest.mark.parametrize("group", [32, 128, -1])
 @pytest.mark.parametrize("less_one", [True, False])
 @pytest.mark.parametrize("quantize", [symmetric, asymmetric])
@@ -230,7 +266,7 @@ AUTO_ROUND = METHODS["auto-round, 8 bits"].config
 NVFP4 = METHODS["modelopt nvfp4"].config
 
 
-def formats(config: dict[str, Any], *modules: str) -> list[object]:
+def formats(config: dict[str, Any], *modules: str) -> list[Any]:
     reading = quant_config_of(config)
     return [reading.format_of(module, Role.ROUTED_EXPERT) for module in modules]
 

@@ -72,6 +72,10 @@ REFUSED = {
     "no list": (vllm_reads, COMPRESSED | {"ignore": None}, "ignore null"),
     "ModelOpt": (vllm_reads, MODELOPT | {"ignore": None}, "ignore null"),
     "integers": (vllm_reads, INTEGERS, "without input_activations"),
+    "zero points": (
+        *(vllm_reads, METHODS["compressed-tensors, zero points"].config),
+        "symmetric false",
+    ),
     "GPTQ in SGLang": (sglang_reads, METHODS["gptq v2"].config, "sym false"),
     "AutoRound in SGLang": (
         *(sglang_reads, METHODS["auto-round, attention unquantized"].config),

@@ -239,7 +239,7 @@ def weights(config: dict[str, Any]) -> dict[str, Any]:
         (lambda c: c["quantization_config"].update(format="naive-quantized"), "naive-quantized"),
         (lambda c: weights(c).update(num_bits=3), "int3"),
         (lambda c: weights(c).update(group_size=64, strategy="group"), "strategy group"),
-        (lambda c: weights(c).update(symmetric=False), "symmetric"),
+        (lambda c: weights(c).update(symmetric=None), "symmetric"),
         (lambda c: weights(c).update(actorder="group"), "actorder"),
         (lambda c: c["quantization_config"].update(kv_cache_scheme={"num_bits": 8}), "kv_cache"),
         (lambda c: c["quantization_config"].update(linear_fp8_config={"quant_method": "x"}), "x"),

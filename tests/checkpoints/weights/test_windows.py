@@ -22,6 +22,8 @@ from mtp_checkpoints.formats import (
     Fp8Tensor,
     GptqInt4,
     GptqInt8,
+    Int4ZeroPoints,
+    Int8ZeroPoints,
     NvFp4,
     WeightFormat,
 )
@@ -32,7 +34,7 @@ from mtp_checkpoints.tensors.tensor_reader import TensorReader
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_checkpoints.weights.windows import Window, encoded_window
 from mtp_runtime.layers.linear import Windowed
-from quantized_by_others import GROUP, METHODS
+from quantized_by_others import GROUP, METHODS, asymmetric
 
 ROWS, COLUMNS = 320, 384
 MODULE = "model.layers.1.mlp.experts.0.up_proj"
@@ -141,6 +143,29 @@ def test_a_window_of_words_that_run_across(name: str) -> None:
         torch.testing.assert_close(part.dequantize(torch.float32), wanted, rtol=1e-6, atol=1e-9)
         unit = WORDS[name].word_rows
         assert memory.read[weight.name] * unit == widened(rows, unit) * widened(columns, GROUP)
+
+
+@pytest.mark.parametrize("form", [Int4ZeroPoints(GROUP), Int8ZeroPoints(-1)])
+def test_a_window_of_words_with_zero_points(form: Int4ZeroPoints) -> None:
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    values = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(9)) + 0.3
+    group, middle = (COLUMNS if form.group_size == -1 else GROUP), 1 << (form.bits - 1)
+    codes, scale, zero = asymmetric(values, group, form.bits)
+    wide = [one.repeat_interleave(group, 1) for one in (zero, scale)]
+    expected = (codes - wide[0]).float() * wide[1]
+    signed = [(one - middle).to(torch.int8) for one in (codes, zero)]
+    tensors = [
+        pack_to_int32(signed[0], form.bits),
+        scale,
+        torch.tensor([ROWS, COLUMNS]),
+        pack_to_int32(signed[1], form.bits, packed_dim=0),
+    ]
+    weight, memory = on_disk(form, tensors, transposed=False)
+    for rows, columns in (*WINDOWS, (range(3, 5), range(70, 75))):
+        part = Windowed.of(encoded_window(weight, Window(rows, columns), memory))
+        wanted = expected[rows.start : rows.stop, columns.start : columns.stop]
+        torch.testing.assert_close(part.dequantize(torch.float32), wanted, rtol=1e-6, atol=1e-9)
 
 
 def widened(part: range, unit: int) -> int:

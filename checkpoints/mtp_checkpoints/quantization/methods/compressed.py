@@ -143,11 +143,12 @@ def _group_format(name: str, group: Mapping[str, Any], layout: object) -> Weight
             if (described := known.of_entry(entry)) is not None:
                 return described
     *most, last = (known.in_words for known in formats_described_by(COMPRESSED))
+    symmetric = "" if weights.get("symmetric") is True else " without symmetric true"
     raise UnsupportedError(
         f"config_groups.{name} of config.json describes weights that this tool does not read",
-        expected=f"{', '.join(most)}, or {last}; symmetric, without actorder group",
+        expected=f"{', '.join(most)}, or {last}; without actorder group",
         found=f"format {group.get(_LAYOUT) or layout}, {weights.get('type')}"
-        f"{weights.get('num_bits')}, strategy {weights.get('strategy')},"
+        f"{weights.get('num_bits')}{symmetric}, strategy {weights.get('strategy')},"
         f" group_size {weights.get('group_size')}",
     )
 
