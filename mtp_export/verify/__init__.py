@@ -35,7 +35,7 @@ CHECKS: dict[str, Check] = {
         Level.FILES,
         (
             *("files.checksums:opened", "files.presence", "files.checksums"),
-            *("files.config_match", "files.identity", "files.pairing"),
+            *("files.config_match", "files.quark_exclude", "files.identity", "files.pairing"),
         ),
     ),
     "ledger": Check(

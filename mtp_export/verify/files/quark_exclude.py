@@ -1,0 +1,117 @@
+"""Quark's list of modules that are not quantized, compared with how the MTP modules are stored: all
+that is told of a method whose numbers are not read here.
+
+Sources: SGLang `quantization/quark`; entries are whole names, or regular expressions after re:.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from mtp_checkpoints.containers.base import CONFIG_NAME, TensorInfo
+from mtp_checkpoints.errors import MtpExportError
+from mtp_checkpoints.families import family_of
+from mtp_checkpoints.families.base import FLOATS
+from mtp_checkpoints.formats.base import SCALES_OF_CODES
+from mtp_checkpoints.quantization.native import quantization_of
+from mtp_export.verify.check import Item, Problem, not_tested, verdict
+from mtp_export.verify.diagnosis.causes import files as causes
+
+if TYPE_CHECKING:
+    from mtp_export.verify.context import Context
+
+_NAME, _EXCLUDE, _REGEX, _EXPERTS = (
+    "mtp: in Quark's exclude as stored",
+    "exclude",
+    "re:",
+    ".experts",
+)
+
+
+def run(context: Context) -> Iterator[Item]:
+    """The linears of the MTP modules of a checkpoint that Quark wrote."""
+    main, mtp = context.main, context.mtp
+    if context.is_bundle or main is None or mtp is None:
+        return
+    quantization = quantization_of(main.config)
+    if not isinstance(quantization, dict) or quantization.get("quant_method") != "quark":
+        return
+    entries, everywhere = quantization.get(_EXCLUDE) or [], quantization.get("global_quant_config")
+    if not _is_list_of_patterns(entries) or not isinstance(everywhere, dict):
+        yield not_tested(_NAME, f"it has no usable {_EXCLUDE}, or no global_quant_config")
+        return
+    try:
+        family = family_of(main.config)
+    except MtpExportError as error:
+        yield not_tested(_NAME, str(error))
+        return
+    specs = [one for one in family.tensors.values() if one.mtp_layer is not None]
+    modules = [spec.module for spec in specs if spec.is_linear_weight]
+    yield verdict(_NAME, [*_problems(modules, entries, mtp.tensors)], f"{len(modules):,} linears")
+
+
+def _is_list_of_patterns(entries: Any) -> bool:
+    if not isinstance(entries, list) or not all(isinstance(one, str) for one in entries):
+        return False
+    try:
+        return all(re.compile(one.removeprefix(_REGEX)) for one in entries if _REGEX in one[:3])
+    except re.error:
+        return False
+
+
+def _problems(
+    modules: Sequence[str], entries: Sequence[str], tensors: Mapping[str, TensorInfo]
+) -> Iterator[Problem]:
+    """Yield the linears that are stored unquantized and not listed, as one problem, and those that
+    are listed and quantized."""
+    plain = [one for one in modules if _is_plain(one, tensors) and not _entry(one, entries)]
+    if plain:
+        layers = dict.fromkeys(".".join(module.split(".")[:3]) for module in plain)
+        added = ", ".join(f"{_REGEX}{re.escape(layer)}\\." for layer in layers)
+        idle = [f"{one} in {_EXCLUDE}" for one in entries if _is_glob_of(one, plain)]
+        words = causes.not_left_out(len(plain), plain[0], f"{added} to {_EXCLUDE}", idle)
+        yield Problem(CONFIG_NAME, words)
+    listed = [one for one in modules if _is_plain(one, tensors) is False and _entry(one, entries)]
+    if listed:
+        entry = f"{_entry(listed[0], entries)} in {_EXCLUDE}"
+        yield Problem(
+            CONFIG_NAME,
+            causes.left_out_though_quantized(
+                len(listed), listed[0], entry, "the MTP module", has_config=True
+            ),
+        )
+
+
+def _is_plain(module: str, tensors: Mapping[str, TensorInfo]) -> bool | None:
+    """True for a linear that is stored unquantized, None for one that is not there."""
+    weight = tensors.get(f"{module}.weight")
+    if weight is None:
+        return None
+    scales = (f"{module}.{last}" for last in SCALES_OF_CODES["weight"])
+    return weight.dtype in FLOATS and not any(name in tensors for name in scales)
+
+
+def _entry(module: str, entries: Sequence[str]) -> str:
+    """Return the entry that leaves a linear out, "" for none; experts are asked for as one."""
+    layer, is_expert, _ = module.partition(f"{_EXPERTS}.")
+    asked = f"{layer}{_EXPERTS}" if is_expert else module
+    for entry in entries:
+        if entry.startswith(_REGEX):
+            found = re.match(entry.removeprefix(_REGEX), asked) is not None
+        else:
+            found = entry == asked or (bool(is_expert) and entry.startswith(f"{asked}."))
+        if found:
+            return entry
+    return ""
+
+
+def _is_glob_of(entry: str, modules: Sequence[str]) -> bool:
+    """Return whether an entry is a pattern as Quark itself reads them, which engines do not."""
+    return (
+        "*" in entry
+        and not entry.startswith(_REGEX)
+        and any(fnmatchcase(module, entry) for module in modules)
+    )
