@@ -23,12 +23,8 @@ from mtp_export.verify.diagnosis.causes import files as causes
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
 
-_NAME, _EXCLUDE, _REGEX, _EXPERTS = (
-    "mtp: in Quark's exclude as stored",
-    "exclude",
-    "re:",
-    ".experts",
-)
+_NAME = "mtp: in Quark's exclude as stored"
+_EXCLUDE, _REGEX, _EXPERTS = "exclude", "re:", ".experts"
 
 
 def run(context: Context) -> Iterator[Item]:
@@ -40,8 +36,10 @@ def run(context: Context) -> Iterator[Item]:
     if not isinstance(quantization, dict) or quantization.get("quant_method") != "quark":
         return
     entries, everywhere = quantization.get(_EXCLUDE) or [], quantization.get("global_quant_config")
-    if not _is_list_of_patterns(entries) or not isinstance(everywhere, dict):
-        yield not_tested(_NAME, f"it has no usable {_EXCLUDE}, or no global_quant_config")
+    numbers = everywhere.get("weight") if isinstance(everywhere, dict) else None
+    if not _is_list_of_patterns(entries) or not numbers:
+        why = f"there is no usable {_EXCLUDE}, or no global_quant_config of weights"
+        yield not_tested(_NAME, why)
         return
     try:
         family = family_of(main.config)
@@ -57,9 +55,11 @@ def _is_list_of_patterns(entries: Any) -> bool:
     if not isinstance(entries, list) or not all(isinstance(one, str) for one in entries):
         return False
     try:
-        return all(re.compile(one.removeprefix(_REGEX)) for one in entries if _REGEX in one[:3])
+        for entry in entries:
+            re.compile(entry.removeprefix(_REGEX) if entry.startswith(_REGEX) else "")
     except re.error:
         return False
+    return True
 
 
 def _problems(
