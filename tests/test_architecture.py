@@ -33,8 +33,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "mtp_kernels.sizes",
         "mtp_kernels.tensor_checks",
     ),
-    ("mtp_kernels.quantize", "mtp_kernels.verify_attention", "mtp_kernels.decoder"),
-    ("mtp_kernels.weight_statistics", "mtp_kernels.stored_linear"),
+    ("mtp_kernels.quantize", "mtp_kernels.verify_attention"),
+    ("mtp_kernels.decoder", "mtp_kernels.weight_statistics", "mtp_kernels.stored_linear"),
     ("mtp_checkpoints",),
     (
         "mtp_checkpoints.errors",

@@ -48,6 +48,7 @@ def memory_facts(memory: RunMemory, device: str) -> dict[str, Any]:
         "device": device,
         "dtype": plan.dtype_name,
         "weight_bytes": plan.weight_bytes,
+        "dense_bytes": plan.dense_bytes,
         "cache_tokens": memory.cache_tokens,
         "cache_bytes": memory.cache_tokens * plan.token_bytes,
         "working_bytes": memory.working_bytes,
@@ -64,7 +65,7 @@ def _table(facts: dict[str, Any]) -> FiguresTable:
     table.add_figures("bytes")
     table.add_words("what")
     rows = {
-        "weights": ("weight_bytes", facts["dtype"]),
+        "weights": ("weight_bytes", _stored(facts)),
         "cache": ("cache_bytes", f"{facts['cache_tokens']:,} tokens"),
         "workspaces": ("working_bytes", "packages, and what is being read or computed"),
     }
@@ -75,6 +76,14 @@ def _table(facts: dict[str, Any]) -> FiguresTable:
     if facts["free_bytes"] is not None:
         table.add_row("there is", format_bytes(facts["free_bytes"]), facts["limit"])
     return table
+
+
+def _stored(facts: dict[str, Any]) -> str:
+    """Return words on how weights are kept."""
+    dense = f"{format_bytes(facts['dense_bytes'])} in {facts['dtype']}"
+    if facts["dense_bytes"] == facts["weight_bytes"]:
+        return dense
+    return f"as they are stored, {dense}" if facts["dense_bytes"] else "as they are stored"
 
 
 def _lines(facts: dict[str, Any]) -> list[str]:

@@ -51,7 +51,8 @@ def test_what_fits_is_shown_and_not_loaded(command: str, monkeypatch: pytest.Mon
     outcome = run_program(command, V3, "--dry-run")
     assert outcome.code == 0 and not outcome.err
     assert outcome.out.splitlines()[0] == f"Memory plan of {V3}"
-    assert "119.0 MB" in outcome.out and "32,768 tokens" in outcome.out
+    assert "56.4 MB │ as they are stored, 32.5 MB in float32" in outcome.out
+    assert "32,768 tokens" in outcome.out
     assert outcome.out.splitlines()[-1] == "Fits: yes. Nothing was loaded."
 
 
@@ -74,6 +75,7 @@ def test_the_facts_are_those_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> Non
     assert facts["cache_bytes"] == 32768 * PLAN.token_bytes
     assert facts["needed_bytes"] == PLAN.needed_bytes(32768)
     assert (facts["limit"], facts["free_bytes"]) == ("available", 1 << 40)
+    assert facts["dense_bytes"] == PLAN.dense_bytes
     halved = facts_of("--dtype", "bfloat16")
     assert halved["weight_bytes"] == PLAN.in_dtype(torch.bfloat16).weight_bytes
     assert facts_of("--speculate-method", "none")["weight_bytes"] < PLAN.weight_bytes

@@ -89,10 +89,10 @@ def packed_bytes(layers: object) -> int:
         return 0
     held: list[torch.Tensor | np.ndarray] = []
     for layer in layers.decoder.layers:
-        held += layer.layer.tensors
+        held += layer.layer.arrays
         for mlp in layer.mlps:
             assert isinstance(mlp.down.memory, np.ndarray)
-            held += mlp.packed, mlp.down.memory
+            held += *mlp.packed.panels, mlp.down.memory
     return sum(part.nbytes for part in held)
 
 

@@ -11,12 +11,13 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.tensors.reader import Checkpoint
-from mtp_kernels.cpu.vectors import PANEL
+from mtp_kernels.cpu.panels import PANEL
 from mtp_runtime.cache import CachedSequence, PageAllocator, lay_out
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import TargetDraft
@@ -344,9 +345,9 @@ def test_each_rank_holds_its_part_alone(group: Group, trained: Path, trained_mod
     # The MTP layer's own part is among those of the ranks.
     module: Any = trained_model.mtp_modules[0].layers
     layers = (*decoder.decoder.layers, *module.decoder.layers)
-    whole = sum(size_of(layer.tensors) for layer in layers)
-    by_all = 4 * sum(
-        math.prod(one.shape)
+    whole = sum(size_of(layer.arrays) for layer in layers)
+    by_all = sum(
+        one.size_bytes if "_proj" in name else 4 * math.prod(one.shape)
         for name, one in Checkpoint.open(trained).tensors.items()
         if any(part in name for part in HELD_BY_ALL) and not name.endswith("_scale_inv")
     )
@@ -385,8 +386,8 @@ def held_by_rank(group: Group, folder: Path, mode: str = "gather") -> list[int]:
     return [dense_bytes([model.embedding]) + head, sum(map(packed_bytes, layers))]
 
 
-def size_of(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def size_of(arrays: Iterable[np.ndarray]) -> int:
+    return sum(array.nbytes for array in arrays)
 
 
 def collectives(group: Group, folder: Path, rows: int, options: LoadOptions) -> Counter[str]:

@@ -149,7 +149,8 @@ def test_every_target(
     expected = run(original.model, prompts, PARAMS, method="mtp", k=3)
     found = run(loaded.model, prompts, PARAMS, method="mtp", k=3)
     assert found.outputs == expected.outputs
-    assert torch.equal(mtp_output(loaded.model), mtp_output(original.model))
+    # A target that stores the values of codes has products that are rounded elsewhere.
+    assert torch.allclose(mtp_output(loaded.model), mtp_output(original.model), atol=1e-7)
     ledger, names = loaded.ledger, original.ledger
     assert ledger.expected == names.expected and ledger.loaded <= names.loaded | names.tied
 

@@ -308,6 +308,12 @@ class EncodedWeight:
             return weight_statistics.float_statistics(self.codes)
         return self.format.statistics(self.codes, self.scale)
 
+    @property
+    def stored(self) -> StoredWeight:
+        """The weight as the kernels multiply with it (ValueError for unusable scales)."""
+        codes, scale = self.codes, self.scale
+        return codes if scale is None else self.format.stored(codes, scale)
+
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """Return x @ weight.T [T, N] for x [T, K], in its dtype.
 
@@ -315,5 +321,4 @@ class EncodedWeight:
         """
         from mtp_kernels.stored_linear import linear
 
-        codes, scale = self.codes, self.scale
-        return linear(x, codes if scale is None else self.format.stored(codes, scale))
+        return linear(x, self.stored)

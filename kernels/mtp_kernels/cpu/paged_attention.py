@@ -15,18 +15,9 @@ from numba import carray
 
 from mtp_kernels.cpu.elementwise import exponential
 from mtp_kernels.cpu.jit import inner
+from mtp_kernels.cpu.panels import PANEL, multiply
 from mtp_kernels.cpu.team import owns
-from mtp_kernels.cpu.vectors import (
-    BLOCK,
-    PANEL,
-    Rows,
-    address,
-    block_max,
-    block_sum,
-    dot_rows,
-    floats,
-    multiply,
-)
+from mtp_kernels.cpu.vectors import BLOCK, Rows, address, block_max, block_sum, dot_rows, floats
 
 TILE_ROWS = 64  # rows of queries x heads that read a block of tokens together
 GROUP_ROWS = 16  # rows of a tile that a thread takes at most: two products of eight

@@ -2,9 +2,7 @@
 
 Every result is one chain of fused multiply-adds in a fixed order, whatever other rows are computed
 beside it, so that a row's bits never depend on its batch. Addresses and strides are int64, the
-latter in entries. Packed weights are float32, or bf16 in memory alone: a product expands them in
-registers. Which of the two is known when they are multiplied, not when they are compiled, so that
-code is compiled once for both.
+latter in entries.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from mtp_kernels.cpu.code import (
     FLOAT_BYTES,
     INT,
     LANES,
-    PAIRS,
     VECTOR,
     added,
     bytes_of,
@@ -34,80 +31,11 @@ from mtp_kernels.cpu.code import (
     loop,
     prefetch,
     row_at,
-    splat,
     store,
-    widened,
 )
 from mtp_kernels.cpu.jit import inner
 
-PANEL = 2 * LANES  # columns of a packed weight that one product makes
 BLOCK = 4 * LANES  # entries that block_max and block_sum take
-BF16_BYTES = 2
-AHEAD = 16  # rows of a weight that are asked for before they are needed
-
-_LINE_BYTES = 64  # of a cache
-
-
-def _float_columns(builder: Any, row: Any) -> list[Any]:
-    """Both vectors of a panel's row."""
-    return [load(builder, builder.add(row, integer(c * FLOAT_BYTES)), VECTOR) for c in (0, LANES)]
-
-
-def _bf16_columns(builder: Any, row: Any) -> list[Any]:
-    """Both vectors of a panel's row, of which each 32-bit entry holds one number of either."""
-    return list(widened(builder, load(builder, row, PAIRS)))
-
-
-def _product(rows: int) -> Any:
-    """out[r, :PANEL] = sum over k of x[r, k] * w[k, :PANEL], k in order; added to if `add`.
-
-    The type of `kind` is how w is stored.
-    """
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        x, x_stride, w, w_stride, _, depth, out, out_stride, add = arguments
-        size, columns_of = _STORED[signature.args[4]]
-        x_bytes, out_bytes = (bytes_of(builder, s) for s in (x_stride, out_stride))
-        w_bytes = builder.mul(w_stride, integer(size))
-        outs = [row_at(builder, out, out_bytes, r, c) for r in range(rows) for c in (0, LANES)]
-        zero = ir.Constant(VECTOR, None)
-        adds = builder.icmp_signed("!=", add, integer(0))
-        starts = [builder.select(adds, load(builder, at, VECTOR), zero) for at in outs]
-
-        def step(k: Any, sums: list[Any]) -> list[Any]:
-            weight = builder.add(w, builder.mul(k, w_bytes))
-            columns = columns_of(builder, weight)
-            ahead = row_at(builder, weight, w_bytes, AHEAD)
-            for line in range(0, PANEL * size, _LINE_BYTES):
-                prefetch(builder, builder.add(ahead, integer(line)))
-            offset = bytes_of(builder, k)
-            results = []
-            for r in range(rows):
-                entry = builder.add(row_at(builder, x, x_bytes, r), offset)
-                factor = splat(builder, load(builder, entry, FLOAT))
-                for c in (0, 1):
-                    results.append(fma(builder, factor, columns[c], sums[2 * r + c]))
-            return results
-
-        for value, at in zip(loop(builder, depth, starts, step), outs, strict=True):
-            store(builder, value, at)
-        return context.get_dummy_value()
-
-    def product(
-        typing: Any,
-        x: Any,
-        x_row: Any,
-        w: Any,
-        w_row: Any,
-        kind: Any,
-        depth: Any,
-        out: Any,
-        row: Any,
-        add: Any,
-    ) -> Any:
-        return types.void(*[types.int64] * 4, kind, *[types.int64] * 4), codegen
-
-    return intrinsic(product)
 
 
 def _dots(rows: int, tokens: int) -> Any:
@@ -172,12 +100,6 @@ def _block(combine: Any) -> Any:
     return intrinsic(block)
 
 
-# Bytes of an entry of a weight, and the code that reads a panel's row, by the type of `kind`.
-_STORED = {types.float32: (FLOAT_BYTES, _float_columns), types.uint16: (BF16_BYTES, _bf16_columns)}
-_FLOATS, _BF16 = np.float32(0), np.uint16(0)
-
-_PRODUCT_1, _PRODUCT_2, _PRODUCT_3, _PRODUCT_4 = (_product(rows) for rows in (1, 2, 3, 4))
-_PRODUCT_5, _PRODUCT_6, _PRODUCT_7, _PRODUCT_8 = (_product(rows) for rows in (5, 6, 7, 8))
 _DOTS_4_4, _DOTS_4_1, _DOTS_1_4, _DOTS_1_1 = (_dots(r, t) for r in (4, 1) for t in (4, 1))
 block_max = _block(larger)
 block_sum = _block(added)
@@ -191,6 +113,16 @@ def floats(typing: Any, address: Any) -> Any:
         return builder.inttoptr(arguments[0], FLOAT.as_pointer())
 
     return types.CPointer(types.float32)(types.int64), codegen
+
+
+@intrinsic
+def integers(typing: Any, address: Any) -> Any:
+    """Return the address as a pointer to int64 for numba.carray."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], INT.as_pointer())
+
+    return types.CPointer(types.int64)(types.int64), codegen
 
 
 def _address(typing: Any, array: Any) -> Any:
@@ -214,19 +146,6 @@ class Rows(NamedTuple):
     count: Any
 
 
-class Panel(NamedTuple):
-    """PANEL columns of a packed weight: their address, the number of rows, and the bytes of an
-    entry.
-
-    These say how it is stored: in float32, or in bf16, whose row holds its two vectors entry by
-    entry.
-    """
-
-    at: Any
-    count: Any
-    entry_bytes: Any
-
-
 @inner
 def rows_of(array: Any) -> Any:
     """Return the rows of a C-contiguous array [rows, columns]."""
@@ -243,46 +162,6 @@ def from_row(rows: Any, first: Any) -> Any:
 def first_rows(rows: Any, count: Any) -> Any:
     """Return the first `count` rows."""
     return Rows(rows.at, rows.stride, count)
-
-
-@inner
-def multiply(x: Any, w: Any, out: Any, out_stride: Any, add: Any) -> None:
-    """Write out[r, :PANEL] = sum over k of x[r, k] * w[k, :PANEL], added to out if `add` is not 0.
-
-    x and w are Rows, the latter as many as x has columns; out is an address.
-    """
-    _multiply(x, w, _FLOATS, out, out_stride, add)
-
-
-@inner
-def multiply_panel(x: Any, panel: Any, out: Any, out_stride: Any) -> None:
-    """Write out[r, :PANEL] = sum over k of x[r, k] * panel[k] for Rows x and a Panel."""
-    weight = Rows(panel.at, PANEL, panel.count)
-    if panel.entry_bytes == FLOAT_BYTES:
-        _multiply(x, weight, _FLOATS, out, out_stride, 0)
-    else:
-        _multiply(x, weight, _BF16, out, out_stride, 0)
-
-
-@inner
-def _multiply(x: Any, w: Any, kind: Any, out: Any, out_stride: Any, add: Any) -> None:
-    while x.count >= 8:
-        _PRODUCT_8(x.at, x.stride, w.at, w.stride, kind, w.count, out, out_stride, add)
-        x, out = from_row(x, 8), out + FLOAT_BYTES * 8 * out_stride
-    if x.count == 1:
-        _PRODUCT_1(x.at, x.stride, w.at, w.stride, kind, w.count, out, out_stride, add)
-    elif x.count == 2:
-        _PRODUCT_2(x.at, x.stride, w.at, w.stride, kind, w.count, out, out_stride, add)
-    elif x.count == 3:
-        _PRODUCT_3(x.at, x.stride, w.at, w.stride, kind, w.count, out, out_stride, add)
-    elif x.count == 4:
-        _PRODUCT_4(x.at, x.stride, w.at, w.stride, kind, w.count, out, out_stride, add)
-    elif x.count == 5:
-        _PRODUCT_5(x.at, x.stride, w.at, w.stride, kind, w.count, out, out_stride, add)
-    elif x.count == 6:
-        _PRODUCT_6(x.at, x.stride, w.at, w.stride, kind, w.count, out, out_stride, add)
-    elif x.count == 7:
-        _PRODUCT_7(x.at, x.stride, w.at, w.stride, kind, w.count, out, out_stride, add)
 
 
 @inner

@@ -14,6 +14,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 
 from mtp_kernels.batch_layout import BatchLayout
+from mtp_kernels.quantize.row_codes import RowCodes
 from mtp_kernels.sizes import ONE_EXPERT, GroupedSizes, LatentSizes, Routing, Shapes
 
 # Loaded on first use. A backend is a module with a class `Backend`, which takes a dtype of DTYPES.
@@ -25,6 +26,9 @@ DTYPES = (torch.float32, torch.bfloat16)
 RowStep = Callable[[torch.Tensor], torch.Tensor]  # of every row [T, in] -> [T, out] by itself
 
 
+Piece = torch.Tensor | RowCodes
+
+
 @runtime_checkable
 class StoredMatrix(Protocol):
     """A matrix [..., out, in] that is read piece by piece while it is packed."""
@@ -32,15 +36,16 @@ class StoredMatrix(Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
 
-    def pieces(self) -> Iterator[torch.Tensor]:
-        """Yield rows [n, in] in float32, all of them in order, matrix after matrix."""
+    def pieces(self) -> Iterator[Piece]:
+        """Yield rows [n, in], all of them in order, matrix after matrix, and those of a matrix in
+        one form: codes, bf16 or float32."""
 
 
 # In memory, or to be read.
 Matrix = torch.Tensor | StoredMatrix
 
 
-def pieces_of(matrix: Matrix) -> Iterator[torch.Tensor]:
+def pieces_of(matrix: Matrix) -> Iterator[Piece]:
     """Yield rows [n, in] of a matrix [..., out, in] in order."""
     if isinstance(matrix, torch.Tensor):
         yield matrix.flatten(0, -2)
@@ -280,8 +285,8 @@ class Recursion(Protocol):
 class Backend(Protocol):
     """A decoder backend: one object packs the parts of one model, which may then be dropped.
 
-    It keeps matrices, but for routers', in the dtype that it was made with, and computes in
-    float32.
+    It keeps stored matrices as codes or bf16 where they are, others, but for routers', in the dtype
+    that it was made with, and computes in float32.
     """
 
     def runs(self, kind: LayerKind) -> bool:
@@ -318,7 +323,7 @@ def make_backend(
 ) -> Backend:
     """Return a new backend for the parts of one model; "auto" goes by the device.
 
-    dtype: in which matrices are kept, but for routers'; all is computed in float32. Raises
+    dtype: in which float32 matrices are kept, but for routers'; all is computed in float32. Raises
     ValueError for a name that is not in BACKENDS, a dtype that is not in DTYPES, and for "auto" on
     a device without a backend.
     """

@@ -10,6 +10,7 @@ from mtp_kernels.quantize.layouts import (
     GROUP_SIZES,
     W4AFP8_GROUP,
     Fp8Block,
+    Fp8Channel,
     Int4Group,
     Int8Channel,
     RowStats,
@@ -53,6 +54,19 @@ def check_fp8_block(source: Fp8Block) -> tuple[torch.Tensor, torch.Tensor]:
     if not 0 < low <= high < math.inf:  # of NaN nothing is true
         _refuse(~scale.isfinite() | (scale < 0), scale, "fp8 block scale", "finite, at least 0")
         _check_zero_scales(codes, scale)
+    return codes, scale
+
+
+def check_fp8_channel(weight: Fp8Channel) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes and fp32 scales [N, 1] of a weight whose scales describe its codes."""
+    codes = check_matrix("fp8 codes", weight.codes, ("float8_e4m3fn",))
+    scale = weight.scale.float()
+    if scale.shape != (codes.shape[0], 1):
+        raise ValueError(
+            f"channel scale: expected {[codes.shape[0], 1]}, found {list(scale.shape)}"
+        )
+    if not (scale.isfinite() & (scale > 0)).all():
+        raise ValueError("channel scale: expected finite numbers above 0")
     return codes, scale
 
 
@@ -121,11 +135,18 @@ def check_finite(source: torch.Tensor, stats: RowStats) -> None:
     import torch
 
     if source.dtype == torch.float8_e4m3fn:
-        bits = source.view(torch.uint8)
-        _refuse((bits & 0x7F) == 0x7F, bits, "source", "finite e4m3 codes")
+        check_e4m3(source)
     _refuse(~source.float().isfinite(), source, "source", "finite weights")
     row = int((~stats.error.isfinite()).nonzero()[0])
     raise ValueError(f"source: the weights of row {row} are too large for the quantized format")
+
+
+def check_e4m3(codes: torch.Tensor) -> None:
+    """Refuse e4m3 codes that are no numbers."""
+    import torch
+
+    bits = codes.view(torch.uint8)
+    _refuse((bits & 0x7F) == 0x7F, bits, "source", "finite e4m3 codes")
 
 
 def _check_same_device(values: torch.Tensor, scale: torch.Tensor) -> None:

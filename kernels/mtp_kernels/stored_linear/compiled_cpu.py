@@ -21,7 +21,7 @@ from mtp_kernels.quantize.layouts import (
 )
 from mtp_kernels.stored_linear import tiles
 from mtp_kernels.stored_linear.experts import one_by_one
-from mtp_kernels.stored_linear.weights import StoredWeight, checked_fp8_channel
+from mtp_kernels.stored_linear.weights import StoredWeight
 
 
 def supports(x: torch.Tensor, weight: StoredWeight) -> bool:
@@ -60,8 +60,7 @@ def _arrays(weight: StoredWeight) -> Any:
             codes, scale = checks.check_fp8_block(weight)
             return tiles.Fp8Blocks(codes.view(torch.uint8).numpy(), scale.numpy())
         case Fp8Channel():
-            scale = checked_fp8_channel(weight)
-            codes = weight.codes.contiguous()
+            codes, scale = checks.check_fp8_channel(weight)
             return tiles.Fp8Channels(codes.view(torch.uint8).numpy(), scale.numpy())
         case Int8Channel():
             return tiles.Int8Channels(*(part.numpy() for part in checks.check_packed(weight)))

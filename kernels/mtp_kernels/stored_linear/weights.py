@@ -51,21 +51,8 @@ def dequantize(weight: StoredWeight, dtype: torch.dtype) -> torch.Tensor:
 
 def dequantize_fp8_channel(weight: Fp8Channel, dtype: torch.dtype) -> torch.Tensor:
     """Return code * scale in fp32, rounded once to dtype (ValueError for damaged ones)."""
-    scale = checked_fp8_channel(weight)
-    values = weight.codes.float()
+    codes, scale = checks.check_fp8_channel(weight)
+    values = codes.float()
     if values.isnan().any():
         raise ValueError("e4m3 codes: expected numbers, found NaN")
     return (values * scale).to(dtype)
-
-
-def checked_fp8_channel(weight: Fp8Channel) -> torch.Tensor:
-    """Return the fp32 scales [N, 1] of a weight (ValueError for unusable ones)."""
-    codes = checks.check_matrix("fp8 codes", weight.codes, ("float8_e4m3fn",))
-    scale = weight.scale.float()
-    if scale.shape != (codes.shape[0], 1):
-        raise ValueError(
-            f"channel scale: expected {[codes.shape[0], 1]}, found {list(scale.shape)}"
-        )
-    if not (scale.isfinite() & (scale > 0)).all():
-        raise ValueError("channel scale: expected finite numbers above 0")
-    return scale

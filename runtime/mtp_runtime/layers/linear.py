@@ -12,8 +12,10 @@ import torch
 import torch.nn.functional as F
 
 from mtp_checkpoints.errors import InvalidInputError
-from mtp_checkpoints.formats import unquantized
+from mtp_checkpoints.formats import EncodedWeight, unquantized
 from mtp_checkpoints.weights.windows import EncodedWindow
+from mtp_kernels.decoder import Piece
+from mtp_kernels.quantize.row_codes import row_codes
 
 PIECE_ELEMENTS = 1 << 22  # of a weight in files, that are read and packed at a time
 PIECE_ROWS = 128  # a multiple of which a piece has: whole blocks of scales
@@ -83,11 +85,15 @@ class Windowed:
 
 @dataclass(frozen=True)
 class FilePart:
-    """A matrix [out, in] in files, by rows; whole: all of them are read at once."""
+    """A matrix [out, in] in files, by rows; whole: all of them are read at once.
+
+    form: what matrices that kernels multiply as they are stored have in common; None for others.
+    """
 
     shape: tuple[int, int]
     read: Callable[[range], Weight]
     whole: bool = False
+    form: object = None
 
     def pieces(self) -> Iterator[Weight]:
         """Read the matrix, some rows after the other."""
@@ -108,13 +114,19 @@ class UnreadWeight:
     def shape(self) -> tuple[int, ...]:
         return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
 
-    def pieces(self, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """Yield some rows after the other, dequantized (ValueError as dequantize)."""
-        return (piece.dequantize(dtype) for part in self.parts for piece in part.pieces())
+    @property
+    def form(self) -> object:
+        """The form of all matrices, None where they have several or none."""
+        forms = {part.form for part in self.parts}
+        return forms.pop() if len(forms) == 1 else None
+
+    def pieces(self) -> Iterator[Weight]:
+        """Yield some rows after the other."""
+        return (piece for part in self.parts for piece in part.pieces())
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the matrices as one [out, in]."""
-        return torch.cat([*self.pieces(dtype)])
+        return torch.cat([piece.dequantize(dtype) for piece in self.pieces()])
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """Return x @ weight.T for x in float32."""
@@ -151,14 +163,16 @@ class Linear:
         """Return the transposed weight [in, out], dense (InvalidInputError when damaged)."""
         return dense(self.weight, dtype).t() if self.transposed is None else self.transposed
 
-    def pieces(self) -> Iterator[torch.Tensor]:
-        """Yield some rows [n, in] of the matrix after the other, in float32; what is in files is
-        read (InvalidInputError when damaged)."""
+    def pieces(self) -> Iterator[Piece]:
+        """Yield some rows [n, in] of the matrix after the other, as they are stored where all have
+        one form, else in float32; what is in files is read (InvalidInputError when damaged)."""
         if not isinstance(self.weight, UnreadWeight) or self.transposed is not None:
             yield self.matrix(torch.float32).t()
             return
         with _damage_of(self.weight):
-            yield from self.weight.pieces(torch.float32)
+            for piece in self.weight.pieces():
+                dense = self.weight.form is None
+                yield piece.dequantize(torch.float32) if dense else stored_rows(piece)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.transposed is not None:
@@ -169,6 +183,16 @@ class Linear:
     def best(self, x: torch.Tensor) -> torch.Tensor:
         """Return the number of each row's largest output [T], the first of equal ones."""
         return self(x).argmax(dim=-1)
+
+
+def stored_rows(weight: Weight) -> Piece:
+    """Return the rows of a weight that kernels multiply as it is stored (ValueError for damaged
+    codes or scales)."""
+    if isinstance(weight, Windowed):
+        return stored_rows(weight.whole)[weight.rows]
+    assert isinstance(weight, EncodedWeight), "read from files"
+    stored = weight.stored
+    return stored if isinstance(stored, torch.Tensor) else row_codes(stored)
 
 
 def stack(parts: Sequence[Weight]) -> Weight:

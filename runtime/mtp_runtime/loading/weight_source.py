@@ -12,11 +12,13 @@ from itertools import chain
 import torch
 
 from mtp_checkpoints.containers.base import TensorInfo
+from mtp_checkpoints.dtypes import DType
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.families.base import TensorSpec
 from mtp_checkpoints.families.contract import MtpContract
 from mtp_checkpoints.families.parts.feed_forward import MlpModules
 from mtp_checkpoints.formats import EncodedWeight, unquantized
+from mtp_checkpoints.formats.base import KernelFormat
 from mtp_checkpoints.quantization.stored import StoredWeight
 from mtp_checkpoints.tensors.tensor_reader import TensorReader
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
@@ -111,6 +113,17 @@ class WeightSource:
     def stored(self, name: str) -> StoredWeight:
         """Return the form that a weight is stored in."""
         return self.owners[name].stored.weights[name]
+
+    def packed_form(self, name: str) -> object:
+        """Return what matrices have in common that kernels pack as this one is stored; None where
+        it becomes dense."""
+        if not self._in_rows(name):
+            return None
+        on_disk = self._on_disk(name)
+        dtype, stored_format = on_disk.tensors[0].dtype, on_disk.stored.format
+        if isinstance(stored_format, KernelFormat):
+            return stored_format
+        return dtype if len(on_disk.tensors) == 1 and dtype is DType.BF16 else None
 
     def raw(self, name: str) -> torch.Tensor:
         """Return an unquantized tensor in its stored dtype, on the device.
@@ -316,7 +329,9 @@ class WeightSource:
                 name, Window(range(first + rows.start, first + rows.stop), window.columns)
             )
 
-        return UnreadWeight((FilePart(window.shape, read, whole=not self._in_rows(name)),))
+        in_rows, columns = self._in_rows(name), self.shape(name.removesuffix(".weight"))[1]
+        form = self.packed_form(name) if len(window.columns) == columns else None
+        return UnreadWeight((FilePart(window.shape, read, whole=not in_rows, form=form),))
 
     def _expanded(self, weight: Weight) -> EncodedWeight:
         return unquantized(dense(weight, self.dtype).to(self.device))

@@ -281,6 +281,19 @@ def _nothing(part: Any) -> int:
     return 0
 
 
+def _none(part: Any, prefix: str) -> tuple[str, ...]:
+    """Return no modules."""
+    return ()
+
+
+def _absorbed(part: parts.Mla, prefix: str) -> tuple[str, ...]:
+    return (part.modules(prefix).latent_up,)
+
+
+def _absorbed_by_sparse(part: parts.SparseMla, prefix: str) -> tuple[str, ...]:
+    return _absorbed(part.mla, prefix)
+
+
 def _slot(part: parts.Mla | parts.Gqa) -> int:
     return part.sizes.slot
 
@@ -296,17 +309,21 @@ class LayerType:
     load makes it of a part, under the prefix of its modules. check raises UnsupportedError for a
     part that is not computed. cached: elements that it keeps of a token. usual_context: tokens of
     the longest context that it takes unless longer ones are asked for, and what bounds them.
+    absorbed: modules under the prefix whose weights become dense, whatever they are stored as.
     """
 
     load: Callable[[LayerLoader, Any, str], Any]
     check: Callable[[Any], None] = _accept
     cached: Callable[[Any], int] = _nothing
     usual_context: Callable[[Any], tuple[int, str]] | None = None
+    absorbed: Callable[[Any, str], tuple[str, ...]] = _none
 
 
 LAYERS: dict[type, LayerType] = {
-    parts.Mla: LayerType(load_mla, check_rope, _slot),
-    parts.SparseMla: LayerType(load_sparse_mla, check_rope, _sparse_slot, dense_context),
+    parts.Mla: LayerType(load_mla, check_rope, _slot, absorbed=_absorbed),
+    parts.SparseMla: LayerType(
+        load_sparse_mla, check_rope, _sparse_slot, dense_context, _absorbed_by_sparse
+    ),
     parts.Gqa: LayerType(load_gqa, check_rope, _slot),
     parts.GatedMlp: LayerType(load_mlp, check_mlp),
     parts.Moe: LayerType(load_moe, check_moe),

@@ -43,8 +43,9 @@ class LoadOptions:
     """Options of loading.
 
     dtype: of activations and dense weights; where compiled kernels run, of dense weights alone,
-    and activations are float32. dequantize_at_load: keep quantized weights as dense
-    ones; False keeps them as stored and multiplies with them so; None: on a CPU alone.
+    and activations are float32. dequantize_at_load: have weights ready for compiled kernels, which
+    multiply them as they are stored where they can, or dense where torch runs the layer; False
+    leaves the stored ones to torch; None: True on a CPU alone.
     on_demand: routed experts, heads and embeddings are read when they are used.
     with_mtp False leaves the MTP modules out; requires_mtp: one that is not there is an error.
     contract None: as the MTP part's config.json records it, or else the family's.

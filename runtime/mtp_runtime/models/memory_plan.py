@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 
 from mtp_checkpoints.errors import ResourceError
-from mtp_checkpoints.families.base import Role
+from mtp_checkpoints.families.base import Role, weight_name
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.free_memory import free_memory
+from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_runtime.loading.weight_source import WeightSource
 from mtp_runtime.models.layer_types import layer_type
 
@@ -28,7 +29,8 @@ _ON_DEMAND = (*_COPIES, Role.ROUTED_EXPERT)
 class MemoryPlan:
     """Bytes that a model takes: all its weights, and a token in the cache.
 
-    dtype is that of dense matrices, dense_bytes those of the weights that have it.
+    dtype is that of dense matrices, dense_bytes those of the weights that have it; others are kept
+    as they are stored.
     """
 
     weight_bytes: int
@@ -83,7 +85,8 @@ class MemoryPlan:
         raise ResourceError(
             "The model does not fit into memory",
             where=folder,
-            expected=f"{_gb(needed)}: weights in {self.dtype_name} {_gb(self.weight_bytes)},"
+            expected=f"{_gb(needed)}: weights {_gb(self.weight_bytes)}, of which"
+            f" {_gb(self.dense_bytes)} become {self.dtype_name},"
             f" {cache if cache_tokens else ''}and {_gb(WORKING_BYTES)} to work with",
             found=f"{name} of {_gb(free)}",
             todo=f"No weight was read. {self._what_fits(free, cache_tokens)}",
@@ -105,12 +108,18 @@ def planned(
 ) -> MemoryPlan:
     """Plan the memory of a model.
 
-    dense: dtype of matrices that become dense when they are loaded; None where they stay as they
-    are stored. Of several ranks, each holds its share of every matrix.
+    dense: dtype of matrices that become dense when they are loaded, but for those that kernels pack
+    as they are stored; None where all stay so. Of several ranks, each holds its share of every
+    matrix.
     """
-    sizes = list(_sizes(source, dense, with_mtp=with_mtp))
-    dense_bytes = sum(size for size, is_dense in sizes if is_dense)
     layers = [*spec.layers, *(mtp.layer for mtp in spec.mtp if with_mtp)]
+    absorbed = {
+        weight_name(module)
+        for layer in layers
+        for module in layer_type(layer.attention).absorbed(layer.attention, layer.attention_prefix)
+    }
+    sizes = list(_sizes(source, dense, absorbed, with_mtp=with_mtp))
+    dense_bytes = sum(size for size, is_dense in sizes if is_dense)
     elements = sum(layer_type(layer.attention).cached(layer.attention) for layer in layers)
     return MemoryPlan(
         weight_bytes=sum(size for size, _ in sizes),
@@ -121,9 +130,10 @@ def planned(
 
 
 def _sizes(
-    source: WeightSource, dense: torch.dtype | None, *, with_mtp: bool
+    source: WeightSource, dense: torch.dtype | None, absorbed: Collection[str], *, with_mtp: bool
 ) -> Iterable[tuple[int, bool]]:
-    """Yield the bytes of each weight, and whether it is a dense matrix."""
+    """Yield the bytes of each weight, and whether it is a dense matrix, as those that are absorbed
+    are."""
     for weight in source.on_disk:
         spec = weight.stored.weight
         in_mtp = spec.mtp_layer is not None
@@ -136,8 +146,19 @@ def _sizes(
             yield prod(spec.shape) * source.dtype.itemsize // ranks, False
         elif dense is None:
             yield sum(tensor.size_bytes for tensor in weight.tensors) // ranks, False
+        elif spec.name not in absorbed and source.packed_form(spec.name) is not None:
+            yield _packed_bytes(weight) // ranks, False
         else:
             yield prod(spec.shape) * dense.itemsize // ranks, True
+
+
+def _packed_bytes(weight: WeightOnDisk) -> int:
+    """Return the bytes of a matrix that is packed as it is stored, with float32 scales."""
+    codes, *scales = weight.tensors
+    if not scales:
+        return codes.size_bytes
+    rows = weight.stored.weight.shape[0]
+    return codes.size_bytes + 4 * rows * prod(scales[0].shape[1:])
 
 
 def _gb(size: int) -> str:

@@ -40,8 +40,8 @@ class Rows:
         """Take equally large matrices [e, out, in]."""
         return cls(tuple(linears), (len(linears), *linears[0].weight.shape))
 
-    def pieces(self) -> Iterator[torch.Tensor]:
-        """Yield rows [n, in] in float32."""
+    def pieces(self) -> Iterator[kernels.Piece]:
+        """Yield rows [n, in], of each matrix as they are stored or in float32."""
         for linear in self.linears:
             yield from linear.pieces()
 

@@ -14,8 +14,8 @@ import torch
 
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.cpu.memory import Arena
+from mtp_kernels.cpu.panels import PANEL, Panel
 from mtp_kernels.cpu.team import process_team
-from mtp_kernels.cpu.vectors import PANEL, Panel
 from mtp_kernels.decoder import (
     DecoderConfig,
     LayerKind,
@@ -33,6 +33,7 @@ from mtp_kernels.decoder.checks import (
     check_weights,
 )
 from mtp_kernels.decoder.compiled_cpu.attention import Scratch
+from mtp_kernels.decoder.compiled_cpu.packing import Packer
 from mtp_kernels.decoder.compiled_cpu.passes import Norm, Projection, best_product, whole_product
 from mtp_kernels.decoder.compiled_cpu.recursion import (
     Chains,
@@ -49,7 +50,6 @@ from mtp_kernels.decoder.compiled_cpu.sharded import PackedShard, ShardedDecoder
 from mtp_kernels.decoder.compiled_cpu.weights import (
     PackedLayer,
     PackedLayers,
-    Packer,
     pack_layer,
     table_of,
 )
@@ -74,7 +74,7 @@ class Backend:
 
     def decoder(self, config: DecoderConfig, layers: Sequence[PackedLayer], rope: Rope) -> Decoder:
         """Join layers."""
-        return Decoder(config, layers, rope, self._packer.entry_bytes)
+        return Decoder(config, layers, rope)
 
     def pack_shard(self, part: LayerShard) -> PackedShard:
         """Pack one process's part of a layer."""
@@ -85,7 +85,7 @@ class Backend:
         self, config: DecoderConfig, layers: Sequence[PackedShard], rope: Rope
     ) -> ShardedDecoder:
         """Join parts of layers."""
-        return ShardedDecoder(config, layers, rope, self._packer.entry_bytes)
+        return ShardedDecoder(config, layers, rope)
 
     def norm(self, weight: torch.Tensor, eps: float) -> Norm:
         """Return an RMS norm."""
@@ -103,10 +103,8 @@ class Backend:
 class Decoder(PackedLayers[PackedLayer]):
     """Some packed layers of a model, run by one launch."""
 
-    def __init__(
-        self, config: DecoderConfig, layers: Sequence[PackedLayer], rope: Rope, entry_bytes: int
-    ) -> None:
-        super().__init__(config, layers, rope, entry_bytes)
+    def __init__(self, config: DecoderConfig, layers: Sequence[PackedLayer], rope: Rope) -> None:
+        super().__init__(config, layers, rope)
         check_layers(config, layers)
         self.table, self._no_drafting = table_of(layers), no_drafting()
         self.multiplications = sum(layer.multiplications for layer in layers)

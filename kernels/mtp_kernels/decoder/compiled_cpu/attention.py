@@ -9,8 +9,9 @@ from numba.extending import overload
 
 from mtp_kernels.cpu.jit import compiled, inner
 from mtp_kernels.cpu.paged_attention import Keys, Queries, attend_wave, plan, query_places
+from mtp_kernels.cpu.panels import PANEL, multiply_panel
 from mtp_kernels.cpu.team import share, wait
-from mtp_kernels.cpu.vectors import PANEL, address, multiply_panel, rows_of
+from mtp_kernels.cpu.vectors import address, rows_of
 from mtp_kernels.decoder.compiled_cpu.grouped import (
     fill_keys,
     make_grouped_queries,
@@ -129,7 +130,7 @@ def attend(
     member: Any, layer: Any, sizes: Any, batch: Any, cache: Any, scratch: Any, x: Any
 ) -> None:
     """Make the values that all heads attended to, and fill the layer's cache [slots, slot]."""
-    project_rows(member, layer, layer.qkv or layer.down, sizes, scratch, x)
+    project_rows(member, layer, sizes, scratch, x)
     wait(member)
     _begin(member, layer, sizes, batch, cache, scratch)
     wait(member)
@@ -144,13 +145,15 @@ def attend(
 
 
 @inner
-def project_rows(member: Any, layer: Any, matrix: Any, sizes: Any, scratch: Any, x: Any) -> None:
-    """Project all rows, normed or as they are given, by the member's panels of a matrix."""
+def project_rows(member: Any, layer: Any, sizes: Any, scratch: Any, x: Any) -> None:
+    """Project all rows, normed or as they are given, by the member's panels."""
     normed = np.empty((BLOCK_ROWS, sizes.hidden), np.float32)
     norm, given = vector(layer.input_norm, sizes.hidden), rows_of(scratch.attention_input)
     projected = scratch.projected
     depth = sizes.hidden if layer.input_norm else given.stride
-    weight = panel_of(matrix, 0, depth, sizes.entry_bytes)
+    weight = panel_of(layer.down, layer.down_form, 0, depth)
+    if layer.qkv:
+        weight = panel_of(layer.qkv, layer.qkv_form, 0, depth)
     mine, width = share(member, projected.shape[1] // PANEL), projected.shape[1]
     for row in range(0, x.shape[0], BLOCK_ROWS):
         if layer.input_norm:
@@ -168,7 +171,7 @@ def add_output(member: Any, layer: Any, sizes: Any, values: Any, x: Any) -> None
     first, last = share(member, panels_of(hidden))
     for panel in range(first, last):
         column = panel * PANEL
-        weight = panel_of(layer.output, panel, values.shape[1], sizes.entry_bytes)
+        weight = panel_of(layer.output, layer.output_form, panel, values.shape[1])
         size = min(PANEL, hidden - column)
         for row in range(0, x.shape[0], BLOCK_ROWS):
             block = block_of(rows, row, rows.count)

@@ -9,16 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from mtp_kernels.cpu.code import FLOAT_BYTES
 from mtp_kernels.cpu.elementwise import sigmoid
 from mtp_kernels.cpu.jit import inner
+from mtp_kernels.cpu.panels import FLOAT32, PANEL, multiply_panel
 from mtp_kernels.cpu.team import owns, share, wait
-from mtp_kernels.cpu.vectors import PANEL, address, first_rows, multiply_panel, rows_of
+from mtp_kernels.cpu.vectors import address, first_rows, rows_of
 from mtp_kernels.decoder.compiled_cpu.rows import (
     BLOCK_ROWS,
     block_of,
     copy,
     norm_row,
+    panel_in,
     panel_of,
     panels_of,
     project,
@@ -55,7 +56,7 @@ def route(member: Any, layer: Any, sizes: Any, scratch: Any, x: Any) -> None:
     choice = np.empty(layer.routed, np.float32)
     bias = vector(layer.router_bias, layer.routed)
     normed = rows_of(scratch.normed)
-    weight = panel_of(layer.router, 0, sizes.hidden, FLOAT_BYTES)  # never in bf16
+    weight = panel_of(layer.router, FLOAT32, 0, sizes.hidden)
     for row in range(first, last, BLOCK_ROWS):
         block = block_of(normed, row, last)
         project(block, weight, (0, width // PANEL), address(scores), width)
@@ -150,15 +151,9 @@ def make_inner(member: Any, layer: Any, sizes: Any, scratch: Any, rows: Any, end
         cost = last - first + READ_COST
         for panel in range(panels if last > first else 0):
             if owns(member, done, cost, total):
-                weight = gate_panels(layer, sizes, expert * panels + panel)
+                weight = panel_in(layer.gate_up, expert, 2 * panel, sizes.hidden)
                 gate_panel(weight, scratch.normed, rows[first:last], scratch.inner[first:], panel)
             done += cost
-
-
-@inner
-def gate_panels(layer: Any, sizes: Any, panel: Any) -> Any:
-    """Return a panel of gate, which one of up lies behind."""
-    return panel_of(layer.gate_up, 2 * panel, sizes.hidden, sizes.entry_bytes)
 
 
 @inner
@@ -192,8 +187,7 @@ def add_experts(
         column = panel * PANEL
         size = min(PANEL, hidden - column)
         for expert in range(ends.size - 1):
-            number = expert * panels + panel
-            packed = panel_of(layer.expert_down, number, layer.inner, sizes.entry_bytes)
+            packed = panel_in(layer.expert_down, expert, panel, layer.inner)
             for start in range(ends[expert], ends[expert + 1], BLOCK_ROWS):
                 block = block_of(inputs, start, ends[expert + 1])
                 multiply_panel(block, packed, address(made), PANEL)

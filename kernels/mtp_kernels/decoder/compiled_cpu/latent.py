@@ -8,8 +8,9 @@ import numpy as np
 
 from mtp_kernels.cpu.jit import inner
 from mtp_kernels.cpu.paged_attention import TILE_ROWS, merge_parts
+from mtp_kernels.cpu.panels import PANEL
 from mtp_kernels.cpu.team import share
-from mtp_kernels.cpu.vectors import PANEL, Rows, address
+from mtp_kernels.cpu.vectors import Rows, address
 from mtp_kernels.decoder.compiled_cpu.rows import (
     BLOCK_ROWS,
     copy,
@@ -61,7 +62,7 @@ def make_latent_queries(member: Any, layer: Any, sizes: Any, batch: Any, scratch
         rows = min(BLOCK_ROWS, count - row)
         read_query(layer, sizes, scratch.projected[row : row + rows], head, normed, query)
         width = latents.shape[1]
-        weight = panel_of(layer.key_up, head * (width // PANEL), own.nope, sizes.entry_bytes)
+        weight = panel_of(layer.key_up, layer.key_up_form, head * (width // PANEL), own.nope)
         block = Rows(address(query), query.shape[1], rows)
         project(block, weight, (0, width // PANEL), address(latents), width)
         for r in range(rows):
@@ -84,7 +85,7 @@ def read_query(layer: Any, sizes: Any, projected: Any, head: Any, normed: Any, q
     norm = vector(layer.query_norm, rank)
     block = norm_block(projected, 0, norm, sizes.norm_eps, normed)
     width = query.shape[1]
-    weight = panel_of(layer.query_up, head * (width // PANEL), rank, sizes.entry_bytes)
+    weight = panel_of(layer.query_up, layer.query_up_form, head * (width // PANEL), rank)
     project(block, weight, (0, width // PANEL), address(query), width)
 
 
@@ -100,7 +101,7 @@ def project_values(member: Any, layer: Any, sizes: Any, tiles: Any, scratch: Any
         tile, head = tiles[unit // heads], unit % heads
         for query in range(tile.queries):
             merge_parts(tile, query, head, heads, scratch.parts, attended[query])
-        weight = panel_of(layer.value_up, head * (width // PANEL), latent, sizes.entry_bytes)
+        weight = panel_of(layer.value_up, layer.value_up_form, head * (width // PANEL), latent)
         block = Rows(address(attended), latent, tile.queries)
         project(block, weight, (0, width // PANEL), address(values), width)
         for query in range(tile.queries):

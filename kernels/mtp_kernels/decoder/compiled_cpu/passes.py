@@ -9,11 +9,13 @@ import numpy as np
 import torch
 
 from mtp_kernels.cpu.jit import compiled, inner
+from mtp_kernels.cpu.panels import PANEL, Panel, multiply_panel
 from mtp_kernels.cpu.team import process_team, share
-from mtp_kernels.cpu.vectors import PANEL, Panel, address, multiply_panel, rows_of
+from mtp_kernels.cpu.vectors import address, rows_of
 from mtp_kernels.decoder import Matrix
 from mtp_kernels.decoder.compiled_cpu.attention import attention
 from mtp_kernels.decoder.compiled_cpu.experts import NOT_PICKED, feed_forward
+from mtp_kernels.decoder.compiled_cpu.packing import Packer
 from mtp_kernels.decoder.compiled_cpu.rows import (
     BLOCK_ROWS,
     block_of,
@@ -22,7 +24,6 @@ from mtp_kernels.decoder.compiled_cpu.rows import (
     panel_of,
     panels_of,
 )
-from mtp_kernels.decoder.compiled_cpu.weights import Packer
 
 
 @inner
@@ -83,7 +84,7 @@ def run_project(member: Any, x: Any, weight: Any, product: Product) -> None:
     for panel in range(first, last):
         start = panel * PANEL
         size = min(PANEL, product.outputs - start)
-        packed = panel_of(weight.at, panel, weight.count, weight.entry_bytes)
+        packed = panel_of(weight.at, weight.form, panel, weight.count)
         for row in range(0, rows.count, BLOCK_ROWS):
             block = block_of(rows, row, rows.count)
             multiply_panel(block, packed, address(made), PANEL)
@@ -140,8 +141,9 @@ class Projection:
     def packed(cls, matrix: Matrix, packer: Packer) -> Projection:
         """Pack a matrix."""
         outputs, inputs = matrix.shape
-        panels = packer.matrix(matrix)
-        return cls(outputs, Panel(panels.ctypes.data, inputs, packer.entry_bytes), panels)
+        packed = packer.matrix(matrix)
+        first = Panel(packed.panels.ctypes.data, inputs, packed.form)
+        return cls(outputs, first, packed.panels)
 
     @property
     def multiplications(self) -> int:

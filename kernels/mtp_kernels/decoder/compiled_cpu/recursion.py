@@ -14,8 +14,9 @@ import numpy as np
 
 from mtp_kernels.cpu.jit import compiled, inner
 from mtp_kernels.cpu.paged_attention import MAX_PARTS, TILE
+from mtp_kernels.cpu.panels import Panel
 from mtp_kernels.cpu.team import share, wait
-from mtp_kernels.cpu.vectors import BLOCK, Panel
+from mtp_kernels.cpu.vectors import BLOCK
 from mtp_kernels.decoder.compiled_cpu.attention import Batch, Scratch, plan_pass
 from mtp_kernels.decoder.compiled_cpu.passes import (
     Product,

@@ -10,17 +10,8 @@ from numba import carray
 from numba.extending import register_jitable
 
 from mtp_kernels.cpu.jit import inner
-from mtp_kernels.cpu.vectors import (
-    PANEL,
-    Panel,
-    Rows,
-    address,
-    dot_row,
-    first_rows,
-    floats,
-    from_row,
-    multiply_panel,
-)
+from mtp_kernels.cpu.panels import PANEL, Panel, multiply_panel, panel_bytes
+from mtp_kernels.cpu.vectors import Rows, address, dot_row, first_rows, floats, from_row, integers
 
 BLOCK_ROWS = 32  # rows that go through a weight together
 
@@ -76,9 +67,16 @@ def panels_of(columns: int) -> int:
 
 
 @inner
-def panel_of(weight: Any, panel: Any, depth: Any, entry_bytes: Any) -> Any:
+def panel_of(weight: Any, form: Any, panel: Any, depth: Any) -> Any:
     """Return a panel [depth, PANEL] of the packed weight at an address."""
-    return Panel(weight + entry_bytes * panel * depth * PANEL, depth, entry_bytes)
+    return Panel(weight + panel * panel_bytes(form, depth), depth, form)
+
+
+@inner
+def panel_in(stack: Any, number: Any, panel: Any, depth: Any) -> Any:
+    """Return a panel of one of several matrices, given by the address of their table."""
+    table = carray(integers(stack), (2 * (number + 1),))
+    return panel_of(table[2 * number], table[2 * number + 1], panel, depth)
 
 
 @inner
@@ -88,7 +86,7 @@ def project(x: Any, weight: Any, panels: Any, out: Any, out_stride: Any) -> None
     Every panel goes to its own columns of the rows at address `out`.
     """
     for panel in range(panels[0], panels[1]):
-        own = panel_of(weight.at, panel, weight.count, weight.entry_bytes)
+        own = panel_of(weight.at, weight.form, panel, weight.count)
         multiply_panel(x, own, out + 4 * panel * PANEL, out_stride)
 
 

@@ -11,18 +11,20 @@ import torch
 
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.cpu.jit import compiled
+from mtp_kernels.cpu.panels import PANEL, Panel, multiply_panel
 from mtp_kernels.cpu.team import process_team, share
-from mtp_kernels.cpu.vectors import PANEL, Panel, address, multiply_panel, rows_of
+from mtp_kernels.cpu.vectors import address, rows_of
 from mtp_kernels.decoder import LayerShard, Matrix, Pairs
 from mtp_kernels.decoder.checks import check_pass
 from mtp_kernels.decoder.compiled_cpu.attention import attend
 from mtp_kernels.decoder.compiled_cpu.experts import make_inner, route
+from mtp_kernels.decoder.compiled_cpu.packing import PackedStack, Packer
 from mtp_kernels.decoder.compiled_cpu.passes import Projection
 from mtp_kernels.decoder.compiled_cpu.rows import (
     BLOCK_ROWS,
     block_of,
     copy,
-    panel_of,
+    panel_in,
     panels_of,
 )
 from mtp_kernels.decoder.compiled_cpu.scratch import make_scratch, planned
@@ -30,7 +32,6 @@ from mtp_kernels.decoder.compiled_cpu.weights import (
     LAYER,
     PackedLayer,
     PackedLayers,
-    Packer,
     pack_layer,
 )
 
@@ -40,15 +41,15 @@ class _Mlp:
     """A shared expert, or a dense layer's MLP: gate and up as a table [1] of LAYER, and down."""
 
     table: np.ndarray
-    packed: np.ndarray  # owns what the table points to
+    packed: PackedStack  # owns what the table points to
     inner: int
     down: Projection
 
     @classmethod
     def of(cls, gate_up: Matrix, down: Matrix, packer: Packer) -> _Mlp:
-        packed, inner = packer.alternating(gate_up), gate_up.shape[1] // 2
+        packed, inner = packer.stack(gate_up, parts=2), gate_up.shape[1] // 2
         table = np.zeros(1, LAYER)
-        table["gate_up"], table["inner"] = packed.ctypes.data, inner
+        table["gate_up"], table["inner"] = packed.table.ctypes.data, inner
         return cls(table, packed, inner, Projection.packed(down, packer))
 
 
@@ -128,7 +129,8 @@ class ShardedPass:
         packed = self._decoder.layers[layer].layer
         shape = packed.shapes["output"]
         assert shape is not None, "every layer has one"
-        panel = Panel(int(packed.record["output"][0]), shape[1], self._sizes.entry_bytes)
+        at, form = (int(packed.record[name][0]) for name in ("output", "output_form"))
+        panel = Panel(at, shape[1], form)
         return Projection(shape[0], panel)(values)
 
     def picked(self, layer: int) -> torch.Tensor | None:
@@ -210,8 +212,7 @@ def run_down(member: Any, table: Any, sizes: Any, inner_values: Any, ends: Any, 
         column = panel * PANEL
         size = min(PANEL, out.shape[1] - column)
         for expert in range(ends.size - 1):
-            number = expert * panels + panel
-            packed = panel_of(layer.expert_down, number, layer.inner, sizes.entry_bytes)
+            packed = panel_in(layer.expert_down, expert, panel, layer.inner)
             for start in range(ends[expert], ends[expert + 1], BLOCK_ROWS):
                 block = block_of(inputs, start, ends[expert + 1])
                 multiply_panel(block, packed, address(made), PANEL)

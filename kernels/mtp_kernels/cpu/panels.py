@@ -1,0 +1,339 @@
+"""Products with packed weights, written for vector registers: panels of 32 outputs.
+
+Every result is one chain of fused multiply-adds in a fixed order, whatever other rows are computed
+beside it, so that a row's bits never depend on its batch. A panel holds float32, bf16, or codes
+with scales; a product expands them in registers. Which of them is known when they are multiplied,
+not when they are compiled, so that code is compiled once for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from llvmlite import binding, ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, register_jitable
+
+from mtp_kernels.cpu.code import (
+    FLOAT,
+    FLOAT_BYTES,
+    LANES,
+    PAIRS,
+    VECTOR,
+    bytes_of,
+    fma,
+    integer,
+    load,
+    loop,
+    prefetch,
+    row_at,
+    splat,
+    store,
+    widened,
+)
+from mtp_kernels.cpu.jit import inner
+from mtp_kernels.cpu.vectors import Rows, from_row
+
+PANEL = 2 * LANES  # columns of a packed weight that one product makes
+SCALE_BYTES = PANEL * FLOAT_BYTES  # of a group
+AHEAD = 16  # steps before which rows of a weight are asked for
+
+# Kinds of panels. Of codes, rows [g, 32] of a group follow the group's scales [32] in float32.
+FLOAT32 = 0
+BF16 = 1  # a row holds its two vectors entry by entry, in pairs
+INT8 = 2  # two's complement
+FP8 = 3  # e4m3
+INT4 = 4  # two's complement; 8 rows are two vectors of words, the first row in the lowest bits
+_KIND_BITS = 3
+# Rows of codes that are multiplied in one step, of which panels and groups have a multiple.
+STEP_ROWS = {INT8: 4, FP8: 4, INT4: 8}
+
+_LINE_BYTES = 64  # of a cache
+_BYTES = ir.VectorType(ir.IntType(8), LANES)
+_E4M3_BITS = 0x87F00000  # sign, exponent and mantissa where float32 has them
+_E4M3_FACTOR = 2.0**120  # between the biases of both exponents
+
+
+class Panel(NamedTuple):
+    """PANEL columns of a packed weight: their address, the number of rows, and their form."""
+
+    at: Any
+    count: Any
+    form: Any
+
+
+def form_of(kind: int, group: int = 0) -> int:
+    """Return the form of panels of a kind; codes have scales for each group of rows."""
+    return kind | group << _KIND_BITS
+
+
+@register_jitable
+def kind_of(form: int) -> int:
+    """Return the kind of a form."""
+    return form & ((1 << _KIND_BITS) - 1)
+
+
+@register_jitable
+def group_of(form: int) -> int:
+    """Return the rows of codes that share a scale."""
+    return form >> _KIND_BITS
+
+
+@register_jitable
+def row_bytes(kind: int) -> int:
+    """Return the bytes of a row of a panel."""
+    if kind == FLOAT32:
+        return 4 * PANEL
+    if kind == BF16:
+        return 2 * PANEL
+    return PANEL // 2 if kind == INT4 else PANEL
+
+
+@register_jitable
+def group_bytes(form: int) -> int:
+    """Return the bytes of a group of codes and its scales."""
+    return SCALE_BYTES + group_of(form) * row_bytes(kind_of(form))
+
+
+@register_jitable
+def panel_bytes(form: int, depth: int) -> int:
+    """Return the bytes of a panel of a number of rows; the last group of codes is a whole one."""
+    if kind_of(form) <= BF16:
+        return depth * row_bytes(kind_of(form))
+    return -(-depth // group_of(form)) * group_bytes(form)
+
+
+Columns = list[tuple[Any, Any]]  # both vectors of each row
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """Code that reads rows of a kind, `rows` in one step of `bytes` bytes.
+
+    has_scales: the sums of products are multiplied by scales.
+    """
+
+    rows: int
+    bytes: int
+    read: Callable[[Any, Any], Columns]
+    has_scales: bool = True
+
+
+def _read_floats(builder: Any, at: Any) -> Columns:
+    first, second = (
+        load(builder, builder.add(at, integer(c * FLOAT_BYTES)), VECTOR) for c in (0, LANES)
+    )
+    return [(first, second)]
+
+
+def _read_bf16(builder: Any, at: Any) -> Columns:
+    return [widened(builder, load(builder, at, PAIRS))]
+
+
+def _read_bytes(builder: Any, at: Any, number: Callable[[Any, Any], Any]) -> Columns:
+    """Read four rows of bytes, each extended with its sign, as numbers."""
+    columns = []
+    for start in range(0, 4 * PANEL, PANEL):
+        halves = [
+            builder.sext(load(builder, builder.add(at, integer(start + half)), _BYTES), PAIRS)
+            for half in (0, LANES)
+        ]
+        columns.append((number(builder, halves[0]), number(builder, halves[1])))
+    return columns
+
+
+def _integers(builder: Any, codes: Any) -> Any:
+    return builder.sitofp(codes, VECTOR)
+
+
+def _e4m3(builder: Any, codes: Any) -> Any:
+    """Values of codes: the factor comes before any sum, which subnormal numbers would not bear."""
+    bits = builder.and_(builder.shl(codes, _all(20)), _all(_E4M3_BITS))
+    factor = ir.Constant(VECTOR, [_E4M3_FACTOR] * LANES)
+    return builder.fmul(builder.bitcast(bits, VECTOR), factor)
+
+
+def _read_int8(builder: Any, at: Any) -> Columns:
+    return _read_bytes(builder, at, _integers)
+
+
+def _read_fp8(builder: Any, at: Any) -> Columns:
+    return _read_bytes(builder, at, _e4m3)
+
+
+def _read_int4(builder: Any, at: Any) -> Columns:
+    """Read eight rows, whose codes are the lowest bits of words that move down."""
+    words = [load(builder, builder.add(at, integer(c * FLOAT_BYTES)), PAIRS) for c in (0, LANES)]
+    columns = []
+    for row in range(8):
+        moved = [builder.lshr(word, _all(4 * row)) if row else word for word in words]
+        columns.append((_nibbles(builder, moved[0]), _nibbles(builder, moved[1])))
+    return columns
+
+
+def _nibbles(builder: Any, words: Any) -> Any:
+    """The lowest four bits of words as numbers: looked up where the CPU can."""
+    if binding.get_host_cpu_features().get("avx512f", False):
+        table = [float(code - 16 * (code > 7)) for code in range(16)]
+        kind = ir.FunctionType(VECTOR, [VECTOR, PAIRS])
+        name = "llvm.x86.avx512.permvar.sf.512"
+        look_up = cgutils.get_or_insert_function(builder.module, kind, name)
+        return builder.call(look_up, [ir.Constant(VECTOR, table), words])
+    signed = builder.ashr(builder.shl(words, _all(28)), _all(28))
+    return builder.sitofp(signed, VECTOR)
+
+
+def _all(value: int) -> Any:
+    return ir.Constant(PAIRS, [value] * LANES)
+
+
+# How rows are stored, by the type of a product's argument `kind`.
+_FLOATS, _PAIRS, _INT8, _FP8, _INT4 = (
+    np.float32(0), np.uint16(0), np.int8(0), np.uint8(0), np.int16(0)
+)  # fmt: skip
+_STORED = {
+    types.float32: _Stored(1, 4 * PANEL, _read_floats, has_scales=False),
+    types.uint16: _Stored(1, 2 * PANEL, _read_bf16, has_scales=False),
+    types.int8: _Stored(4, 4 * PANEL, _read_int8),
+    types.uint8: _Stored(4, 4 * PANEL, _read_fp8),
+    types.int16: _Stored(8, 4 * PANEL, _read_int4),
+}
+
+
+def _step(builder: Any, stored: _Stored, x: Any, x_bytes: Any, w: Any, w_bytes: Any) -> Any:
+    """Code that adds a step's products to the sums of all rows."""
+
+    def step(number: Any, sums: list[Any]) -> list[Any]:
+        weight = builder.add(w, builder.mul(number, w_bytes))
+        ahead = row_at(builder, weight, w_bytes, AHEAD)
+        for line in range(0, stored.bytes, _LINE_BYTES):
+            prefetch(builder, builder.add(ahead, integer(line)))
+        entry = builder.add(x, builder.mul(number, integer(stored.rows * FLOAT_BYTES)))
+        sums = [*sums]
+        for k, columns in enumerate(stored.read(builder, weight)):
+            for r in range(len(sums) // 2):
+                at = builder.add(row_at(builder, entry, x_bytes, r), integer(k * FLOAT_BYTES))
+                factor = splat(builder, load(builder, at, FLOAT))
+                for c in (0, 1):
+                    sums[2 * r + c] = fma(builder, factor, columns[c], sums[2 * r + c])
+        return sums
+
+    return step
+
+
+def _product(rows: int) -> Any:
+    """out[r, :PANEL] = sum over k of x[r, k] * w[k, :PANEL], k in order; added to if `add`.
+
+    The type of `kind` is how w is stored; of codes, the sum is multiplied by the scales.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        x, x_stride, w, w_stride, _, scales, depth, out, out_stride, add = arguments
+        stored = _STORED[signature.args[4]]
+        x_bytes, out_bytes = (bytes_of(builder, s) for s in (x_stride, out_stride))
+        w_bytes = integer(stored.bytes)
+        if stored.rows == 1:  # rows of floats may lie in a wider matrix
+            w_bytes = builder.mul(w_stride, integer(stored.bytes // PANEL))
+        outs = [row_at(builder, out, out_bytes, r, c) for r in range(rows) for c in (0, LANES)]
+        zero = ir.Constant(VECTOR, None)
+        adds = builder.icmp_signed("!=", add, integer(0))
+
+        def before() -> list[Any]:
+            return [builder.select(adds, load(builder, at, VECTOR), zero) for at in outs]
+
+        starts = [zero] * len(outs) if stored.has_scales else before()
+        steps = builder.udiv(depth, integer(stored.rows))
+        step = _step(builder, stored, x, x_bytes, w, w_bytes)
+        sums = loop(builder, steps, starts, step)
+        if stored.has_scales:
+            lines = [
+                load(builder, row_at(builder, scales, integer(0), 0, c), VECTOR) for c in (0, LANES)
+            ]
+            pairs = enumerate(zip(sums, before(), strict=True))
+            sums = [fma(builder, made, lines[i % 2], old) for i, (made, old) in pairs]
+        for value, at in zip(sums, outs, strict=True):
+            store(builder, value, at)
+        return context.get_dummy_value()
+
+    def product(
+        typing: Any,
+        x: Any,
+        x_row: Any,
+        w: Any,
+        w_row: Any,
+        kind: Any,
+        scales: Any,
+        depth: Any,
+        out: Any,
+        row: Any,
+        add: Any,
+    ) -> Any:
+        return types.void(*[types.int64] * 4, kind, *[types.int64] * 5), codegen
+
+    return intrinsic(product)
+
+
+_PRODUCT_1, _PRODUCT_2, _PRODUCT_3, _PRODUCT_4 = (_product(rows) for rows in (1, 2, 3, 4))
+_PRODUCT_5, _PRODUCT_6, _PRODUCT_7, _PRODUCT_8 = (_product(rows) for rows in (5, 6, 7, 8))
+
+
+@inner
+def multiply(x: Any, w: Any, out: Any, out_stride: Any, add: Any) -> None:
+    """Write out[r, :PANEL] = sum over k of x[r, k] * w[k, :PANEL], added to out if `add` is not 0.
+
+    x and w are Rows of floats, the latter as many as x has columns; out is an address.
+    """
+    _multiply(x, w, _FLOATS, 0, out, out_stride, add)
+
+
+@inner
+def multiply_panel(x: Any, panel: Any, out: Any, out_stride: Any) -> None:
+    """Write out[r, :PANEL] = sum over k of x[r, k] * panel[k] for Rows x and a Panel."""
+    kind, weight = kind_of(panel.form), Rows(panel.at, PANEL, panel.count)
+    if kind == FLOAT32:
+        _multiply(x, weight, _FLOATS, 0, out, out_stride, 0)
+    elif kind == BF16:
+        _multiply(x, weight, _PAIRS, 0, out, out_stride, 0)
+    else:
+        _multiply_groups(x, panel, kind, out, out_stride)
+
+
+@inner
+def _multiply_groups(x: Any, panel: Any, kind: Any, out: Any, out_stride: Any) -> None:
+    """Multiply with the codes of one group after the other, each sum times the group's scales."""
+    group, size, at = group_of(panel.form), group_bytes(panel.form), panel.at
+    for first in range(0, panel.count, group):
+        part = Rows(x.at + FLOAT_BYTES * first, x.stride, x.count)
+        codes = Rows(at + SCALE_BYTES, PANEL, min(group, panel.count - first))
+        if kind == INT4:
+            _multiply(part, codes, _INT4, at, out, out_stride, first)
+        elif kind == INT8:
+            _multiply(part, codes, _INT8, at, out, out_stride, first)
+        else:
+            _multiply(part, codes, _FP8, at, out, out_stride, first)
+        at += size
+
+
+@inner
+def _multiply(x: Any, w: Any, kind: Any, scales: Any, out: Any, stride: Any, add: Any) -> None:
+    while x.count >= 8:
+        _PRODUCT_8(x.at, x.stride, w.at, w.stride, kind, scales, w.count, out, stride, add)
+        x, out = from_row(x, 8), out + FLOAT_BYTES * 8 * stride
+    if x.count == 1:
+        _PRODUCT_1(x.at, x.stride, w.at, w.stride, kind, scales, w.count, out, stride, add)
+    elif x.count == 2:
+        _PRODUCT_2(x.at, x.stride, w.at, w.stride, kind, scales, w.count, out, stride, add)
+    elif x.count == 3:
+        _PRODUCT_3(x.at, x.stride, w.at, w.stride, kind, scales, w.count, out, stride, add)
+    elif x.count == 4:
+        _PRODUCT_4(x.at, x.stride, w.at, w.stride, kind, scales, w.count, out, stride, add)
+    elif x.count == 5:
+        _PRODUCT_5(x.at, x.stride, w.at, w.stride, kind, scales, w.count, out, stride, add)
+    elif x.count == 6:
+        _PRODUCT_6(x.at, x.stride, w.at, w.stride, kind, scales, w.count, out, stride, add)
+    elif x.count == 7:
+        _PRODUCT_7(x.at, x.stride, w.at, w.stride, kind, scales, w.count, out, stride, add)

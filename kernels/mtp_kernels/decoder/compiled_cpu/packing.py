@@ -1,0 +1,217 @@
+"""Packing of matrices for compiled code: panels of 32 outputs, one copy, filled row by row as a
+matrix is read.
+
+What is stored as codes or bf16 stays so; other matrices are kept in float32 or bf16, but for
+routers, whose choices depend on every bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+
+from mtp_kernels.cpu.code import LANES
+from mtp_kernels.cpu.jit import compiled
+from mtp_kernels.cpu.memory import Arena
+from mtp_kernels.cpu.panels import (
+    BF16,
+    FLOAT32,
+    FP8,
+    INT4,
+    INT8,
+    PANEL,
+    SCALE_BYTES,
+    STEP_ROWS,
+    form_of,
+    group_bytes,
+    group_of,
+    kind_of,
+    panel_bytes,
+)
+from mtp_kernels.cpu.team import process_team, share
+from mtp_kernels.decoder import Matrix, Piece, pieces_of
+from mtp_kernels.decoder.compiled_cpu.rows import panels_of
+from mtp_kernels.quantize.row_codes import RowCodes
+
+# Kinds of panels by the dtype of what they hold.
+_FLOATS = {torch.float32: FLOAT32, torch.bfloat16: BF16}
+_CODES = {torch.int8: INT8, torch.float8_e4m3fn: FP8, torch.int32: INT4}
+_WORDS = {INT4: np.int32}  # in which codes are moved; others as bytes
+_MOVE_COST = 4  # multiplications that take as long as to move a word
+
+
+@dataclass(frozen=True)
+class PackedMatrix:
+    """Panels [..., bytes] of matrices, side by side, and their form."""
+
+    panels: np.ndarray
+    form: int
+
+
+@dataclass(frozen=True)
+class PackedStack:
+    """Matrices, each of a form of its own: their panels, and a table [e, 2] of addresses and forms
+    that compiled code is given."""
+
+    panels: tuple[np.ndarray, ...]
+    table: np.ndarray
+
+
+@dataclass(frozen=True)
+class Packer:
+    """Packs matrices side by side into an arena; those that are float32 in a dtype, float32 or bf16
+    (rounded to nearest)."""
+
+    arena: Arena
+    dtype: torch.dtype
+
+    def matrix(self, matrix: Matrix) -> PackedMatrix:
+        """Return [..., out, in] as panels [..., out / 32, bytes], zeros past the last output."""
+        *several, rows, columns = matrix.shape
+        form, pieces = self._form(columns, pieces_of(matrix))
+        size = panel_bytes(form, columns)
+        place = self.arena.take(*several, panels_of(rows), size, dtype=np.uint8)
+        _fill([*place.reshape(-1, *place.shape[-2:])], form, rows, pieces)
+        return PackedMatrix(place, form)
+
+    def stack(self, matrix: Matrix, parts: int = 1) -> PackedStack:
+        """Return matrices [e, out, in] as panels [out / parts / 32, parts, bytes]: panels of all
+        parts of the outputs, as of gate and up, in turn."""
+        number, outputs, columns = matrix.shape
+        rows, pieces = outputs // parts, _cut(pieces_of(matrix), outputs)
+        made = []
+        for _ in range(number):
+            form, own = self._form(columns, _first(pieces, outputs))
+            size = panel_bytes(form, columns)
+            place = self.arena.take(panels_of(rows), parts, size, dtype=np.uint8)
+            _fill([place[:, part] for part in range(parts)], form, rows, own)
+            made.append((place, form))
+        if next(pieces, None) is not None:
+            raise ValueError(f"matrix: expected {number * outputs} rows, found more")
+        table = np.array([(place.ctypes.data, form) for place, form in made], np.int64)
+        return PackedStack(tuple(place for place, _ in made), table.reshape(-1, 2))
+
+    def vector(self, values: torch.Tensor) -> np.ndarray:
+        """Return a copy of a vector, in float32."""
+        place = self.arena.take(*values.shape)
+        place[...] = values.numpy()
+        return place
+
+    def _form(self, columns: int, pieces: Iterator[Piece]) -> tuple[int, Iterator[Piece]]:
+        """Return the form that rows are kept in, and the rows."""
+        first = next(pieces, None)
+        if first is None:
+            return form_of(_FLOATS[self.dtype]), iter(())
+        pieces = chain([first], pieces)
+        if isinstance(first, RowCodes):
+            kind = _CODES[first.codes.dtype]
+            if columns % STEP_ROWS[kind] == 0 == first.group % STEP_ROWS[kind]:
+                return form_of(kind, first.group), pieces
+            pieces = map(_dense, pieces)
+        elif first.dtype is torch.bfloat16:
+            return form_of(BF16), pieces
+        return form_of(_FLOATS[self.dtype]), pieces
+
+
+def _dense(piece: Piece) -> torch.Tensor:
+    return piece.values() if isinstance(piece, RowCodes) else piece
+
+
+def _cut(pieces: Iterator[Piece], rows: int) -> Iterator[Piece]:
+    """Yield pieces that end where matrices of a number of rows do."""
+    at = 0
+    for piece in pieces:
+        while len(piece):
+            part, piece = piece[: rows - at % rows], piece[rows - at % rows :]
+            at += len(part)
+            yield part
+
+
+def _first(pieces: Iterator[Piece], rows: int) -> Iterator[Piece]:
+    """Yield the pieces of the next matrix."""
+    while rows > 0 and (piece := next(pieces, None)) is not None:
+        rows -= len(piece)
+        yield piece
+
+
+def _fill(places: Sequence[np.ndarray], form: int, rows: int, pieces: Iterator[Piece]) -> None:
+    """Write matrices of a number of rows, as they are read, to the panels of each."""
+    for panels in places if rows % PANEL else ():
+        panels[-1] = 0
+    at, end = 0, rows * len(places)
+    for piece in pieces:
+        while len(piece) and at < end:
+            number, start = divmod(at, rows)
+            part, piece = piece[: rows - start], piece[rows - start :]
+            _write(places[number], form, start, part)
+            at += len(part)
+        at += len(piece)
+    if at != end:
+        raise ValueError(f"matrix: expected {end} rows, found {at}")
+
+
+def _write(panels: np.ndarray, form: int, start: int, rows: Piece) -> None:
+    """Write rows of a matrix, from one on, to its panels."""
+    if isinstance(rows, RowCodes):
+        _write_codes(panels, form, start, rows)
+    else:
+        _write_floats(panels, form, start, rows)
+
+
+def _write_floats(panels: np.ndarray, form: int, start: int, rows: torch.Tensor) -> None:
+    """Write rows [n, in] to panels [panel, in, 32]: as columns."""
+    count, columns = len(panels), rows.shape[1]
+    lines: np.ndarray
+    if kind_of(form) == BF16:
+        rows = rows.bfloat16().view(torch.int16)
+        lines = panels.view(np.int16).reshape(count, columns, LANES, 2).swapaxes(-1, -2)
+    else:
+        lines = panels.view(np.float32).reshape(count, columns, 1, PANEL)
+    source, stop = rows.numpy().T, start + len(rows)
+    parts, width = lines.shape[-2:]
+    for number in range(start // width, -(-stop // width)):
+        first, last = max(start, number * width), min(stop, (number + 1) * width)
+        lanes = slice(first - number * width, last - number * width)
+        line = lines[number // parts, :, number % parts]
+        line[:, lanes] = source[:, first - start : last - start]
+
+
+def _write_codes(panels: np.ndarray, form: int, start: int, rows: RowCodes) -> None:
+    """Write rows of codes: of each group the scales, then the codes, all as columns."""
+    if rows.group != group_of(form) or _CODES[rows.codes.dtype] != kind_of(form):
+        raise ValueError("matrix: expected rows in one form, found several")
+    word = _WORDS.get(kind_of(form), np.uint8)
+    codes = rows.codes.contiguous().view(torch.uint8).numpy().view(word)
+    step = group_bytes(form) // np.dtype(word).itemsize
+    words = (group_bytes(form) - SCALE_BYTES) // PANEL // np.dtype(word).itemsize
+    groups = rows.scale.shape[1]
+    lines = panels.view(word).reshape(len(panels), groups, step)
+    scales = panels.view(np.float32).reshape(len(panels), groups, -1)
+    scale, team = rows.scale.contiguous().numpy(), process_team()
+    threads = team.threads_for(codes.size * _MOVE_COST)
+    team.run(write_columns, threads, codes, scale, start, words, lines, scales)
+
+
+@compiled
+def write_columns(
+    member: Any, codes: Any, scale: Any, start: Any, words: Any, lines: Any, scales: Any
+) -> None:
+    """Write codes [n, in] and scale [n, groups], from row `start` of the panels on."""
+    first_panel, stop = start // PANEL, start + codes.shape[0]
+    first, last = share(member, -(-stop // PANEL) - first_panel)
+    head = lines.shape[2] - words * PANEL
+    for panel in range(first_panel + first, first_panel + last):
+        low, high = max(start, panel * PANEL), min(stop, (panel + 1) * PANEL)
+        for group in range(lines.shape[1]):
+            line, width = lines[panel, group], min(words, codes.shape[1] - group * words)
+            for row in range(low, high):
+                scales[panel, group, row - panel * PANEL] = scale[row - start, group]
+                source = codes[row - start, group * words : group * words + width]
+                at = head + row - panel * PANEL
+                for word in range(width):
+                    line[at + word * PANEL] = source[word]

@@ -1,0 +1,80 @@
+"""Rows of quantized weights in one form, whatever layout they are stored in: codes that are numbers
+themselves, and float32 scales of each row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mtp_kernels.quantize import checks
+from mtp_kernels.quantize.layouts import (
+    BLOCK,
+    SIGN_BITS,
+    Fp8Block,
+    Fp8Channel,
+    Int4Group,
+    Int8Channel,
+    QuantizedWeight,
+    W4AFp8,
+)
+
+_WORD_CODES = 8
+_BYTE_SIGN = -128  # code + 128 and the two's complement differ in a byte's sign
+
+
+@dataclass(frozen=True)
+class RowCodes:
+    """Rows [n, K] of a matrix: a number is its code times its row's scale for its group of columns.
+
+    codes: int8 or float8_e4m3fn [n, K], or of 4 bits int32 [n, K/8], eight two's complements, the
+    first in the lowest bits. scale float32 [n, ceil(K/group)].
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    group: int
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def __getitem__(self, rows: slice) -> RowCodes:
+        return RowCodes(self.codes[rows], self.scale[rows], self.group)
+
+    @property
+    def columns(self) -> int:
+        """The columns of the matrix."""
+        return self.codes.shape[1] * (_WORD_CODES if self.codes.dtype is torch.int32 else 1)
+
+    def values(self) -> torch.Tensor:
+        """Return the numbers [n, K] in float32."""
+        codes = self.codes
+        if codes.dtype is torch.int32:
+            nibbles = [codes << (28 - 4 * code) >> 28 for code in range(_WORD_CODES)]
+            codes = torch.stack(nibbles, dim=-1).flatten(1)
+        scale = self.scale.repeat_interleave(self.group, dim=1)[:, : self.columns]
+        return codes.float() * scale
+
+
+def row_codes(weight: QuantizedWeight) -> RowCodes:
+    """Return a stored weight as rows of codes (ValueError for damaged codes or scales)."""
+    match weight:
+        case Fp8Block():
+            codes, scale = checks.check_fp8_block(weight)
+            checks.check_e4m3(codes)
+            rows = scale.repeat_interleave(BLOCK, dim=0)[: len(codes)]
+            return RowCodes(codes, rows, BLOCK)
+        case Fp8Channel():
+            codes, scale = checks.check_fp8_channel(weight)
+            checks.check_e4m3(codes)
+            return RowCodes(codes, scale, codes.shape[1])
+        case Int8Channel():
+            packed, scale = checks.check_packed(weight)
+            codes = packed.view(torch.int8) ^ _BYTE_SIGN
+            return RowCodes(codes, scale, codes.shape[1])
+        case Int4Group() | W4AFp8():
+            packed, scale = checks.check_packed(weight)
+            pairs = packed.view(torch.int8)
+            if isinstance(weight, Int4Group):
+                pairs = pairs ^ SIGN_BITS
+            return RowCodes(pairs.view(torch.int32), scale, 2 * pairs.shape[1] // scale.shape[1])
