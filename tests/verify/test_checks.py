@@ -36,7 +36,8 @@ def test_every_check_has_its_module(check: Check) -> None:
 
 
 def test_the_page_lists_every_check_in_order() -> None:
-    rows = re.findall(r"^\| (?:`\w+`)? ?\| `(\w+)` \|", DOCS.read_text(), re.M)
+    checks = DOCS.read_text().partition("\n## JSON")[0]
+    rows = re.findall(r"^\| (?:`\w+`)? ?\| `(\w+)` \|", checks, re.M)
     assert rows == list(CHECKS)
 
 
