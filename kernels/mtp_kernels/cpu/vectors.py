@@ -105,24 +105,22 @@ block_max = _block(larger)
 block_sum = _block(added)
 
 
-@intrinsic
-def floats(typing: Any, address: Any) -> Any:
-    """Return the address as a pointer for numba.carray."""
+def _pointer(kind: Any, stored: Any) -> Any:
+    """Return what gives an address as a pointer to numbers of a kind, for numba.carray."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], FLOAT.as_pointer())
+        return builder.inttoptr(arguments[0], stored.as_pointer())
 
-    return types.CPointer(types.float32)(types.int64), codegen
+    def pointer(typing: Any, address: Any) -> Any:
+        return types.CPointer(kind)(types.int64), codegen
+
+    return intrinsic(pointer)
 
 
-@intrinsic
-def integers(typing: Any, address: Any) -> Any:
-    """Return the address as a pointer to int64 for numba.carray."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], INT.as_pointer())
-
-    return types.CPointer(types.int64)(types.int64), codegen
+floats: Any = _pointer(types.float32, FLOAT)
+integers: Any = _pointer(types.int64, INT)
+words: Any = _pointer(types.uint32, ir.IntType(32))
+halves: Any = _pointer(types.uint16, ir.IntType(16))
 
 
 def _address(typing: Any, array: Any) -> Any:

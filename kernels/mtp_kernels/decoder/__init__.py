@@ -215,7 +215,7 @@ class RecursionParts:
     """
 
     decoder: Decoder
-    embedding: torch.Tensor  # [vocab, d] float32
+    embedding: torch.Tensor  # [vocab, d] float32 or bf16
     inputs: ModuleInputs
     head_norm: RowStep
     head: Projection  # [T, d] -> [T, n]

@@ -184,6 +184,9 @@ def check_parts(config: DecoderConfig, layer: PackedLayer, parts: RecursionParts
         )
     tokens = parts.tokens
     check_tensor("tokens", tokens, shape=("n",), dtypes=INDEX, device=torch.device("cpu"))
+    check_shape(
+        "embedding", parts.embedding, ("vocab", config.hidden), (torch.float32, torch.bfloat16)
+    )
     check_range("tokens", tokens.tolist(), len(parts.embedding))
 
 

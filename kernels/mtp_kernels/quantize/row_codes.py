@@ -20,26 +20,28 @@ from mtp_kernels.quantize.layouts import (
 )
 
 _WORD_CODES = 8
-_BYTE_SIGN = -128  # code + 128 and the two's complement differ in a byte's sign
+_BYTE_SIGN = 0x80  # code + 128 and the two's complement differ in a byte's sign
 
 
 @dataclass(frozen=True)
 class RowCodes:
     """Rows [n, K] of a matrix: a number is its code times its row's scale for its group of columns.
 
-    codes: int8 or float8_e4m3fn [n, K], or of 4 bits int32 [n, K/8], eight two's complements, the
-    first in the lowest bits. scale float32 [n, ceil(K/group)].
+    codes: int8 or float8_e4m3fn [n, K], or of 4 bits int32 [n, K/8], eight of them, the first in
+    the lowest bits; two's complements once the bits of `flip` are turned over in every byte. scale
+    float32 [n, ceil(K/group)].
     """
 
     codes: torch.Tensor
     scale: torch.Tensor
     group: int
+    flip: int = 0
 
     def __len__(self) -> int:
         return len(self.codes)
 
     def __getitem__(self, rows: slice) -> RowCodes:
-        return RowCodes(self.codes[rows], self.scale[rows], self.group)
+        return RowCodes(self.codes[rows], self.scale[rows], self.group, self.flip)
 
     @property
     def columns(self) -> int:
@@ -49,6 +51,8 @@ class RowCodes:
     def values(self) -> torch.Tensor:
         """Return the numbers [n, K] in float32."""
         codes = self.codes
+        if self.flip:
+            codes = (codes.contiguous().view(torch.uint8) ^ self.flip).view(codes.dtype)
         if codes.dtype is torch.int32:
             nibbles = [codes << (28 - 4 * code) >> 28 for code in range(_WORD_CODES)]
             codes = torch.stack(nibbles, dim=-1).flatten(1)
@@ -70,11 +74,9 @@ def row_codes(weight: QuantizedWeight) -> RowCodes:
             return RowCodes(codes, scale, codes.shape[1])
         case Int8Channel():
             packed, scale = checks.check_packed(weight)
-            codes = packed.view(torch.int8) ^ _BYTE_SIGN
-            return RowCodes(codes, scale, codes.shape[1])
+            return RowCodes(packed.view(torch.int8), scale, packed.shape[1], _BYTE_SIGN)
         case Int4Group() | W4AFp8():
             packed, scale = checks.check_packed(weight)
-            pairs = packed.view(torch.int8)
-            if isinstance(weight, Int4Group):
-                pairs = pairs ^ SIGN_BITS
-            return RowCodes(pairs.view(torch.int32), scale, 2 * pairs.shape[1] // scale.shape[1])
+            group = 2 * packed.shape[1] // scale.shape[1]
+            flip = SIGN_BITS & 0xFF if isinstance(weight, Int4Group) else 0
+            return RowCodes(packed.view(torch.int32), scale, group, flip)

@@ -24,13 +24,11 @@ class Embedding(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class EmbeddingTable:
-    """Embeddings of the whole vocabulary in memory [vocab, d]."""
+    """Embeddings of the whole vocabulary in memory [vocab, d], as they are stored; dtype is that of
+    the rows that are looked up."""
 
     weight: torch.Tensor
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.weight.dtype
+    dtype: torch.dtype
 
     @property
     def device(self) -> torch.device:
@@ -38,4 +36,4 @@ class EmbeddingTable:
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the embeddings [T, d] of tokens [T]."""
-        return F.embedding(tokens, self.weight)
+        return F.embedding(tokens, self.weight).to(self.dtype)

@@ -126,7 +126,7 @@ class VocabParallelEmbedding:
     """Embeddings of a vocabulary of which every rank has the rows [n, d] of some tokens."""
 
     def __init__(self, local: torch.Tensor, vocab: int, group: Group) -> None:
-        self._table, self._group = EmbeddingTable(local), group
+        self._table, self._group = EmbeddingTable(local, local.dtype), group
         self._parts = group.split.parts(vocab)
 
     @property

@@ -179,7 +179,9 @@ class WeightSource:
             local = self.weight(module, self.split.part(vocab)).dequantize(self.dtype)
             return VocabParallelEmbedding(local, vocab, self.parallel.group)
         if not self.on_demand:
-            return EmbeddingTable(self.tensor(name))
+            stored = self.raw(name)
+            kept = stored if stored.itemsize <= self.dtype.itemsize else stored.to(self.dtype)
+            return EmbeddingTable(kept, self.dtype)
         self._note(name)
         self._check_plain(name)
         return EmbeddingOnDemand(self._on_disk(name), self.dtype, self.device, self._readers)

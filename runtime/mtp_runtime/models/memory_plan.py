@@ -142,7 +142,10 @@ def _sizes(
         ):
             continue
         ranks = source.split.size if len(spec.shape) == 2 else 1
-        if spec.role is Role.EMBEDDING or len(spec.shape) != 2 or spec.role is Role.ROUTER:
+        if spec.role is Role.EMBEDDING:
+            stored = sum(tensor.size_bytes for tensor in weight.tensors)
+            yield min(stored, prod(spec.shape) * source.dtype.itemsize) // ranks, False
+        elif len(spec.shape) != 2 or spec.role is Role.ROUTER:
             yield prod(spec.shape) * source.dtype.itemsize // ranks, False
         elif dense is None:
             yield sum(tensor.size_bytes for tensor in weight.tensors) // ranks, False

@@ -361,7 +361,7 @@ class Recursion:
             if len(drafts) == count:
                 return drafts
             source = normed if parts.recycles_normed else hidden
-            token = parts.embedding[drafts[-1]][None]
+            token = parts.embedding[drafts[-1]][None].float()
             stream, attention_input = parts.inputs.joined(token, source)
             hidden = stream.clone(memory_format=torch.contiguous_format)  # overwritten by the layer
             layout = one_row(start + len(drafts), page_table, kv_cache.shape[2])

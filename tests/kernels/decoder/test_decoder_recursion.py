@@ -85,7 +85,9 @@ def prepare(
     )
 
 
+EMBEDDING = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(8))
 CASES: dict[str, tuple[Case, dict[str, Any]]] = {
+    "embedding in bf16": (LATENT, {"embedding": EMBEDDING.bfloat16()}),
     "latent": (LATENT, {}),
     "grouped": (grouped(LATENT), {}),
     "rows given": (TAKEN, {}),

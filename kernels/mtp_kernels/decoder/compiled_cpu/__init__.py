@@ -14,7 +14,7 @@ import torch
 
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.cpu.memory import Arena
-from mtp_kernels.cpu.panels import PANEL, Panel
+from mtp_kernels.cpu.panels import PANEL, Panel, form_of
 from mtp_kernels.cpu.team import process_team
 from mtp_kernels.decoder import (
     DecoderConfig,
@@ -33,7 +33,7 @@ from mtp_kernels.decoder.checks import (
     check_weights,
 )
 from mtp_kernels.decoder.compiled_cpu.attention import Scratch
-from mtp_kernels.decoder.compiled_cpu.packing import Packer
+from mtp_kernels.decoder.compiled_cpu.packing import FLOATS, Packer
 from mtp_kernels.decoder.compiled_cpu.passes import Norm, Projection, best_product, whole_product
 from mtp_kernels.decoder.compiled_cpu.recursion import (
     Chains,
@@ -168,9 +168,10 @@ class Recursion:
             raise TypeError("recursion: expected parts of compiled_cpu, found another backend's")
         check_parts(parts.decoder.config, parts.decoder.layers[0], parts)
         check_shape("tokens", parts.tokens, (parts.head.outputs,), (torch.int64,))
-        self._decoder = parts.decoder
+        self._decoder, self._embedding = parts.decoder, parts.embedding.contiguous()
+        table = self._embedding
         self._module = Module(
-            embedding=parts.embedding.numpy(),
+            embedding=Panel(table.data_ptr(), table.shape[1], form_of(FLOATS[table.dtype])),
             embedding_norm=inputs.embedding_norm.weight,
             hidden_norm=inputs.hidden_norm.weight,
             projection=Panel(0, 0, 0) if projection is None else projection.first_panel,

@@ -28,7 +28,6 @@ from mtp_kernels.cpu.panels import (
     SCALE_BYTES,
     STEP_ROWS,
     form_of,
-    group_bytes,
     group_of,
     kind_of,
     panel_bytes,
@@ -39,9 +38,10 @@ from mtp_kernels.decoder.compiled_cpu.rows import panels_of
 from mtp_kernels.quantize.row_codes import RowCodes
 
 # Kinds of panels by the dtype of what they hold.
-_FLOATS = {torch.float32: FLOAT32, torch.bfloat16: BF16}
+FLOATS = {torch.float32: FLOAT32, torch.bfloat16: BF16}
 _CODES = {torch.int8: INT8, torch.float8_e4m3fn: FP8, torch.int32: INT4}
 _WORDS = {INT4: np.int32}  # in which codes are moved; others as bytes
+_BLOCK_WORDS = 64  # of each row that are moved together: their columns stay in cache
 _MOVE_COST = 4  # multiplications that take as long as to move a word
 
 
@@ -106,7 +106,7 @@ class Packer:
         """Return the form that rows are kept in, and the rows."""
         first = next(pieces, None)
         if first is None:
-            return form_of(_FLOATS[self.dtype]), iter(())
+            return form_of(FLOATS[self.dtype]), iter(())
         pieces = chain([first], pieces)
         if isinstance(first, RowCodes):
             kind = _CODES[first.codes.dtype]
@@ -115,7 +115,7 @@ class Packer:
             pieces = map(_dense, pieces)
         elif first.dtype is torch.bfloat16:
             return form_of(BF16), pieces
-        return form_of(_FLOATS[self.dtype]), pieces
+        return form_of(FLOATS[self.dtype]), pieces
 
 
 def _dense(piece: Piece) -> torch.Tensor:
@@ -165,53 +165,68 @@ def _write(panels: np.ndarray, form: int, start: int, rows: Piece) -> None:
 
 def _write_floats(panels: np.ndarray, form: int, start: int, rows: torch.Tensor) -> None:
     """Write rows [n, in] to panels [panel, in, 32]: as columns."""
-    count, columns = len(panels), rows.shape[1]
-    lines: np.ndarray
-    if kind_of(form) == BF16:
-        rows = rows.bfloat16().view(torch.int16)
-        lines = panels.view(np.int16).reshape(count, columns, LANES, 2).swapaxes(-1, -2)
-    else:
-        lines = panels.view(np.float32).reshape(count, columns, 1, PANEL)
-    source, stop = rows.numpy().T, start + len(rows)
-    parts, width = lines.shape[-2:]
-    for number in range(start // width, -(-stop // width)):
-        first, last = max(start, number * width), min(stop, (number + 1) * width)
-        lanes = slice(first - number * width, last - number * width)
-        line = lines[number // parts, :, number % parts]
-        line[:, lanes] = source[:, first - start : last - start]
+    paired = kind_of(form) == BF16
+    rows = rows.bfloat16().contiguous() if paired else rows.contiguous()
+    words = rows.view(torch.int16 if paired else torch.int32).numpy()
+    lines = panels.view(words.dtype).reshape(len(panels), 1, -1)
+    none = np.empty((len(rows), 0), np.float32)
+    _move(words, 0, none, start, paired, lines, np.empty((len(panels), 0, 0), np.float32))
 
 
 def _write_codes(panels: np.ndarray, form: int, start: int, rows: RowCodes) -> None:
     """Write rows of codes: of each group the scales, then the codes, all as columns."""
     if rows.group != group_of(form) or _CODES[rows.codes.dtype] != kind_of(form):
         raise ValueError("matrix: expected rows in one form, found several")
-    word = _WORDS.get(kind_of(form), np.uint8)
-    codes = rows.codes.contiguous().view(torch.uint8).numpy().view(word)
-    step = group_bytes(form) // np.dtype(word).itemsize
-    words = (group_bytes(form) - SCALE_BYTES) // PANEL // np.dtype(word).itemsize
-    groups = rows.scale.shape[1]
-    lines = panels.view(word).reshape(len(panels), groups, step)
-    scales = panels.view(np.float32).reshape(len(panels), groups, -1)
-    scale, team = rows.scale.contiguous().numpy(), process_team()
-    threads = team.threads_for(codes.size * _MOVE_COST)
-    team.run(write_columns, threads, codes, scale, start, words, lines, scales)
+    word = np.dtype(_WORDS.get(kind_of(form), np.uint8))
+    words = rows.codes.contiguous().view(torch.uint8).numpy().view(word)
+    scale = rows.scale.contiguous().numpy()
+    scales = panels.view(np.float32).reshape(len(panels), scale.shape[1], -1)
+    lines = panels.view(word).reshape(len(panels), scale.shape[1], -1)
+    lines = lines[..., SCALE_BYTES // word.itemsize :]
+    _move(words, rows.flip, scale, start, False, lines, scales)
+
+
+def _move(words: np.ndarray, flip: int, *arguments: Any) -> None:
+    """Run write_columns; flip: of each byte."""
+    team, size = process_team(), words.dtype.itemsize
+    threads = team.threads_for(words.size * _MOVE_COST)
+    bits = np.frombuffer(bytes([flip]) * size, words.dtype)[0]
+    team.run(write_columns, threads, words, bits, *arguments)
 
 
 @compiled
 def write_columns(
-    member: Any, codes: Any, scale: Any, start: Any, words: Any, lines: Any, scales: Any
+    member: Any,
+    words: Any,
+    flip: Any,
+    scale: Any,
+    start: Any,
+    paired: Any,
+    lines: Any,
+    scales: Any,
 ) -> None:
-    """Write codes [n, in] and scale [n, groups], from row `start` of the panels on."""
-    first_panel, stop = start // PANEL, start + codes.shape[0]
+    """Write words [n, in] and scale [n, groups], from row `start` on, to the columns of lines
+    [panels, groups, 32 * words of a group] and scales [panels, groups, >= 32].
+
+    flip: bits that are turned over in every word. paired: a line holds its two vectors entry by
+    entry.
+    """
+    first_panel, stop, most = start // PANEL, start + words.shape[0], lines.shape[2] // PANEL
     first, last = share(member, -(-stop // PANEL) - first_panel)
-    head = lines.shape[2] - words * PANEL
     for panel in range(first_panel + first, first_panel + last):
         low, high = max(start, panel * PANEL), min(stop, (panel + 1) * PANEL)
-        for group in range(lines.shape[1]):
-            line, width = lines[panel, group], min(words, codes.shape[1] - group * words)
+        for group in range(scale.shape[1]):
             for row in range(low, high):
                 scales[panel, group, row - panel * PANEL] = scale[row - start, group]
-                source = codes[row - start, group * words : group * words + width]
-                at = head + row - panel * PANEL
-                for word in range(width):
-                    line[at + word * PANEL] = source[word]
+        for group in range(lines.shape[1]):
+            line, left = lines[panel, group], group * most
+            right = min(left + most, words.shape[1])
+            for begin in range(left, right, _BLOCK_WORDS):
+                end = min(begin + _BLOCK_WORDS, right)
+                for row in range(low, high):
+                    lane = row - panel * PANEL
+                    if paired:
+                        lane = lane % LANES * 2 + lane // LANES
+                    source = words[row - start]
+                    for word in range(begin, end):
+                        line[(word - left) * PANEL + lane] = source[word] ^ flip

@@ -11,12 +11,14 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+from numba import carray
 
+from mtp_kernels.cpu.code import FLOAT_BYTES
 from mtp_kernels.cpu.jit import compiled, inner
 from mtp_kernels.cpu.paged_attention import MAX_PARTS, TILE
-from mtp_kernels.cpu.panels import Panel
+from mtp_kernels.cpu.panels import FLOAT32, Panel
 from mtp_kernels.cpu.team import share, wait
-from mtp_kernels.cpu.vectors import BLOCK
+from mtp_kernels.cpu.vectors import BLOCK, address, halves, words
 from mtp_kernels.decoder.compiled_cpu.attention import Batch, Scratch, plan_pass
 from mtp_kernels.decoder.compiled_cpu.passes import (
     Product,
@@ -26,13 +28,13 @@ from mtp_kernels.decoder.compiled_cpu.passes import (
     run_project,
     whole_product,
 )
-from mtp_kernels.decoder.compiled_cpu.rows import copy, norm_row, norm_rows
+from mtp_kernels.decoder.compiled_cpu.rows import copy, norm_row, norm_rows, vector
 
 
 class Module(NamedTuple):
     """The weights of a module around its layer. Matrices are packed in panels."""
 
-    embedding: Any  # [vocab, d]
+    embedding: Any  # [vocab, d], as a Panel with the number of columns
     embedding_norm: Any  # [d]
     hidden_norm: Any  # [d]
     projection: Any  # 2d to d, as its first panel; at address 0 where the layer takes both halves
@@ -69,7 +71,7 @@ def no_drafting() -> Drafting:
     floats, table, numbers = np.empty(0, np.float32), np.empty((0, 0), np.float32), np.empty(0, int)
     return Drafting(
         Module(
-            embedding=table,
+            embedding=Panel(0, 0, 0),
             embedding_norm=floats,
             hidden_norm=floats,
             projection=Panel(0, 0, 0),
@@ -104,6 +106,19 @@ def run(
 
 
 @inner
+def look_up(table: Any, token: Any, out: Any) -> None:
+    """Write a token's row of a table, float32 or bf16, to out [d]."""
+    at = token * table.count
+    if table.form == FLOAT32:
+        copy(vector(table.at + FLOAT_BYTES * at, table.count), out)
+    else:
+        row = carray(halves(table.at), (at + out.size,))
+        bits = carray(words(address(out)), (out.size,))
+        for column in range(out.size):
+            bits[column] = np.uint32(row[at + column]) << np.uint32(16)
+
+
+@inner
 def draft(
     member: Any, table: Any, sizes: Any, caches: Any, scratch: Any, x: Any, drafting: Any
 ) -> None:
@@ -112,6 +127,7 @@ def draft(
     best = found.best
     rows, hidden = x.shape
     normed, both = np.empty((rows, hidden), np.float32), np.empty((rows, 2 * hidden), np.float32)
+    embedded = np.empty(hidden, np.float32)
     for step in range(tokens.shape[1]):
         rows = growing(chains, step)
         norm_rows(x[:rows], module.head_norm, module.eps, normed)
@@ -125,7 +141,7 @@ def draft(
         for row in range(rows):
             source = normed[row] if module.recycles_normed else x[row]
             norm_row(source, module.hidden_norm, module.eps, both[row, hidden:])
-            embedded = module.embedding[module.tokens[best_of(best, row)]]
+            look_up(module.embedding, module.tokens[best_of(best, row)], embedded)
             norm_row(embedded, module.embedding_norm, module.eps, both[row, :hidden])
         wait(member)
         if module.projection.at:
