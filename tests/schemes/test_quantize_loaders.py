@@ -14,6 +14,7 @@ import torch
 
 from cases import MTP_LAYER, make_checkpoint, quantize, read_json, read_tensors
 from mtp_checkpoints.formats import Int4Group, Int8Channel
+from mtp_runtime.loading.weight_source import WeightSource
 from mtp_runtime.models.load import LoadOptions, load_model
 from quantize_rows import CONFIGS, ROWS, linears, pair
 from runtime.harness import Walk, prompts_of
@@ -199,6 +200,7 @@ def rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
             return exact(self, codes, scale, torch.bfloat16).to(dtype)  # type: ignore[no-any-return]
 
         monkeypatch.setattr(form, "decode", rounded)
+    monkeypatch.setattr(WeightSource, "packed_form", lambda source, name: None)  # but decoded
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
