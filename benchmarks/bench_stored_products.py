@@ -1,0 +1,127 @@
+"""Products with weights as they are stored: bytes per second beside reading the same bytes, and
+beside torch's own products, each on all cores.
+
+    python -m benchmarks.bench_stored_products OUTPUT.json
+
+Matrices are too large for the caches. All cases are run in turn, several times, and the best of
+each counts: neighbours on the machine disturb single runs. Activations are float32; those of
+torch's products are bf16.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.common.measure import machine
+from mtp_kernels.cpu.memory import Arena
+from mtp_kernels.decoder import Piece
+from mtp_kernels.decoder.compiled_cpu.packing import Packer
+from mtp_kernels.decoder.compiled_cpu.passes import Projection
+from mtp_kernels.quantize.row_codes import RowCodes
+
+OUTPUTS, INPUTS, GROUP = 196_608, 2048, 128
+ROWS = (1, 2, 4, 8, 16)
+TURNS = 9
+
+
+class Stored:
+    """A matrix whose rows are in memory as they are stored."""
+
+    def __init__(self, rows: Piece) -> None:
+        self._rows = rows
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return OUTPUTS, INPUTS
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield all rows."""
+        return iter([self._rows])
+
+
+def weights() -> dict[str, Piece]:
+    """Return a matrix in every form."""
+    codes = torch.randint(0, 255, (OUTPUTS, INPUTS), dtype=torch.uint8)
+    pairs = codes[:, : INPUTS // 2].contiguous().view(torch.int32)
+    one, groups = torch.rand(OUTPUTS, 1), torch.rand(OUTPUTS, INPUTS // GROUP)
+    fp8 = (codes & 0xF7).view(torch.float8_e4m3fn)
+    return {
+        "bf16": torch.randn(OUTPUTS // 2, INPUTS).bfloat16().repeat(2, 1),
+        "fp8_block": RowCodes(fp8, groups, GROUP),
+        "fp8_channel": RowCodes(fp8, one, INPUTS),
+        "int8_channel": RowCodes(codes.view(torch.int8), one, INPUTS),
+        "int4_group": RowCodes(pairs, groups, GROUP),
+    }
+
+
+def torch_products() -> dict[str, tuple[int, Callable[[torch.Tensor], object]]]:
+    """Return the bytes and the product of torch's own weights, by name."""
+    codes = torch.randint(0, 16, (OUTPUTS, INPUTS), dtype=torch.int32)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+    scales = torch.rand(INPUTS // GROUP, OUTPUTS, 2).bfloat16()
+    dense = torch.randn(OUTPUTS // 4, INPUTS).bfloat16().repeat(4, 1)
+    int4 = torch.ops.aten._weight_int4pack_mm_for_cpu
+    return {
+        "torch bf16": (dense.nbytes, lambda x: torch.mm(x, dense.t())),
+        "torch int4pack": (codes.numel() // 2, lambda x: int4(x, packed, GROUP, scales)),
+    }
+
+
+def cases() -> Iterator[tuple[str, int, int, Callable[[], object]]]:
+    """Yield the name, rows, bytes of the weight and call of every product."""
+    for name, weight in weights().items():
+        projection = Projection.packed(Stored(weight), Packer(Arena(), torch.float32))
+        assert isinstance(projection.memory, np.ndarray)
+        for rows in ROWS:
+            x = torch.randn(rows, INPUTS)
+            yield name, rows, projection.memory.nbytes, partial(projection, x)
+    for name, (size, product) in torch_products().items():
+        for rows in ROWS:
+            yield name, rows, size, partial(product, torch.randn(rows, INPUTS).bfloat16())
+
+
+def main(output: Path) -> None:
+    """Measure, and write a result file."""
+    numbers = torch.ones(1 << 27, dtype=torch.int64)
+    found = list(cases())
+    best, best_read = [float("inf")] * len(found), float("inf")
+    for _ in range(TURNS):
+        for number, (_, _, _, call) in enumerate(found):
+            best[number] = min(best[number], seconds(call))
+            if number % len(ROWS) == 0:
+                best_read = min(best_read, seconds(numbers.sum))
+    bandwidth = numbers.nbytes / best_read
+    rows = [
+        {
+            "product": name,
+            "rows": count,
+            "gb_per_second": round(size / taken / 1e9, 2),
+            "share_of_reading": round(size / taken / bandwidth, 2),
+            "gflop_per_second": round(2 * OUTPUTS * INPUTS * count / taken / 1e9, 1),
+        }
+        for (name, count, size, _), taken in zip(found, best, strict=True)
+    ]
+    facts = {"machine": machine(), "threads": torch.get_num_threads(), "turns": TURNS}
+    facts |= {"read_gb_per_second": round(bandwidth / 1e9, 2), "products": rows}
+    output.write_text(json.dumps(facts, indent=1) + "\n")
+    for row in rows:
+        print(*row.values())
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """Return the seconds of a call."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
