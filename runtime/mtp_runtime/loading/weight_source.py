@@ -180,7 +180,7 @@ class WeightSource:
             return VocabParallelEmbedding(local, vocab, self.parallel.group)
         if not self.on_demand:
             stored = self.raw(name)
-            kept = stored if stored.itemsize <= self.dtype.itemsize else stored.to(self.dtype)
+            kept = stored if stored.dtype is torch.bfloat16 else stored.to(self.dtype)
             return EmbeddingTable(kept, self.dtype)
         self._note(name)
         self._check_plain(name)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from mtp_checkpoints.dtypes import DType
 from mtp_checkpoints.errors import ResourceError
 from mtp_checkpoints.families.base import Role, weight_name
 from mtp_checkpoints.families.spec import ModelSpec
@@ -143,8 +144,8 @@ def _sizes(
             continue
         ranks = source.split.size if len(spec.shape) == 2 else 1
         if spec.role is Role.EMBEDDING:
-            stored = sum(tensor.size_bytes for tensor in weight.tensors)
-            yield min(stored, prod(spec.shape) * source.dtype.itemsize) // ranks, False
+            kept = weight.tensors[0].dtype is DType.BF16
+            yield prod(spec.shape) * (2 if kept else source.dtype.itemsize) // ranks, False
         elif len(spec.shape) != 2 or spec.role is Role.ROUTER:
             yield prod(spec.shape) * source.dtype.itemsize // ranks, False
         elif dense is None:
