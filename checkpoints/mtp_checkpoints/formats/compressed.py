@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from mtp_checkpoints.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    import torch
 
 COMPRESSED = "compressed-tensors"  # a quant_method
 # Values of actorder by which GPTQ changes the order of its work and no tensor on disk.
@@ -79,3 +84,13 @@ def numbers(bits: int, kind: str, strategy: str, *, dynamic: bool = False) -> di
         "strategy": strategy,
         "dynamic": dynamic,
     }
+
+
+def check_weight_shape(name: str, stored: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Refuse a tensor weight_shape that contradicts the weight's shape (InvalidInputError)."""
+    if tuple(stored.tolist()) != shape:
+        raise InvalidInputError(
+            f"Tensor {name} contradicts config.json",
+            expected=list(shape),
+            found=stored.tolist(),
+        )

@@ -8,9 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mtp_checkpoints.dtypes import DType, OutputTensor
-from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.formats.base import COMPRESSED_SCALE, GROUP_SIZES, FormatOptions, KernelFormat
-from mtp_checkpoints.formats.compressed import COMPRESSED, WeightsEntry, group, numbers
+from mtp_checkpoints.formats.compressed import (
+    COMPRESSED,
+    WeightsEntry,
+    check_weight_shape,
+    group,
+    numbers,
+)
 from mtp_checkpoints.formats.verification import (
     FOUR_BIT_GATE,
     INT8_GATE,
@@ -51,12 +56,7 @@ class _PackQuantized(KernelFormat):
 
     def check_constants(self, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> None:
         for name, stored in tensors.items():
-            if tuple(stored.tolist()) != shape:
-                raise InvalidInputError(
-                    f"Tensor {name} contradicts config.json",
-                    expected=list(shape),
-                    found=stored.tolist(),
-                )
+            check_weight_shape(name, stored, shape)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from mtp_checkpoints.dtypes import DType, OutputTensor
-from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.formats.base import (
     COMPRESSED_SCALE,
     EncodedWeight,
@@ -16,7 +15,7 @@ from mtp_checkpoints.formats.base import (
     ReadOnlyFormat,
     RowSource,
 )
-from mtp_checkpoints.formats.compressed import COMPRESSED, WeightsEntry
+from mtp_checkpoints.formats.compressed import COMPRESSED, WeightsEntry, check_weight_shape
 from mtp_checkpoints.formats.int_words import (
     WHOLE_ROW,
     decoded,
@@ -87,12 +86,8 @@ class Int4ZeroPoints(ReadOnlyFormat):
     def check_constants(self, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> None:
         """Refuse a shape that contradicts the weight's; zero points may be any."""
         for name, stored in tensors.items():
-            if name.endswith(f".{_SHAPE}") and tuple(stored.tolist()) != shape:
-                raise InvalidInputError(
-                    f"Tensor {name} contradicts config.json",
-                    expected=list(shape),
-                    found=stored.tolist(),
-                )
+            if name.endswith(f".{_SHAPE}"):
+                check_weight_shape(name, stored, shape)
 
     def _groups(self, columns: range, total: int) -> range:
         return divided(columns, total if self.group_size == WHOLE_ROW else self.group_size)

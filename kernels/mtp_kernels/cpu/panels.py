@@ -49,8 +49,6 @@ INT8 = 2  # two's complement
 FP8 = 3  # e4m3
 INT4 = 4  # two's complement; 8 rows are two vectors of words, the first row in the lowest bits
 _KIND_BITS = 3
-# Rows of codes that are multiplied in one step, of which panels and groups have a multiple.
-STEP_ROWS = {INT8: 4, FP8: 4, INT4: 8}
 
 _LINE_BYTES = 64  # of a cache
 _BYTES = ir.VectorType(ir.IntType(8), LANES)
@@ -201,6 +199,11 @@ _STORED = {
     types.int8: _Stored(4, 4 * PANEL, _read_int8),
     types.uint8: _Stored(4, 4 * PANEL, _read_fp8),
     types.int16: _Stored(8, 4 * PANEL, _read_int4),
+}
+# Rows of codes that are multiplied in one step, of which panels and groups have a multiple.
+STEP_ROWS = {
+    kind: _STORED[stored].rows
+    for kind, stored in ((INT8, types.int8), (FP8, types.uint8), (INT4, types.int16))
 }
 
 

@@ -170,8 +170,8 @@ class Linear:
             yield self.matrix(torch.float32).t()
             return
         with _damage_of(self.weight):
+            dense = self.weight.form is None
             for piece in self.weight.pieces():
-                dense = self.weight.form is None
                 yield piece.dequantize(torch.float32) if dense else stored_rows(piece)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
