@@ -31,16 +31,13 @@ from mtp_export.bundle.bundle_plan import BundlePlan, Recipe
 from mtp_export.bundle.export import open_source, plan_bundle
 from mtp_export.bundle.options import PlannerOptions
 from mtp_export.bundle.run_folder import check_output
-from mtp_export.bundle.same_model import check_same_model
+from mtp_export.bundle.same_model import check_same_model, with_mtp_layers
 from mtp_export.bundle.split import SplitOptions
 from mtp_export.paths import refuse_overlaps
 from mtp_export.schemes import SCHEMES
 from mtp_export.schemes.conversion import AS_STORED
 from mtp_export.schemes.grafting import Draft, GraftDescription, describe_graft
 from mtp_export.schemes.scheme import BF16, GRAFTED
-
-MTP_LAYERS = "num_nextn_predict_layers"
-_CONTRACT = "mtp_contract"
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,7 @@ def plan_graft(options: GraftOptions, *, dry_run: bool = False) -> BundlePlan:
     _check_places(options)
     host = open_checkpoint(options.bundle.input_dir)
     donor, donated = open_source(options.mtp_source)
-    config = _with_mtp_layers(host.config, donor.config)
+    config = with_mtp_layers(host.config, donor.config)
     check_same_model(host, config, donor)
     own = _own_layers(host, config)
     if own and not options.replace:
@@ -118,12 +115,6 @@ def _check_places(options: GraftOptions) -> None:
 
 def _real(place: Place) -> str:
     return os.path.realpath(place) if isinstance(place, Path) else str(place)
-
-
-def _with_mtp_layers(config: Mapping[str, Any], donor: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the main config.json with the MTP layers of the donor's, and how they are fed."""
-    keys = (key for key in (MTP_LAYERS, _CONTRACT) if key in donor)
-    return {**config, **{key: donor[key] for key in keys}}
 
 
 def _own_layers(host: Checkpoint, config: Mapping[str, Any]) -> dict[str, int]:

@@ -22,7 +22,16 @@ _SIZES = (
     *("first_k_dense_replace", "num_attention_heads", "num_key_value_heads"),
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )
+_MTP_LAYERS = "num_nextn_predict_layers"
+_CONTRACT = "mtp_contract"
+_EXPERTS = "n_routed_experts"
 _TODO = "Take the original checkpoint that the main model was quantized from"
+
+
+def with_mtp_layers(config: Mapping[str, Any], donor: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the main config.json with the MTP layers of the donor's, and how they are fed."""
+    keys = (key for key in (_MTP_LAYERS, _CONTRACT) if key in donor)
+    return {**config, **{key: donor[key] for key in keys}}
 
 
 def check_same_model(main: Checkpoint, config: Mapping[str, Any], donor: Checkpoint) -> None:
@@ -40,8 +49,12 @@ def check_same_model(main: Checkpoint, config: Mapping[str, Any], donor: Checkpo
 
 def _check_sizes(where: Place, config: Mapping[str, Any], donor: Checkpoint) -> None:
     for key in ("model_type", *_SIZES):
-        if key in donor.config and config.get(key) != donor.config[key]:
-            raise _unlike(where, key, donor.config.get(key), config.get(key))
+        theirs, ours = donor.config.get(key), config.get(key)
+        if key not in donor.config or ours == theirs:
+            continue
+        if key == _EXPERTS and isinstance(ours, int) and isinstance(theirs, int) and ours < theirs:
+            raise _pruned(where, theirs, ours)
+        raise _unlike(where, key, theirs, ours)
 
 
 def _check_shapes(where: Place, ours: ModelSpec, theirs: ModelSpec) -> None:
@@ -82,6 +95,18 @@ def _unlike(where: Place, what: str, expected: object, found: object) -> Invalid
         expected=f"{expected}, as in the checkpoint with the MTP layer",
         found=found,
         todo=_TODO,
+    )
+
+
+def _pruned(where: Place, expected: int, found: int) -> InvalidInputError:
+    return InvalidInputError(
+        "Experts were pruned from the main model, and not from the MTP layer, and engines build as"
+        " many in both",
+        where=where,
+        expected=f"{_EXPERTS} {expected}, as in the checkpoint with the MTP layer",
+        found=found,
+        todo="Prune those of the MTP layer alike, with the rows of its gate, and set"
+        f" {_EXPERTS} {found} in its config.json",
     )
 
 

@@ -85,6 +85,13 @@ def test_every_size_is_compared(key: str) -> None:
     assert refusal(without(key)) == (key, str(TINY_CONFIG[key]), None)
 
 
+def test_experts_that_were_pruned_from_the_main_model_alone() -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        compare(TINY_CONFIG | {"n_routed_experts": TINY_CONFIG["n_routed_experts"] - 1})
+    assert caught.value.what.startswith("Experts were pruned from the main model")
+    assert "Prune those of the MTP layer alike" in str(caught.value)
+
+
 def test_a_size_that_the_donor_does_not_say_is_not_compared() -> None:
     compare(TINY_CONFIG, without("num_key_value_heads"))
     compare(without("num_key_value_heads"), without("num_key_value_heads"))

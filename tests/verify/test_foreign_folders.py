@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from cases import run_program
-from verify.foreign_damages import Damage, config, experts_pruned, pruned, quantization
-from verify.foreign_folders import DAMAGED, GOOD, Folder
+from verify.foreign_damages import Damage, config, experts_pruned, lose, pruned, quantization
+from verify.foreign_folders import DAMAGED, GOOD, Folder, glm
 from verify.foreign_sources import GLM, Checkpoint
 
 
@@ -91,6 +91,43 @@ def test_what_values_alone_do_not_tell_is_said(tmp_path: Path) -> None:
     assert outcome.code == 0
     why = items["weights against the source"]["cause"]
     assert "another finetune or merge" in why and "acceptance at level run tells" in why
+
+
+def test_an_mtp_layer_among_the_main_ones_fails_once(tmp_path: Path) -> None:
+    """By names it may be whole; its values tell that a merge wrote over it."""
+    (case,) = (one for one in DAMAGED if "that a merge inserted" in one.name)
+    folder = case.write(tmp_path / "checkpoint")
+    _, failed = verified(folder, "files")
+    assert [item["name"] for item in failed] == ["MTP modules announced and there"]
+    told = " ".join(run_program("verify", folder, "--level", "weights").out.split())
+    assert "a merge wrote a main layer over the module" in told
+    assert "which --level weights tells" not in told
+
+
+def test_no_graft_is_advised_that_would_be_refused(tmp_path: Path) -> None:
+    """Experts were pruned from the main layers, and the layer that had all of them was lost."""
+
+    def damage(checkpoint: Checkpoint) -> None:
+        experts_pruned("layers", 6, said=6)(checkpoint)
+        lose("")(checkpoint)
+
+    folder = Folder("", glm(), damage, "files", ()).write(tmp_path / "checkpoint")
+    words = ("verify", folder, "--level", "files", "--source", GLM, "--json", "--quiet")
+    (item,) = (
+        item
+        for check in json.loads(run_program(*words).out)["checks"]
+        for item in check["items"]
+        if item["status"] == "fail"
+    )
+    assert "Experts were pruned from the main model" in item["cause"]
+    assert item["repair"] == ""
+
+
+def test_a_field_that_differs_from_the_source_is_told_once(tmp_path: Path) -> None:
+    folder = Folder("", glm(), config(rms_norm_eps=0.1), "weights", ()).write(tmp_path / "a")
+    outcome = run_program("verify", folder, "--level", "weights", "--source", GLM, "--quiet")
+    assert outcome.code == 7
+    assert outcome.err.count("rms_norm_eps is 0.1 in config.json") == 1
 
 
 MENDS: dict[str, Damage] = {

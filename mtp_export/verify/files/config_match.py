@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mtp_checkpoints.containers.base import CONFIG_NAME, TensorInfo
 from mtp_checkpoints.errors import InvalidInputError, MtpExportError, UnsupportedError
 from mtp_checkpoints.families.base import Role
+from mtp_checkpoints.families.signs import main_layers, projection_in_main
 from mtp_checkpoints.formats import mixes_groups_with_fp8
 from mtp_checkpoints.layouts.base import DraftReading, Engine
 from mtp_checkpoints.quantization.absent import with_projection_listed
@@ -127,9 +128,24 @@ def _part_items(layout: PartLayout, *, of_main: bool) -> Iterator[Item]:
         names = [stored.weight_of[problem.subject].weight.name for problem in precision]
         listed = ListedDraft(stored, tensors, stored.quantization, (), "the main model")
         precision = listed.wrongly_left_out(names) or precision
-    yield verdict(f"{layout.name}: tensors", presence, counted(len(tensors), "tensor"))
+    others = _of_other_layers(layout, presence) if of_main else presence
+    if presence and not others:
+        yield not_tested(f"{layout.name}: tensors", causes.OF_MODULE_COUNTED_AS_MAIN)
+    else:
+        yield verdict(f"{layout.name}: tensors", others, counted(len(tensors), "tensor"))
     weights = counted(len(layout.stored.weights), "weight")
     yield verdict(f"{layout.name}: precision on disk", precision, weights)
+
+
+def _of_other_layers(layout: PartLayout, problems: Sequence[Problem]) -> list[Problem]:
+    """Problems but for those of an MTP module that config.json counts among the main layers, of
+    which check `presence` tells."""
+    tensors, layers = layout.checkpoint.tensors, main_layers(layout.checkpoint.config)
+    projection = projection_in_main(tensors, layers)
+    if projection is None:
+        return [*problems]
+    layer = f"{'.'.join(projection.split('.')[:-2])}."
+    return [problem for problem in problems if not problem.subject.startswith(layer)]
 
 
 def _draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:

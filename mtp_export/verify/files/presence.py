@@ -40,7 +40,7 @@ from mtp_export.inspection import shared_tensors
 from mtp_export.progress import counted
 from mtp_export.verify.check import Item, Problem, failed, measured, not_tested, passed, verdict
 from mtp_export.verify.diagnosis.causes import presence as causes
-from mtp_export.verify.files.repair import graft_command
+from mtp_export.verify.files.repair import graft_command, unlike_source
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
@@ -189,7 +189,8 @@ def _none_there(name: str, found: Found, wanted: Announced) -> Item:
     habit = habit_of(found.tool) if found.tool else ""
     writer = str(found.tool or "")
     pickled = next(filter(_is_pickled_module, sorted(found.context.files.names())), "")
-    words = causes.lost(str(wanted), writer, habit, pickled, can_graft=bool(found.repair))
+    by_hand = "" if found.repair else unlike_source(found.context) or causes.BY_HAND
+    words = causes.lost(str(wanted), writer, habit, pickled, by_hand)
     return failed(name, words, figure=figure, subject="config.json", repair=found.repair)
 
 

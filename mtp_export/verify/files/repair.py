@@ -10,12 +10,13 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from mtp_checkpoints.errors import MtpExportError, UnsupportedError
+from mtp_checkpoints.errors import InvalidInputError, MtpExportError, UnsupportedError
 from mtp_checkpoints.families import FAMILIES
 from mtp_checkpoints.quantization.methods import quant_config_of
 from mtp_checkpoints.quantization.native import quantization_of
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_export.bundle.journal import journaled
+from mtp_export.bundle.same_model import check_same_model, with_mtp_layers
 from mtp_export.schemes.scheme import GRAFTED
 from mtp_export.verify.check import MTP_MODULE, UNFINISHED, Item, Status, Unknown, failed
 from mtp_export.verify.diagnosis.causes.files import bundle_unfinished
@@ -168,7 +169,7 @@ def graft_command(context: Context) -> str:
     main = context.main
     if context.is_bundle or main is None or str(main.config.get("model_type")) not in FAMILIES:
         return ""
-    if context.unwritten:  # whose main model no graft mends
+    if unlike_source(context) or context.unwritten:  # whose main model no graft mends
         return ""
     try:
         quant_config_of(quantization_of(main.config))
@@ -186,6 +187,21 @@ def graft_command(context: Context) -> str:
     return (
         f"mtp-export graft --main {here} --mtp {original} --output-dir {Unknown.BUNDLE}{replacing}"
     )
+
+
+def unlike_source(context: Context) -> str:
+    """Return why a graft refuses the source's MTP layer for a checkpoint; "" without a source, and
+    where it does not, or where either cannot be followed, as other checks say."""
+    main, source = context.main, context.source
+    if context.is_bundle or main is None or source is None:
+        return ""
+    try:
+        check_same_model(main, with_mtp_layers(main.config, source.config), source)
+    except InvalidInputError as error:
+        return str(error)
+    except MtpExportError:
+        pass
+    return ""
 
 
 def _original(context: Context) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mtp_export.verify.check import ENGINE, Item, Status
+from mtp_export.verify.check import ENGINE, KNOWS_MORE, Item, Status
 from mtp_export.verify.report.report import Report
 
 _STATIC = ("files", "ledger", "weights")  # checks whose subjects are tensors and files
@@ -37,7 +37,7 @@ class Cause:
             return
         if any(_is_file(subject) for subject in other.subjects):
             self.words += other.words
-        elif (self.check, other.check) == ("ledger", "weights"):
+        elif (self.check, other.check) == ("ledger", "weights") or KNOWS_MORE in item.data:
             self.check, self.words = other.check, other.words
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from mtp_checkpoints.containers.base import QUANTIZATION
+from mtp_checkpoints.containers.base import CONFIG_NAME, QUANTIZATION
 from mtp_checkpoints.quantization.native import DTYPE_KEYS
+from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.bundle.tuning import trainings_of
@@ -20,6 +21,7 @@ from mtp_export.progress import counted, format_bytes
 from mtp_export.verify.check import Item, Problem, not_tested, verdict
 from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.diagnosis.weight_bugs import explain
+from mtp_export.verify.evidence.parts import Part
 from mtp_export.verify.evidence.weight_facts import AgainstSource
 
 if TYPE_CHECKING:
@@ -185,14 +187,17 @@ def _config(context: Context, source: Mapping[str, Any]) -> Item:
     """config.json equals the source's but for the storage of weights."""
     problems: list[Problem] = []
     count = 0
+    of_place: dict[Place, Part] = {}  # a checkpoint's parts have one config
     for part in (part for part in context.parts if part.name not in context.parts_of_others):
+        of_place.setdefault(part.place, part)
+    for part in of_place.values():
         found = {} if part.checkpoint is None else part.checkpoint.config
         wanted = source if part.name == MAIN else context.target.mtp_config(source)
         keys = sorted(_compared_fields(context, found, wanted)) if found else []
         count += len(keys)
         for key in keys:
             if found.get(key) != wanted.get(key):
-                file = f"{part.name}/config.json"
+                file = f"{part.name}/{CONFIG_NAME}" if context.is_bundle else CONFIG_NAME
                 words = causes.config_differs(
                     key, found=found.get(key), wanted=wanted.get(key), file=file
                 )

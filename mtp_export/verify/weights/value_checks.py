@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,16 @@ from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_checkpoints.weights.weight_values import Rounding
 from mtp_export.progress import counted, format_bytes
 from mtp_export.verify import gates
-from mtp_export.verify.check import Item, Problem, failed, judged, not_tested, passed, verdict
+from mtp_export.verify.check import (
+    KNOWS_MORE,
+    Item,
+    Problem,
+    failed,
+    judged,
+    not_tested,
+    passed,
+    verdict,
+)
 from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.diagnosis.weight_bugs import damaged_elements, elements
 from mtp_export.verify.evidence.parts import PartLayout
@@ -229,7 +239,9 @@ def _no_twins(context: Context, facts: Mapping[str, Sequence[WeightFacts]]) -> I
             twins.append((fact.weight.name, twin.weight.name))
     over, twins = _overwritten(context, twins)
     problems = [Problem(one, causes.taken_for_another(one, other)) for one, other in twins]
-    return verdict("no linear is stored twice", [*over, *problems])
+    item = verdict("no linear is stored twice", [*over, *problems])
+    # `presence` tells by names alone, which may also be those of a module that is whole.
+    return replace(item, data={**item.data, KNOWS_MORE: True}) if over else item
 
 
 def _overwritten(

@@ -205,6 +205,12 @@ def left_out_though_quantized(
     )
 
 
+OF_MODULE_COUNTED_AS_MAIN = (
+    "those that config.json does not promise are of the MTP module that it counts among the main"
+    " layers"
+)
+
+
 # --- Configs and tokenizers compared with each other ----------------------------------------------
 
 

@@ -31,12 +31,13 @@ def none_at_all(*, of_family: bool) -> str:
     return f"{words}; models of this type are released with one, which a graft gives back"
 
 
-def lost(wanted: str, writer: str, habit: str, pickled: str, *, can_graft: bool) -> str:
+def lost(wanted: str, writer: str, habit: str, pickled: str, by_hand: str) -> str:
     """writer: the tool that wrote the folder; habit: what is known of it; pickled: a file that is
-    the module's by its name, and a pickle; "" for unknown or none."""
+    the module's by its name, and a pickle; "" for unknown or none. by_hand: what to do where no
+    graft gives the module back, "" where one does."""
     wrote = f"{writer}, which wrote this folder," if writer else "whatever wrote this folder"
     known = f" {habit[0].upper()}{habit[1:]}." if habit else ""
-    by_hand = "" if can_graft else f". {_BY_HAND}"
+    by_hand = f". {by_hand}" if by_hand else ""
     if pickled:
         return (
             f"config.json announces {wanted}, and no safetensors file has a tensor of any:"
@@ -52,7 +53,7 @@ def lost(wanted: str, writer: str, habit: str, pickled: str, *, can_graft: bool)
 
 
 # graft reads neither every model nor every quantization.
-_BY_HAND = (
+BY_HAND = (
     "graft does not read this model, its quantization, or a main model that is not as config.json"
     " says: put a file of the original's MTP tensors"
     " beside these and list it in the index, and the module in what quantization_config leaves out"

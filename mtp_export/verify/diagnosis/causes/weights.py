@@ -79,9 +79,9 @@ def overwritten_by_main(layer: str, main: str, linears: int) -> str:
     number = layer.rpartition(".")[2]
     return (
         f"{layer}, whose eh_proj is an MTP module's, holds {linears} linears of {main}: a merge"
-        " wrote a main layer over the module, which is lost. Take its rests out and set"
-        f" num_nextn_predict_layers to 0, or take the merge back (num_hidden_layers {number}) and"
-        " graft the original's layer"
+        " wrote a main layer over the module, which is lost. Remove what is left of it and"
+        f" set num_nextn_predict_layers to 0, or take the merge back (num_hidden_layers {number})"
+        " and graft the original's layer"
     )
 
 
