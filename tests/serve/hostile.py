@@ -42,7 +42,7 @@ VALUES: dict[str, Callable[[int], bytes]] = {
     "half of a pair": _text(rb"\ud83d"),
     "digits": lambda size: b"1" * size,
     "a fraction": lambda size: b"0." + b"1" * size,
-    "long numbers": _list(b"1" * 500),
+    "long numbers": _list(b"1" * 250),
     "ids": _list(b"7"),
     "most ids": lambda size: _list(b"1234")(min(size, 5 << 17)),
     "ids and a text": lambda size: _list(b"1234")(min(size, 5 << 17))[:-1] + b',"a"]',

@@ -28,11 +28,10 @@ from serve.hostile import KINDS, VALUES, places, put
 from serve.running import BANNER_END, Client, announced_port
 from serve.watched import WATCH
 
-# The bounds that docs/serve.md states, in bytes and in seconds of computing. Others wait for less
-# than a tenth of a second; what is above that is left for machines that are slower than ours.
+# The bounds that docs/serve.md states, in bytes and in seconds of computing: twice its 50 ms, for
+# machines that are slower or busy.
 MAX_MEMORY_BYTES = 1 << 30
-MAX_STALL_SECONDS = 0.2
-MAX_CALLBACK_SECONDS = 0.1
+MAX_KEPT_SECONDS = 0.1
 CLIENTS = 8
 # Of the model and its cache, 140 kB a token; the prompts that fill it, so that no page of it counts
 # as memory of the requests that are measured.
@@ -177,5 +176,5 @@ def test_hostile_bodies_keep_nobody_waiting(share: int, tmp_path: Path) -> None:
     )
     assert "Traceback" not in (tmp_path / "stderr").read_text()
     assert memory <= MAX_MEMORY_BYTES
-    assert server.measures["callback_seconds"] <= MAX_CALLBACK_SECONDS, server.measures
-    assert server.measures["lock_seconds"] <= MAX_STALL_SECONDS, server.measures
+    assert server.measures["callback_seconds"] <= MAX_KEPT_SECONDS, server.measures
+    assert server.measures["lock_seconds"] <= MAX_KEPT_SECONDS, server.measures

@@ -175,8 +175,11 @@ def test_a_key_twice_is_named(client: Client) -> None:
         (b'{"prompt": %s' % (b'"' * (1 << 20)), "more than 262144 texts"),
         (b"[" * (1 << 17), "more than 32768 arrays and objects"),
         (b"{%s}" % b",".join(b'"%d":1' % key for key in range(1 << 16)), "more than 32768 fields"),
-        (b'{"prompt": [%s]}' % (b"1" * (1 << 17)), "more than 512 digits or spaces in a row"),
+        (b'{"prompt": [%s]}' % (b"1" * (1 << 17)), "more than 256 digits or spaces in a row"),
+        (b'{"prompt": [%s]}' % b",".join([b"1" * 257] * 300), "more than 256 digits or spaces"),
         (b'{"prompt": "\\\\\\"%s"}' % (b"," * (1 << 18)), "A text has more tokens"),
+        # A quote whose backslash is the last byte of a mebibyte.
+        (b'{"prompt": "%s\\"%s"}' % (b"a" * 1048563, b"," * (1 << 18)), "A text has more tokens"),
     ],
 )
 def test_bodies_of_too_many_values_are_not_parsed(client: Client, raw: bytes, words: str) -> None:
