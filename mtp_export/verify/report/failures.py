@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mtp_export.verify.check import ENGINE, KNOWS_MORE, Item, Status
@@ -10,28 +11,52 @@ from mtp_export.verify.report.report import Report
 _STATIC = ("files", "ledger", "weights")  # checks whose subjects are tensors and files
 _SHARD = ".safetensors"
 _ENGINES_LAYER = "model.decoder."  # as an engine calls the draft's layer
+_MOST_NAMES = 3
 
 
 @dataclass
 class Cause:
     """Failed items that have one cause.
 
-    check: the one whose words tell it. names: of the items, each behind its check's. subjects:
-    tensors and files at fault, files by their paths in the bundle. told: the items' causes.
+    check: the one whose words tell it. items: those that fail, each behind its check's name.
+    subjects: tensors and files at fault, files by their paths in the bundle.
     """
 
     check: str
-    names: list[str]
+    items: list[tuple[str, Item]]
     words: list[str]
     subjects: set[str]
-    told: list[str]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the items, each behind its check's."""
+        return [f"{check}, {item.name}" for check, item in self.items]
+
+    @property
+    def told(self) -> list[str]:
+        """The items' own causes."""
+        return [item.cause for _, item in self.items]
+
+    @property
+    def title(self) -> str:
+        """Names of the first items, and how many more there are."""
+        return named(self.names)
+
+    @property
+    def text(self) -> str:
+        """What is wrong, in one sentence."""
+        return "; ".join(self.words)
+
+    @property
+    def repairs(self) -> list[str]:
+        """Commands that mend it, each once."""
+        return list(dict.fromkeys(item.repair for _, item in self.items if item.repair))
 
     def add(self, item: Item, other: Cause) -> None:
         """Add what fails for this cause too. The comparison with the source knows more of a tensor
         than checks without one, and of configs every check says something else."""
-        self.names += other.names
         is_new = item.cause not in self.told
-        self.told += other.told
+        self.items += other.items
         self.subjects |= other.subjects
         if not is_new or ENGINE in item.data or not other.subjects:
             return
@@ -49,10 +74,9 @@ def causes_of(report: Report) -> list[Cause]:
             continue
         own = Cause(
             check=result.name,
-            names=[f"{result.name}, {item.name}"],
+            items=[(result.name, item)],
             words=[_words(item)],
             subjects=_subjects(report, item) if result.name in _STATIC else set(),
-            told=[item.cause],
         )
         at_fault = {subject for cause in causes for subject in cause.subjects}
         is_known = own.subjects <= at_fault
@@ -62,6 +86,15 @@ def causes_of(report: Report) -> list[Cause]:
         else:
             known.add(item, own)
     return causes
+
+
+def named(names: Sequence[str]) -> str:
+    """Return the first of many names, and how many more there are."""
+    more = len(names) - _MOST_NAMES
+    if any(", " in name for name in names) and more > 0:
+        return f"{'; '.join(names[:_MOST_NAMES])}; and {more:,} more"
+    separator = "; " if any(", " in name for name in names) else ", "
+    return separator.join(names)
 
 
 def _follows(item: Item, own: Cause, cause: Cause, *, is_known: bool) -> bool:

@@ -6,14 +6,14 @@ from importlib.resources import files
 
 from jinja2 import Environment
 
-from mtp_export.verify.check import Status
 from mtp_export.verify.report.charts import charts
+from mtp_export.verify.report.failures import causes_of
 from mtp_export.verify.report.plots import MOST_SERIES
 from mtp_export.verify.report.report import Report, recommended, verdict_line, verdict_words
 
 
 def html_page(report: Report) -> str:
-    """The page: verdict, failures in words, charts of the measured figures, every item."""
+    """The page: verdict, a card per cause of failures, charts of the measured figures, every item."""
     environment = Environment(autoescape=True)
     environment.filters["class"] = lambda status: status.replace(" ", "-")
     facts = report.as_json()
@@ -27,7 +27,7 @@ def html_page(report: Report) -> str:
         title=verdict_line(report),
         verdict=verdict_words(report),
         recommended=recommended(report),
-        failed=[(check, item) for check, item in report.items if item.status is Status.FAIL],
+        causes=causes_of(report),
         charts=charts(report),
         most_series=MOST_SERIES,
     )

@@ -24,12 +24,11 @@ from mtp_export.verify.check import (
     unknown_words,
 )
 from mtp_export.verify.evidence.statistics import Estimate
-from mtp_export.verify.report.failures import causes_of
+from mtp_export.verify.report.failures import causes_of, named
 from mtp_export.verify.report.report import Report, method_of, recommended, verdict_line
 
 STYLES = {Status.PASS: "green", Status.FAIL: "bold red", Status.NOT_TESTED: "yellow"}
 _MOST_FAILURES = 5
-_MOST_NAMES = 3
 _NAME_COLUMNS, _TIME_COLUMNS = 14, 10
 
 
@@ -103,7 +102,7 @@ def _not_tested(report: Report) -> Iterator[str]:
             reasons = left_out if LEFT_OUT in item.data else found
             reasons.setdefault(item.cause, []).append(name)
     for reason, names in found.items():
-        yield f"not tested: {_named(names)}: {reason}"
+        yield f"not tested: {named(names)}: {reason}"
     for reason, names in left_out.items():
         yield f"not run: {', '.join(names)}: {reason}"
 
@@ -130,17 +129,9 @@ def _failures(report: Report) -> Iterator[str]:
     """Yield a sentence for each cause of failures, the first few."""
     causes = causes_of(report)
     for cause in causes[:_MOST_FAILURES]:
-        yield f"{_named(cause.names)}: {'; '.join(cause.words)}"
+        yield f"{cause.title}: {cause.text}"
     if (more := len(causes) - _MOST_FAILURES) > 0:
         yield f"and {counted(more, 'more failure')}: --verbose shows them"
-
-
-def _named(names: list[str]) -> str:
-    more = len(names) - _MOST_NAMES
-    if any(", " in name for name in names) and more > 0:
-        return f"{'; '.join(names[:_MOST_NAMES])}; and {more:,} more"
-    separator = "; " if any(", " in name for name in names) else ", "
-    return separator.join(names)
 
 
 def _ran(report: Report) -> list[CheckResult]:
