@@ -217,7 +217,7 @@ WEIGHT_FAULTS: tuple[Fault, ...] = (
     Fault("head of another checkpoint", mtp(f"{MTP}.shared_head.head.weight", noisy), "ledger",
           "of another checkpoint", seen_as="vllm-ascend 6754"),
     Fault("region of the main model's head lost", main("lm_head.weight", region_lost), "ledger",
-          "one of the two is damaged"),
+          "lm_head.weight is damaged"),
     Fault("draft of V3 with main of R1", draft_of_another_training, "ledger",
           "a V3 draft with an R1 main", seen_as="DeepSeek-V3 190"),
     Fault("layer 6 taken for layer 61", layer_6_for_the_mtp_layer, "ledger",

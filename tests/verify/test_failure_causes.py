@@ -13,6 +13,8 @@ from mtp_export.verify.report.report import Report
 from mtp_export.verify.report.summary import repairs
 
 GATE, UP = "model.layers.8.mlp.gate.weight", "model.layers.8.mlp.up.weight"
+PARTS = ("main", "mtp")
+PAIRS = (("main", UP), ("mtp", GATE))
 SHARD = "mtp/model-00001-of-00002.safetensors"
 
 
@@ -43,12 +45,14 @@ def test_the_comparison_with_the_source_tells_it_for_checks_without_one() -> Non
     assert one.names == ["ledger, sizes", "weights, copies"]
     changed = wrong("checksums", "was changed", GATE, UP)
     (one,) = causes(files=[changed], ledger=[guess], weights=[known])
-    assert one.words == [f"{GATE} was changed; {UP} was changed"] and len(one.names) == 3
+    assert one.words == [f"{GATE} was changed; likewise {UP}"] and len(one.names) == 3
 
 
 def test_another_tensor_is_another_cause() -> None:
-    found = causes(ledger=[wrong("sizes", "is large", GATE)], weights=[wrong("c", "x", GATE, UP)])
+    found = causes(ledger=[wrong("sizes", "is large", GATE)], weights=[wrong("c", "x", UP)])
     assert [cause.names for cause in found] == [["ledger, sizes"], ["weights, c"]]
+    found = causes(files=[wrong("a", "is gone", GATE), wrong("b", "is short", UP)])
+    assert len(found) == 2
     found = causes(
         greedy=[failed("a", "one", subject=GATE)], paths=[failed("b", "2", subject=GATE)]
     )
@@ -62,13 +66,13 @@ def test_of_a_config_every_check_says_what_it_found() -> None:
     both = wrong("config is the source's", "has 3", "main/config.json", "mtp/config.json")
     (one,) = causes(files=[main, mtp], weights=[both])
     odd = "out/bundle/main/config.json: config.json is odd"
-    assert one.words == [odd, "main/config.json has 3; mtp/config.json has 3"]
+    assert one.words == [odd, "main/config.json has 3; likewise mtp/config.json"]
 
 
 def test_several_causes_explain_an_item_together() -> None:
     main, mtp = (
         wrong("yarn", "lacks yarn", "main/a.json"),
-        wrong("yarn", "lacks yarn", "mtp/a.json"),
+        wrong("sizes", "has other sizes", "mtp/a.json"),
     )
     both = wrong("config", "differs", "main/a.json", "mtp/a.json")
     assert [len(cause.names) for cause in causes(files=[main, mtp], weights=[both])] == [2, 1]
@@ -92,11 +96,11 @@ def test_a_model_that_does_not_load_follows_from_what_it_names(words: str, count
 def test_an_engine_has_its_own_names_for_the_tensors_of_a_part() -> None:
     own = GATE.replace("layers.8", "decoder")
     main = wrong("main: precision", "is bf16", GATE.replace("8", "2"))
-    mtp, engine = wrong("mtp: precision", "is bf16", GATE), of_engine("mtp: as SGLang reads", own)
+    mtp, engine = wrong("mtp: precision", "is int8", GATE), of_engine("mtp: as SGLang reads", own)
     first, second = causes(files=[main, mtp, engine])
     assert first.names == ["files, main: precision"]
     assert second.names == ["files, mtp: precision", "files, mtp: as SGLang reads"]
-    assert second.words == [f"{GATE} is bf16"]
+    assert second.words == [f"{GATE} is int8"]
     assert len(causes(files=[main, engine])) == 2
 
 
@@ -107,3 +111,32 @@ def test_what_users_fill_in_is_explained_with_the_command() -> None:
     assert repairs(report) == {command: f"To repair ({source}):", "cp x y": "To repair:"}
     with pytest.raises(Exception, match="--overwrite \\(SOURCE: the checkpoint that it was made"):
         report.raise_if_failed()
+
+
+def test_what_is_wrong_in_both_parts_alike_is_one_cause() -> None:
+    """The place of a second one is told, with its figures left out."""
+    lacks = "no tokenizer: {0}/ has none of tokenizer.json, *.model"
+    parts = [failed(f"{p}: tokenizer", lacks.format(p), subject=f"out/bundle/{p}") for p in PARTS]
+    (one,) = causes(files=parts)
+    assert one.words == [f"out/bundle/main: {lacks.format('main')}", "likewise mtp"]
+    other = failed("mtp: tokenizer", "has 3 ids", subject="out/bundle/mtp")
+    assert len(causes(files=[parts[0], other])) == 2
+
+
+def test_of_many_tensors_the_same_is_said_once() -> None:
+    late = [Problem(f"a.{n}.w", f"a.{n}.w is not it (4{n} dB): rounded late") for n in range(3)]
+    rest = [Problem(f"b.{n}.w", f"b.{n}.w is not it (31.5 dB)") for n in range(40)]
+    (one,) = causes(weights=[verdict("c", [*late, *rest, Problem("d.w", "d.w is gone")])])
+    said = "a.0.w is not it (40 dB): rounded late; likewise a.1.w, a.2.w; d.w is gone; and 40 more"
+    assert one.text == said
+
+
+def test_the_source_explains_what_weights_alone_show() -> None:
+    """Though the comparison finds more than was seen without it."""
+    seen = [wrong(f"{part}: codes", "is full", name) for part, name in PAIRS]
+    compared = [wrong(f"{part}: copies", "is late", name, f"{name}.o") for part, name in PAIRS]
+    (one,) = causes(ledger=seen, weights=compared)
+    assert one.title == "ledger, main: codes; ledger, mtp: codes; weights, main: copies; and 1 more"
+    assert one.text == (
+        f"{UP} is full; likewise {GATE}; {UP} is late; likewise {UP}.o; likewise {GATE} and 1 more"
+    )

@@ -108,3 +108,15 @@ def test_a_page_without_figures_has_no_pictures(browser: Browser, tmp_path: Path
     browser.open(page.as_uri())
     assert len(browser.run(NAMES)) == 1, "sizes alone"
     assert browser.run("document.querySelector('pre')") is None
+
+
+def test_a_card_tells_one_cause_with_its_items_below() -> None:
+    both = [failed(f"{part}: sizes", f"{part}/a.b is short") for part in ("main", "mtp")]
+    other = failed("paths", "<nothing>", repair="mtp-export a")
+    checked = [CheckResult(name="files", title="files", items=(*both, other), seconds=1.0)]
+    page = html_page(replace(report(), results=tuple(checked))).partition("Every item")[0]
+    cards = page.partition("Measured")[0].split('<div class="card">')[1:]
+    first, second = cards
+    assert "files, main: sizes; files, mtp: sizes" in first and "2 items fail for it" in first
+    assert first.count("is short") == 3 and "<details>" not in second
+    assert "&lt;nothing&gt;" in second and "<pre>mtp-export a</pre>" in second

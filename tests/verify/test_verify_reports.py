@@ -275,8 +275,9 @@ def test_a_report_of_thousands_of_problems_is_short() -> None:
         texts.append(texts_of(report))
     for kind in texts[0]:
         short, long = texts[0][kind], texts[1][kind]
-        assert "tensor 00004 is wrong" in long and "tensor 00005" not in long
-        assert "and 89,995 more" in " ".join(long.split()), kind
+        assert "tensor 00002" in long and "tensor 00005" not in long
+        said_once = kind in {"summary", "markdown", "page"}
+        assert f"and {89_997 if said_once else 89_995:,} more" in " ".join(long.split()), kind
         assert len(long) < len(short) + 500, kind
 
 

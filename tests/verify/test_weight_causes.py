@@ -11,7 +11,12 @@ import torch
 
 from cases import quantize, run_program
 from faults import planting
+from faults.matrix import no_progress
+from mtp_export.verify.check import Level, Status
+from mtp_export.verify.context import Context
 from mtp_export.verify.diagnosis import weight_bugs
+from mtp_export.verify.options import VerifyOptions
+from mtp_export.verify.weights.value_checks import run
 
 
 def test_a_weight_that_came_by_way_of_bf16(row_sources: dict[str, Path], tmp_path: Path) -> None:
@@ -42,3 +47,58 @@ def test_damage_behind_the_rows_that_are_looked_at_is_counted(
     planting.change(bundle / "main", "lm_head.weight", end_lost)
     verified = run_program("verify", bundle, "--source", row_sources["fp8"], "--level", "weights")
     assert ": 9 of its " in " ".join(verified.out.split()), verified.out
+
+
+def rows_zeroed(weight: torch.Tensor) -> torch.Tensor:
+    weight[3:9] = 0
+    return weight
+
+
+def value_lost(weight: torch.Tensor) -> torch.Tensor:
+    weight[3, 4] = torch.nan
+    return weight
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (rows_zeroed, "lm_head.weight is damaged (6 of its 2,048 rows are zero), and"),
+        (value_lost, "lm_head.weight is damaged (it has values that are not finite), and"),
+        (lambda w: w * 1e5, "lm_head.weight is damaged (its root mean square is"),
+        (torch.zeros_like, "lm_head.weight is damaged (its values are all the same), and"),
+        (lambda w: w * 1.5, "is of another checkpoint"),
+        (lambda w: w, ""),
+    ],
+)
+def test_the_damaged_one_of_two_copies_is_named(
+    damage: Callable[[torch.Tensor], torch.Tensor],
+    said: str,
+    trained_bundle: Path,
+    tmp_path: Path,
+) -> None:
+    """Where both have precisions of their own, by what weights alone tell."""
+    bundle = Path(shutil.copytree(trained_bundle, tmp_path / "bundle"))
+    copy = "model.layers.61.shared_head.head.weight"
+    planting.change(bundle / "mtp", copy, lambda weight: weight.float())
+    planting.change(bundle / "main", "lm_head.weight", damage)
+    planting.sign(bundle)
+    options = VerifyOptions(bundle, level=Level.WEIGHTS)
+    item = next(
+        i for i in run(Context.open(options, no_progress)) if "head.weight is the" in i.name
+    )
+    assert (item.status is Status.PASS) is not bool(said)
+    assert said in item.cause and item.subject in ("", copy, "lm_head.weight")
+    assert ("lm_head" in item.subject) is ("damaged" in said)
+
+
+def test_few_elements_that_differ_are_damage_of_either(
+    trained_bundle: Path, tmp_path: Path
+) -> None:
+    bundle = Path(shutil.copytree(trained_bundle, tmp_path / "bundle"))
+    planting.change(bundle / "main", "lm_head.weight", lambda w: w.fill_diagonal_(0.5))
+    planting.sign(bundle)
+    options = VerifyOptions(bundle, level=Level.WEIGHTS)
+    item = next(
+        i for i in run(Context.open(options, no_progress)) if "head.weight is the" in i.name
+    )
+    assert "one of the two is damaged" in item.cause

@@ -79,6 +79,16 @@ def damaged_elements(weight: WeightOnDisk, original: WeightOnDisk) -> int:
     return count if count < _DAMAGED_SHARE * elements(weight) else 0
 
 
+def lost_rows(weight: WeightOnDisk, original: WeightOnDisk) -> int:
+    """Return the number of rows that are zero here and not in the original (ValueError for codes
+    without a value)."""
+    count = 0
+    for start, stop in weight.pieces():
+        ours, theirs = (one.encoded(start, stop).dequantize() for one in (weight, original))
+        count += int((~ours.bool().any(dim=-1) & theirs.bool().any(dim=-1)).count_nonzero())
+    return count
+
+
 def elements(weight: WeightOnDisk) -> int:
     """Return the number of a weight's elements."""
     return math.prod(weight.stored.weight.shape)

@@ -13,7 +13,7 @@ from mtp_export.verify.report.report import Report, recommended, verdict_line, v
 
 
 def html_page(report: Report) -> str:
-    """The page: verdict, a card per cause of failures, charts of the measured figures, every item."""
+    """The page: verdict, a card per cause of failures, charts of measured figures, every item."""
     environment = Environment(autoescape=True)
     environment.filters["class"] = lambda status: status.replace(" ", "-")
     facts = report.as_json()

@@ -28,7 +28,7 @@ from mtp_export.verify.check import (
     verdict,
 )
 from mtp_export.verify.diagnosis.causes import weights as causes
-from mtp_export.verify.diagnosis.weight_bugs import damaged_elements, elements
+from mtp_export.verify.diagnosis.weight_bugs import damaged_elements, elements, lost_rows
 from mtp_export.verify.evidence.parts import PartLayout
 from mtp_export.verify.evidence.weight_facts import WeightFacts
 
@@ -291,16 +291,33 @@ def _difference(own: WeightFacts, original: WeightFacts) -> Problem:
     """Cause where the draft's copy is not the main model's: damage of one of the two, or another
     checkpoint."""
     copy, wanted = own.weight.name, original.weight.name
-    count = damaged_elements(own.weight, original.weight)
-    if not count:
-        return Problem(copy, causes.another_checkpoint(copy, wanted))
-    total = elements(own.weight)
+    count, total = damaged_elements(own.weight, original.weight), elements(own.weight)
     like_source = [one.against is not None and one.against.equal for one in (own, original)]
-    if like_source[0] == like_source[1]:
+    if count and like_source[0] != like_source[1]:
+        damaged = wanted if like_source[0] else copy
+        cause = causes.elements_damaged(count, total)
+        return Problem(damaged, causes.not_the_sources(damaged, None, cause))
+    flaws = _flaw(own, original), _flaw(original, own)
+    if any(flaws) and not all(flaws):
+        damaged, sound = (copy, wanted) if flaws[0] else (wanted, copy)
+        return Problem(damaged, causes.copy_damaged(damaged, sound, "".join(flaws)))
+    if count:
         return Problem(copy, causes.one_copy_damaged(copy, wanted, count, total))
-    damaged = wanted if like_source[0] else copy
-    cause = causes.elements_damaged(count, total)
-    return Problem(damaged, causes.not_the_sources(damaged, None, cause))
+    return Problem(copy, causes.another_checkpoint(copy, wanted))
+
+
+def _flaw(fact: WeightFacts, other: WeightFacts) -> str:
+    """Damage that the values of a matrix tell, beside those of one that must hold the same; "" for
+    none."""
+    statistics, rms = fact.statistics, fact.statistics.root_mean_square
+    if not statistics.is_sound:
+        return causes.NOT_FINITE
+    if statistics.is_constant:
+        return causes.CONSTANT_VALUES
+    if not gates.RMS_RANGE[0] <= rms <= gates.RMS_RANGE[1]:
+        return causes.implausible_size(rms)
+    lost = lost_rows(fact.weight, other.weight) if other.statistics.is_sound else 0
+    return causes.rows_lost(lost, fact.weight.stored.weight.shape[0]) if lost else ""
 
 
 def _equal(one: WeightFacts, other: WeightFacts) -> bool:

@@ -99,6 +99,22 @@ def one_copy_damaged(tensor: str, original: str, count: int, total: int) -> str:
     )
 
 
+def copy_damaged(tensor: str, other: str, damage: str) -> str:
+    return f"{tensor} is damaged ({damage}), and {other}, which holds the same, is not"
+
+
+def rows_lost(count: int, total: int) -> str:
+    return f"{count:,} of its {counted(total, 'row')} are zero"
+
+
+def implausible_size(rms: float) -> str:
+    return f"its root mean square is {rms:.3g}"
+
+
+CONSTANT_VALUES = "its values are all the same"
+NOT_FINITE = "it has values that are not finite"
+
+
 def norm_centred_at_zero(tensor: str, negative: float) -> str:
     return (
         f"{negative:.0%} of {tensor} is negative, around zero: it holds the w of a norm that"
