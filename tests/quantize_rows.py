@@ -42,11 +42,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Row:
-    """Options, and what they must make of the two parts."""
+    """Options, and what they must make of the two parts and of the heads of both."""
 
     options: tuple[str, ...]
     main: Part
     mtp: Part
+    head: str = "bf16"
 
 
 def pair(base: str, mtp: str, *more: str) -> tuple[str, ...]:
@@ -57,7 +58,9 @@ CT = "fp8 of compressed-tensors"
 NATIVE = Part("fp8", "fp8", "fp8", "fp8", "fp8")
 INT8 = Part("int8", "int8", "int8", "bf16", "bf16")
 BF16 = Part("bf16", "bf16", "bf16", "bf16", "bf16")
+FP8_CT = Part(CT, CT, CT, CT, "bf16")
 WINT4 = ("a8w8_fp8_wint4", "a8w8_fp8")
+INT8_HEAD = ("--head-quant", "weight_only_int8")
 ROWS = {
     "wint4, vLLM": Row(
         pair(*WINT4), Part("int4", CT, CT, CT, "bf16"), Part(CT, CT, CT, CT, "bf16")
@@ -88,12 +91,21 @@ ROWS = {
     "fp8": Row(pair("a8w8_fp8", "a8w8_fp8"), NATIVE, NATIVE),
     "int8": Row(pair("weight_only_int8", "weight_only_int8"), INT8, INT8),
     "bf16": Row(pair("bf16", "bf16"), BF16, BF16),
+    "int4, int8 head": Row(
+        pair("weight_only_int4", "weight_only_int8", "--group-size", "64", *INT8_HEAD),
+        Part("int4", "bf16", "bf16", "bf16", "bf16"),
+        INT8,
+        head="int8",
+    ),
+    "fp8, int8 head": Row(pair("a8w8_fp8", "a8w8_fp8", *INT8_HEAD), FP8_CT, FP8_CT, head="int8"),
+    "bf16, int8 head": Row(pair("bf16", "bf16", *INT8_HEAD), BF16, BF16, head="int8"),
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     "fp8": WHOLE_TILES,
     "bf16": {key: WHOLE_TILES[key] for key in UNQUANTIZED},
 }
 MTP_PREFIX = f"model.layers.{MTP_LAYER}."
+HEADS = ("lm_head", f"{MTP_PREFIX}shared_head.head")
 INPUT_SCALES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
 

@@ -19,7 +19,7 @@ from mtp_checkpoints.tensors.bundle_folder import MAIN, open_parts
 from mtp_checkpoints.tensors.manifest import MANIFEST_NAME, read_manifest
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.options import Part
-from mtp_export.schemes import SCHEMES
+from mtp_export.schemes import SCHEMES, recorded_head
 from mtp_export.schemes.scheme import GRAFTED, KEEP
 from mtp_runtime.drafters import draft_folders
 
@@ -192,7 +192,11 @@ def _reads(engine: Engine, recorded: Mapping[str, Any], base: str, mtp: str) -> 
         reader, dialect = recorded.get("reader"), engine.dialect
         described = reader is None or (dialect is not None and dialect.name == reader)
         return described and engine.storages >= main | SCHEMES[mtp].recorded_storages(recorded)
+    head = recorded_head(recorded)
+    if head is not None and head not in engine.quantized_heads:
+        return False
     storages = SCHEMES[base].recorded_storages(recorded) | SCHEMES[mtp].recorded_storages(recorded)
+    storages |= {head} - {None}
     if not storages <= engine.storages:
         return False
     if W4AFp8.storage in storages:

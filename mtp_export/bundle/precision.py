@@ -23,6 +23,13 @@ class Int4Scope(StrEnum):
     ALL = "all"
 
 
+class HeadQuant(StrEnum):
+    """Precision of the language-model head."""
+
+    KEEP = "keep"
+    WEIGHT_ONLY_INT8 = "weight_only_int8"
+
+
 class ScaleRule(StrEnum):
     """Choice of the scale of an int4 group."""
 
@@ -84,6 +91,14 @@ class Precision:
         default=Int4Scope.EXPERTS,
         metadata=option(
             "Linears that weight_only_int4 packs: {names}.", Panel.PRECISION, metavar="SCOPE"
+        ),
+    )
+    head_quant: HeadQuant = field(
+        default=HeadQuant.KEEP,
+        metadata=option(
+            "Precision of the language-model head and of the MTP layer's copy: {names}.",
+            Panel.PRECISION,
+            metavar="SCHEME",
         ),
     )
     scale: ScaleRule = field(

@@ -9,10 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from mtp_checkpoints.errors import UnsupportedError, UsageError
+from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.formats import FormatOptions, Fp8Channel, W4AFp8, has_groups
 from mtp_checkpoints.formats.base import COMPRESSED_SCALE, GROUP_SIZES, NATIVE_SCALE
 from mtp_checkpoints.formats.w4afp8 import W4AFP8_GROUP
-from mtp_checkpoints.layouts import engine_of, names_that_read, target_of
+from mtp_checkpoints.layouts import (
+    engine_of,
+    names_that_read,
+    names_that_read_head,
+    target_of,
+)
 from mtp_checkpoints.layouts.base import Target
 from mtp_checkpoints.quantization.method import VLLM, Dialect
 from mtp_checkpoints.quantization.native import with_quantization
@@ -28,7 +34,7 @@ from mtp_export.bundle.precision import Device, Format, Int4Scope, Precision
 from mtp_export.bundle.run_folder import check_output
 from mtp_export.bundle.split import SplitOptions
 from mtp_export.paths import refuse_overlaps
-from mtp_export.schemes import SCHEMES
+from mtp_export.schemes import HEAD_SCHEMES, SCHEMES
 from mtp_export.schemes.configs import quantization_configs
 from mtp_export.schemes.conversion import Conversion
 from mtp_export.schemes.scheme import BF16, KEEP, Scheme
@@ -44,16 +50,19 @@ class QuantizeOptions(Precision, PlannerOptions):
 
 @dataclass(frozen=True)
 class _Choice:
-    """Schemes of both parts for a given source, and the way to describe integers to the engine."""
+    """Schemes of both parts for a given source, the format of their heads by name (None: as they
+    are stored), and the way to describe integers to the engine."""
 
     base: Scheme
     mtp: Scheme
+    head: str | None
     dialect: Dialect
     in_table: bool
 
     @property
     def storages(self) -> set[str]:
-        return {*self.base.storages.values(), *self.mtp.storages.values()}
+        heads = () if self.head is None else (self.head,)
+        return {*self.base.storages.values(), *self.mtp.storages.values(), *heads}
 
     @property
     def has_groups(self) -> bool:
@@ -115,6 +124,7 @@ def quantize_recipe(
     source = checkpoint, stored = opened or open_source(options.bundle.input_dir)
     choice = _choose(options, stored)
     _check_format(options)
+    _check_head(options, choice.head)
     _check_target(target, choice.mtp, stored)
     _check_storages(options.bundle.target, choice)
     main = _conversion(choice.base, choice, options, stored=stored)
@@ -165,7 +175,8 @@ def _choose(options: QuantizeOptions, stored: StoredModel) -> _Choice:
         schemes["base"] = SCHEMES[base].variant("--format", str(options.format))
     # Without integers the dialects are alike.
     dialect = engine_of(options.bundle.target).dialect or VLLM
-    return _Choice(schemes["base"], schemes["mtp"], dialect, in_table)
+    head = HEAD_SCHEMES.get(options.head_quant)
+    return _Choice(schemes["base"], schemes["mtp"], head, dialect, in_table)
 
 
 def _check_format(options: QuantizeOptions) -> None:
@@ -182,6 +193,27 @@ def _check_format(options: QuantizeOptions) -> None:
             "Format w4afp8 has one group size",
             expected=f"--group-size {W4AFP8_GROUP}",
             found=options.group_size,
+        )
+
+
+def _check_head(options: QuantizeOptions, head: str | None) -> None:
+    """Refuse a quantized head that no config of the format describes, or that the engine of
+    --target does not read (UnsupportedError)."""
+    if head is None:
+        return
+    found = f"--head-quant {options.head_quant}"
+    if options.format is Format.W4AFP8:
+        raise UnsupportedError(
+            f"Format {options.format} has no field for a quantized head",
+            expected="--head-quant keep, or --format compressed-tensors",
+            found=found,
+        )
+    if head not in engine_of(options.bundle.target).quantized_heads:
+        raise UnsupportedError(
+            f"Target {options.bundle.target} is not known to read a head in {head}",
+            expected=f"--target {' or '.join(names_that_read_head(head))}",
+            found=f"{found} --target {options.bundle.target}",
+            todo=f"Or use --head-quant keep for {options.bundle.target}",
         )
 
 
@@ -236,9 +268,10 @@ def _conversion(
     absorbed linears in bf16.
     """
     renamed = choice.has_groups and not choice.dialect.native_fp8
+    heads = {} if choice.head is None else {Role.HEAD: choice.head}
     return Conversion(
         scheme=scheme.name,
-        storages=scheme.storages,
+        storages={**scheme.storages, **heads},
         options=FormatOptions(
             group_size=options.group_size,
             fp8_scale_name=COMPRESSED_SCALE if renamed else NATIVE_SCALE,
@@ -300,5 +333,6 @@ def _recorded(options: QuantizeOptions, choice: _Choice) -> dict[str, Any]:
         "format": str(options.format),
         "group_size": options.group_size,
         "int4_scope": str(options.int4_scope),
+        "head_quant": str(options.head_quant),
         "scale": str(options.scale),
     }

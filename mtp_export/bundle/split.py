@@ -238,7 +238,8 @@ def _mtp_steps(
 def _shared_steps(
     checkpoint: Checkpoint, stored: StoredModel, options: SplitOptions, pair: SharedTensor
 ) -> Iterator[Step]:
-    """Yield the steps of an embedding or head: of the MTP layer's own, else of the main model's.
+    """Yield the steps of an embedding or head: of the MTP layer's own, else of the main model's; of
+    the main model's too where a head is converted and both are stored in different precisions.
 
     An own copy in another precision than the main model's is kept where it is unquantized, as every
     config that is written promises, or where the draft's config.json stays as it is; without one
@@ -247,9 +248,16 @@ def _shared_steps(
     family, target = stored.family, options.target
     own, main = stored.tables[pair.mtp_name], stored.tables[pair.main_name]
     alike = own.format == main.format
-    promised = options.mtp.scheme is None or own.format is UNQUANTIZED
     layer = family.mtp_layer_of(pair.mtp_name)
     assert layer is not None
+    if options.mtp.storage_of(own.weight) is not None:
+        one = own if alike and pair.mtp_name in checkpoint.tensors else main
+        source, name = checkpoint.tensors[one.weight.name], target.mtp_name(pair.mtp_name, layer)
+        converted = options.mtp.step(one, source, checkpoint.tensors, name=name)
+        assert converted is not None, "the step of a weight"
+        yield converted
+        return
+    promised = options.mtp.scheme is None or own.format is UNQUANTIZED
     if pair.mtp_name in checkpoint.tensors and (alike or promised):
         names = [tensor.name for tensor in own.tensors]
     elif alike or not promised:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.formats import Fp8Block, Int4Group, Int8Channel, Unquantized, W4AFp8
 from mtp_export.schemes.scheme import Scheme, every_linear
+
+# Formats of the language-model head beside those of all linears, by their names.
+HEAD_SCHEMES: dict[str, str] = {"weight_only_int8": Int8Channel.storage}
 
 _FP8 = every_linear(Fp8Block.storage)
 _ATTENTION_IN_BF16 = dict.fromkeys((Role.ATTENTION, Role.INDEXER), Unquantized.storage)
@@ -35,3 +41,9 @@ SCHEMES: dict[str, Scheme] = {
     # For hardware without fp8, and the way into engines that quantize at load.
     "bf16": Scheme("bf16", "bf16", every_linear(Unquantized.storage)),
 }
+
+
+def recorded_head(options: Mapping[str, Any]) -> str | None:
+    """Return the format of the heads of a bundle by the options that its manifest records; None
+    where they are as the source has them."""
+    return HEAD_SCHEMES.get(str(options.get("head_quant")))

@@ -54,6 +54,9 @@ def _quantizations() -> dict[str, tuple[str, ...]]:
         result.setdefault(f"{base} + {mtp}, {target}", ("quantize", "--target", target, *options))
     result["int4 everywhere"] = ("quantize", *INT4, *group, "--int4-scope", "all")
     result["int4, mse"] = ("quantize", *INT4, *group, "--scale", "mse")
+    head = ("--head-quant", "weight_only_int8")
+    result["int4, int8 head"] = ("quantize", *INT4, *group, *head)
+    result["fp8, int8 head"] = ("quantize", *head)
     result["int4, groups of 32"] = ("quantize", *INT4, "--group-size", "32")
     return result
 

@@ -25,6 +25,9 @@ from mtp_export.bundle.options import BundleOptions, ContentOptions, Part
 
 FOLDER = Path("/bundles/b")
 INT4 = {"base_quant": "weight_only_int4", "mtp_quant": "weight_only_int8"}
+BF16 = {"base_quant": "bf16", "mtp_quant": "bf16"}
+FP8 = {"base_quant": "a8w8_fp8", "mtp_quant": "a8w8_fp8"}
+HEAD = {"head_quant": "weight_only_int8"}
 WINT4 = {"base_quant": "a8w8_fp8_wint4", "mtp_quant": "a8w8_fp8", "group_size": 128}
 W4AFP8 = WINT4 | {"format": "w4afp8"}
 AWQ = {"base_quant": "grafted", "mtp_quant": "bf16", "main_storages": ["awq_int4", "bf16"]}
@@ -51,6 +54,10 @@ def engines(recorded: Recorded, wanted: str = "hf", native: str = "a8w8_fp8") ->
         (INT4 | {"mtp_quant": "a8w8_fp8", "reader": "sglang"}, ["sglang"]),
         (INT4 | {"mtp_quant": "a8w8_fp8", "reader": "sglang", "group_size": 64}, ["sglang"]),
         (INT4 | {"base_quant": "a8w8_fp8", "reader": "vllm"}, ["vllm"]),
+        (INT4 | HEAD, ["vllm"]),
+        (BF16 | HEAD, ["vllm"]),
+        (FP8 | HEAD | {"reader": "vllm"}, ["vllm"]),
+        (FP8 | HEAD | {"reader": "sglang"}, []),
         (AWQ, ["vllm", "sglang"]),
         (AWQ | {"reader": "sglang"}, ["sglang"]),
         (AWQ | {"main_storages": ["w4afp8"]}, ["sglang"]),

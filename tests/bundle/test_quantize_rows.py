@@ -25,6 +25,7 @@ from mtp_kernels.quantize import (
 from quantize_rows import (
     CONFIGS,
     FORMS,
+    HEADS,
     INPUT_SCALES,
     MTP_PREFIX,
     ROWS,
@@ -77,10 +78,11 @@ def unpacked_w4afp8(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def scheme_of(config: dict[str, Any], bits: int) -> QuantizationScheme:
-    """The group of a config that describes packed integers of a number of bits."""
+    """The groups of a config that describe packed integers of a number of bits, which are alike."""
     groups = QuantizationConfig.model_validate(config).config_groups.values()
-    (scheme,) = [g for g in groups if (g.weights.type, g.weights.num_bits) == ("int", bits)]
-    return scheme
+    found = [g for g in groups if (g.weights.type, g.weights.num_bits) == ("int", bits)]
+    assert all(group.weights == found[0].weights for group in found)
+    return found[0]
 
 
 def check_packed(
@@ -156,14 +158,17 @@ def check_fp8(
     assert ((weights - restored).abs() <= weights.abs() / 16 + scale.max() * 2**-10).all(), module
 
 
-def check_part(folder: Path, part: Part, source: Tensors) -> None:
-    """Every tensor of a folder: the linears in their forms, all else as it was."""
+def check_part(folder: Path, part: Part, head: str, source: Tensors) -> None:
+    """Every tensor of a folder: the linears and the head in their forms, all else as it was."""
     stored = read_tensors(folder)
     config = read_json(folder / "config.json").get("quantization_config")
     seen: set[str] = set()
     modules = linears(source)
     for module in modules:
         seen |= check_linear(part.form_of(module), stored, source, module, config)
+    for module in (own for own in HEADS if head != "bf16" and f"{own}.weight" in source):
+        seen |= check_linear(head, stored, source, module, config)
+        modules.append(module)
     linear_tensors = {f"{m}.{end}" for m in modules for end in ("weight", "weight_scale_inv")}
     for name in source.keys() - linear_tensors:
         assert same_bytes(stored[name], source[name]), name
@@ -175,8 +180,9 @@ def check_row(name: str, bundle: Path, source: Path) -> None:
     """Both parts of a bundle that was made of a checkpoint, in a row of the table."""
     row, original = ROWS[name], read_tensors(source)
     is_mtp = {name: name.startswith(MTP_PREFIX) for name in original}
-    check_part(bundle / "main", row.main, {n: t for n, t in original.items() if not is_mtp[n]})
-    check_part(bundle / "mtp", row.mtp, {n: t for n, t in original.items() if is_mtp[n]})
+    main = {n: t for n, t in original.items() if not is_mtp[n]}
+    check_part(bundle / "main", row.main, row.head, main)
+    check_part(bundle / "mtp", row.mtp, row.head, {n: original[n] for n in original.keys() - main})
     index = read_json(bundle / "main/model.safetensors.index.json")["weight_map"]
     assert index.keys() == read_tensors(bundle / "main").keys()
 

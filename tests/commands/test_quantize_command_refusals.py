@@ -16,9 +16,11 @@ from cases import (
     run_program,
     shard_of,
 )
+from mtp_checkpoints.layouts import target_names
 from mtp_export.schemes.table import PAIRS
-from quantize_rows import pair
+from quantize_rows import INT8_HEAD, pair
 
+HEAD_IS_READ_BY = "read a head in int8_channel. Expected --target hf or vllm"
 EXPERT = "model.layers.1.mlp.experts.0.up_proj.weight"
 
 
@@ -50,6 +52,17 @@ EXPERT = "model.layers.1.mlp.experts.0.up_proj.weight"
         (pair("a8w8_fp8", "a8w8_fp8", "--format", "w4afp8"), 2, "does not apply"),
         (pair("weight_only_int8", "weight_only_int8", "--target", "lightllm"), 4, "lightllm"),
         (pair("a8w8_fp8", "a8w8_fp8", "--target", "xllm"), 4, "--mtp-quant bf16"),
+        *(
+            (pair("a8w8_fp8", "a8w8_fp8", *INT8_HEAD, "--target", target), 4, HEAD_IS_READ_BY)
+            for target in target_names()
+            if target not in ("hf", "vllm")
+        ),
+        (
+            pair("a8w8_fp8_wint4", "a8w8_fp8", *INT8_HEAD, "--format", "w4afp8"),
+            4,
+            "Format w4afp8 has no field for a quantized head",
+        ),
+        (("--head-quant", "int3"), 2, "keep"),
         (pair("bf16", "bf16", "--target", "paddlenlp"), 4, "--mtp-quant a8w8_fp8"),
         (pair("bf16", "bf16", "--target", "paddlenlp"), 4, "the input of an export"),
         *(

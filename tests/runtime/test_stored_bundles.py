@@ -22,10 +22,12 @@ from mtp_runtime.cache import lay_out
 from mtp_runtime.models.load import Loaded, LoadOptions, load_model
 from mtp_runtime.models.model import Model
 from mtp_runtime.sampling import SamplingParams
+from quantize_rows import INT8_HEAD
 from runtime.harness import Walk, load, prompts_of, run
 
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
 VOCAB = WHOLE_TILES["vocab_size"]
+INT4_INT8 = ("weight_only_int4", "weight_only_int8")
 ROWS: dict[str, tuple[str, ...]] = {
     "wint4, vLLM": ("a8w8_fp8_wint4", "a8w8_fp8"),
     "wint4, SGLang": ("a8w8_fp8_wint4", "a8w8_fp8", "--target", "sglang"),
@@ -35,6 +37,8 @@ ROWS: dict[str, tuple[str, ...]] = {
     "fp8": ("a8w8_fp8", "a8w8_fp8"),
     "int8": ("weight_only_int8", "weight_only_int8"),
     "bf16": ("bf16", "bf16"),
+    "int4, int8 head": (*INT4_INT8, "--group-size", "32", *INT8_HEAD),
+    "fp8, int8 head": ("a8w8_fp8", "a8w8_fp8", *INT8_HEAD),
 }
 
 

@@ -16,18 +16,26 @@ from cases import MTP_LAYER, make_checkpoint, quantize, read_json, read_tensors
 from mtp_checkpoints.formats import Int4Group, Int8Channel
 from mtp_runtime.loading.weight_source import WeightSource
 from mtp_runtime.models.load import LoadOptions, load_model
-from quantize_rows import CONFIGS, ROWS, linears, pair
+from quantize_rows import CONFIGS, HEADS, ROWS, linears, pair
 from runtime.harness import Walk, prompts_of
 
 FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"
-COMPRESSED = [name for name in ROWS if name.startswith("int") or name == "wint4, vLLM"]
+COMPRESSED = [
+    name for name, row in ROWS.items()
+    if name.startswith("int") or name == "wint4, vLLM" or row.head != "bf16"
+]  # fmt: skip
+# It takes one group for all experts, and one for every other linear, a head too.
+READ_BY_TRANSFORMERS = [
+    name for name in COMPRESSED if name not in ("fp8, int8 head", "bf16, int8 head")
+]
 FORM_OF = {("int", 4): "int4", ("int", 8): "int8", ("float", 8): "fp8 of compressed-tensors"}
+# vLLM looks for the copy of the head by the last name.
+ITS_HEADS = (*HEADS, f"model.layers.{MTP_LAYER}.head")
 # Modules that no engine may take for a quantized one.
 NEVER = [
-    "lm_head",
     "model.embed_tokens",
     "model.layers.1.mlp.gate",
-    *(f"model.layers.{MTP_LAYER}.{m}" for m in ("mlp.gate", "eh_proj", "shared_head.head")),
+    *(f"model.layers.{MTP_LAYER}.{m}" for m in ("mlp.gate", "eh_proj")),
     f"model.layers.{MTP_LAYER}.embed_tokens",
 ]
 
@@ -77,6 +85,8 @@ def test_the_main_config_describes_both_parts(name: str, source: Path, bundle_of
         assert form_by_config(config, fused) == part.form_of(module), fused
     for module in NEVER:
         assert form_by_config(config, module) == "bf16", module
+    for module in ITS_HEADS if row.head != "bf16" else HEADS:
+        assert form_by_config(config, module) == row.head, module
 
 
 @pytest.mark.parametrize("name", COMPRESSED)
@@ -205,7 +215,7 @@ def rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("name", [*COMPRESSED, "bf16"])
+@pytest.mark.parametrize("name", [*READ_BY_TRANSFORMERS, "bf16"])
 def test_transformers_computes_what_the_runtime_does(
     name: str, bundle_of: Bundle, rounded_once: None
 ) -> None:

@@ -138,15 +138,17 @@ class ModulePatterns:
     """Module names as engines' quantization configs refer to them.
 
     linears: per role a regular expression for its linears, matched behind `model.layers.<n>.`;
-    fused names are included. other_matrices: names and `re:` patterns of matrices that are never
-    quantized but that engines may build as linears. fused: the last name components of linears that
-    engines load as one matrix, with the names of that matrix. absorbed: the last components of
+    fused names are included. heads: names and `re:` patterns by which engines look for the model's
+    head and the MTP layer's copy. other_matrices: those of matrices that engines may build as
+    linears, and that are not quantized; heads may be. fused: the last name components of linears
+    that engines load as one matrix, with the names of that matrix. absorbed: the last components of
     linears that attention multiplies into other matrices, so that some loaders read them
     unquantized. mtp_names: names that engines have for the MTP layer besides its own; a config that
     names the layer must name it by each.
     """
 
     linears: Mapping[Role, str]
+    heads: tuple[str, ...] = ()
     other_matrices: tuple[str, ...] = ()
     fused: Mapping[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)
     absorbed: tuple[str, ...] = ()

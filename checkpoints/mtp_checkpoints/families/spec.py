@@ -29,11 +29,13 @@ _LINEARS = {
     Role.SHARED_EXPERT: "mlp.shared_experts.*",
     Role.ROUTED_EXPERT: "mlp.experts.*",
 }
+PLAIN_HEADS = ("lm_head", "re:.*shared_head.*")
+"""Entries of a config that leave out the heads."""
 _OTHER_MATRICES = (
-    "lm_head",
+    PLAIN_HEADS[0],
     "re:.*mlp.gate$",
     "re:.*eh_proj$",
-    "re:.*shared_head.*",
+    PLAIN_HEADS[1],
     "re:.*embed_tokens$",
 )
 _FUSED: dict[tuple[str, ...], tuple[str, ...]] = {("gate_proj", "up_proj"): ("gate_up_proj",)}
@@ -213,6 +215,8 @@ class ModelSpec:
         others = (pattern for kind in kinds for pattern in kind.other_matrices)
         return ModulePatterns(
             linears={role: linears[role] for role in Role if role in linears},
+            # vLLM looks for the copy as the layer's `head`, and loads it as its `shared_head.head`.
+            heads=(self.head, *(f"re:{m.layer.prefix}.(shared_head.)?head$" for m in self.mtp)),
             other_matrices=(*_OTHER_MATRICES, *dict.fromkeys(others)),
             fused=_FUSED | {parts: names for kind in kinds for parts, names in kind.fused.items()},
             absorbed=tuple(dict.fromkeys(name for kind in kinds for name in kind.absorbed)),

@@ -88,6 +88,11 @@ def names_that_read(storages: Collection[str]) -> tuple[str, ...]:
     return tuple(name for name in target_names() if engine_of(name).storages.issuperset(storages))
 
 
+def names_that_read_head(storage: str) -> tuple[str, ...]:
+    """Return the names of --target whose engines read a head in this storage."""
+    return tuple(name for name in target_names() if storage in engine_of(name).quantized_heads)
+
+
 def names_that_serve() -> tuple[str, ...]:
     """Return the names of --target whose engines have a command that serves a bundle."""
     return tuple(name for name in target_names() if engine_of(name).launch is not None)

@@ -117,7 +117,8 @@ class DraftReading:
 class Engine:
     """An engine that reads a layout; its name is one that --target takes.
 
-    methods are the quant_methods that its loader reads. dialect is how it wants integers
+    methods are the quant_methods that its loader reads, quantized_heads the formats, by name, of
+    heads that it multiplies with; none where that is not known. dialect is how it wants integers
     described, required for an engine that reads any. launch makes the shell command that serves a
     bundle with one draft token; None for an engine that does not take the MTP part as a folder of
     its own. extra_drafts are those beside the MTP part that it runs. probe is a shell command that
@@ -130,6 +131,7 @@ class Engine:
     name: str
     methods: frozenset[str] = frozenset({"fp8"})
     dialect: Dialect | None = None
+    quantized_heads: frozenset[str] = frozenset()
     launch: Launch | None = None
     extra_drafts: tuple[DraftLaunch, ...] = ()
     probe: str = ""

@@ -9,7 +9,7 @@ from shlex import quote
 from typing import Any
 
 from mtp_checkpoints.families.base import SGLANG_DRAFT
-from mtp_checkpoints.formats import NvFp4
+from mtp_checkpoints.formats import Int8Channel, NvFp4
 from mtp_checkpoints.layouts.base import (
     Config,
     Deployment,
@@ -29,6 +29,10 @@ VLLM_READING = DraftReading(
     reads=vllm_reads,
     refuses_recomputed=frozenset({"glm4_moe"}),  # glm4_moe_mtp.py looks up every name of the layer
 )
+# Of compressed-tensors vLLM builds a head as any linear that a target names. SGLang 0.5.23 resolves
+# one too, but then takes its `weight`, which packed codes do not have (layers/logits_processor.py,
+# get_embed_and_head of its models).
+_VLLM_HEADS = frozenset({Int8Channel.storage})
 _SGLANG_PORT = 20000  # at which its machines find each other
 
 
@@ -100,11 +104,12 @@ def _sglang_placement(bundle: Deployment) -> str:
 HF = Target(
     name="hf",
     engines=(
-        Engine("hf", frozenset(METHODS), VLLM),
+        Engine("hf", frozenset(METHODS), VLLM, _VLLM_HEADS),
         Engine(
             "vllm",
             frozenset(METHODS) - {"w4afp8"},
             VLLM,
+            _VLLM_HEADS,
             launch=partial(vllm_launch, method="mtp"),
             extra_drafts=VLLM_DRAFTS,
             probe=VLLM_PROBE,

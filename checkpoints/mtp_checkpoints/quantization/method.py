@@ -69,9 +69,9 @@ SGLANG = Dialect("sglang", "SGLang", own_config=True, native_fp8=True)
 class PartStorage:
     """Storage of the linears of one part, main or MTP, that a config is written for.
 
-    Roles without one stay as stored. bf16_modules are linears (last name component) that are bf16
-    where others are fp8. native is an fp8 source's format: what its release left out of fp8 stays
-    as stored.
+    Roles without one stay as stored, the head's among them unless it is asked for. bf16_modules are
+    linears (last name component) that are bf16 where others are fp8. native is an fp8 source's
+    format: what its release left out of fp8 stays as stored.
     """
 
     storages: Mapping[Role, str]
@@ -83,8 +83,10 @@ class PartStorage:
     def storage_of(self, spec: TensorSpec) -> str | None:
         """Return the storage of a weight; None for one that stays as stored whatever that is."""
         storage = self.storages.get(spec.role)
-        if storage is None or not spec.is_linear_weight:
+        if storage is None or len(spec.shape) != 2:
             return None
+        if spec.role is Role.HEAD:  # no release has it in fp8, nor lists it for that reason
+            return storage
         if self.native is not None and not self.native.covers(spec.module):
             return None
         if storage == Fp8Block.storage and spec.module.rpartition(".")[2] in self.bf16_modules:

@@ -40,6 +40,7 @@ _FLAGS: Mapping[str, tuple[str, object]] = {
     "format": ("--format", "compressed-tensors"),
     "group_size": ("--group-size", 128),
     "int4_scope": ("--int4-scope", "experts"),
+    "head_quant": ("--head-quant", "keep"),
     "scale": ("--scale", "minmax"),
 }
 # Recorded besides, and no options.

@@ -17,7 +17,7 @@ from typing import Any
 
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.base import LINEAR_ROLES, Role
-from mtp_checkpoints.families.spec import ModelSpec
+from mtp_checkpoints.families.spec import PLAIN_HEADS, ModelSpec
 from mtp_checkpoints.formats import (
     Fp8Block,
     Int8Channel,
@@ -232,15 +232,19 @@ def _mtp_names(family: ModelSpec) -> list[str]:
 
 
 def _write(model: WrittenModel) -> Config:
-    """Return a config with one group per storage.
+    """Return a config with one group per storage, and one of quantized heads.
 
     One group holds the class Linear, for every linear that no pattern names: fp8, else int4, else
-    int8. All loaders look at names before classes. SGLang looks at the class for int4 experts,
-    beside which it must not fuse the shared expert into them; transformers takes the first group
-    that names experts for them, and the one that does not for the dense MLP.
+    int8. No loader finds a head by it. All loaders look at names before classes. SGLang looks at
+    the class for int4 experts, beside which it must not fuse the shared expert into them;
+    transformers takes the first group that names experts for them, and the first that does not for
+    every other linear, a head too: its group is the last one.
     """
-    patterns = _patterns(model)
-    ignored = [*model.family.patterns.other_matrices, *patterns.pop(Unquantized.storage, [])]
+    patterns, head = _patterns(model), model.main.storages.get(Role.HEAD)
+    heads = () if head is None else model.family.patterns.heads
+    others = model.family.patterns.other_matrices
+    ignored = [name for name in others if not heads or name not in PLAIN_HEADS]
+    ignored += patterns.pop(Unquantized.storage, [])
     native = model.dialect.native_fp8 and Fp8Block.storage in patterns
     if native:
         model.check_nothing_left_out(f"--target {model.dialect.name}")
@@ -248,29 +252,42 @@ def _write(model: WrittenModel) -> Config:
     elif Fp8Block.storage in patterns:
         ignored += [f"re:.*{name}$" for name in model.main.bf16_modules]
     if model.native is not None:
-        ignored += [f"re:(.*\\.)?{name}(\\..*)?$" for name in model.native.left_out]
-    groups_of = (known.storage for known in formats_described_by(COMPRESSED))
-    order = [storage for storage in groups_of if storage in patterns]
-    for_the_rest = Fp8Block.storage if Fp8Block.storage in order else order[0]
-    if for_the_rest == Fp8Block.storage or len(order) == 1:
-        patterns[for_the_rest] = []
-    patterns[for_the_rest].insert(0, _CLASS)
-    groups = {
-        f"group_{number}": _group(storage, patterns[storage], model)
-        for number, storage in enumerate(order)
-    }
-    layouts = {group[_LAYOUT] for group in groups.values()}
+        ignored += [_left_out(name, heads) for name in model.native.left_out]
+    groups = _groups_of_linears(patterns, model)
+    if head is not None:
+        groups.append(_group(head, [*heads], model))
+    layouts = {group[_LAYOUT] for group in groups}
     config: Config = {
         "quant_method": COMPRESSED,
         _LAYOUT: _MIXED if len(layouts) > 1 else layouts.pop(),
         "quantization_status": "compressed",
         "kv_cache_scheme": None,
         _IGNORE: ignored,
-        _GROUPS: groups,
+        _GROUPS: {f"group_{number}": group for number, group in enumerate(groups)},
     }
     if native:
         config["linear_fp8_config"] = _LINEAR_FP8
     return config
+
+
+def _groups_of_linears(patterns: Mapping[str, list[str]], model: WrittenModel) -> list[Config]:
+    """Return the groups of quantized linears, given the patterns of each storage."""
+    groups_of = (known.storage for known in formats_described_by(COMPRESSED))
+    order = [storage for storage in groups_of if storage in patterns]
+    if not order:
+        return []
+    for_the_rest = Fp8Block.storage if Fp8Block.storage in order else order[0]
+    by_class = for_the_rest == Fp8Block.storage or len(order) == 1
+    targets = {**patterns, for_the_rest: [_CLASS, *([] if by_class else patterns[for_the_rest])]}
+    return [_group(storage, targets[storage], model) for storage in order]
+
+
+def _left_out(module: str, heads: Sequence[str]) -> str:
+    """Return a pattern for a module that a release left out of fp8 and all below it, but for heads
+    that are quantized."""
+    names = "|".join(head.removeprefix(_REGEX).removesuffix("$") for head in heads)
+    but_heads = f"(?!({names})$)" if heads else ""
+    return rf"{_REGEX}{but_heads}(.*\.)?{module}(\..*)?$"
 
 
 def _patterns(model: WrittenModel) -> dict[str, list[str]]:
