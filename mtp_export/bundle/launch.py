@@ -192,13 +192,11 @@ def _reads(engine: Engine, recorded: Mapping[str, Any], base: str, mtp: str) -> 
         reader, dialect = recorded.get("reader"), engine.dialect
         described = reader is None or (dialect is not None and dialect.name == reader)
         return described and engine.storages >= main | SCHEMES[mtp].recorded_storages(recorded)
-    head = recorded_head(recorded)
-    if head is not None and head not in engine.quantized_heads:
-        return False
+    heads = {head} if (head := recorded_head(recorded)) else set()
     storages = SCHEMES[base].recorded_storages(recorded) | SCHEMES[mtp].recorded_storages(recorded)
-    storages |= {head} - {None}
-    if not storages <= engine.storages:
+    if not (heads <= engine.quantized_heads and storages <= engine.storages):
         return False
+    storages |= heads
     if W4AFp8.storage in storages:
         return True
     in_fp8 = any(SCHEMES[scheme].int4_activations_fp8 for scheme in (base, mtp))
