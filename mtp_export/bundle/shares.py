@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mtp_checkpoints.errors import InvalidInputError, UsageError
 from mtp_checkpoints.sources import strict_json
@@ -140,6 +142,28 @@ def share_count(output: Path) -> int:
             todo="Check the folder: a finished bundle has no shares any more",
         )
     return count
+
+
+@dataclass(frozen=True)
+class Division:
+    """Shares of an unfinished bundle by what their journals say: identity is that of the run, and
+    missing are the shares, of count, that have not ended."""
+
+    identity: Mapping[str, Any]
+    count: int
+    missing: Sequence[Share]
+
+
+def division_of(output: Path) -> Division | None:
+    """Return how far the shares in a folder are, None where it has none (IoError)."""
+    rooms = {share: journaled(room_of(output, share)) for share in begun_shares(output)}
+    begun = {share: room for share, room in rooms.items() if room is not None}
+    if not begun:
+        return None
+    (first, one), *_ = begun.items()
+    ended = {share.number for share, room in begun.items() if CHECKS in room.finished}
+    numbers = [number for number in range(1, first.count + 1) if number not in ended]
+    return Division(one.identity, first.count, [Share(number, first.count) for number in numbers])
 
 
 def _check_all_there(

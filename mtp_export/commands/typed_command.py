@@ -31,6 +31,9 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+_OUTPUT, _COMPARED = "--output-dir", "--source"
+
+
 class QuickReading:
     """Part of a command that reads usual values itself: Typer imports pydantic to read any, which
     takes longer than most commands do with them. Everything else is left to Typer."""
@@ -93,7 +96,7 @@ class QuickReading:
         given, rest, _ = command.make_parser(ctx).parse_args(args=args)
         missing: Leaf | None = None
         if rest:
-            self._refuse_argument(rest[0], given)
+            self._refuse_arguments(ctx, rest, given)
             return False
         for parameter in sorted(command.get_params(ctx), key=lambda each: not each.is_eager):
             value, source = parameter.consume_value(ctx, given)
@@ -115,21 +118,36 @@ class QuickReading:
             raise missing.missing()
         return True
 
-    def _refuse_argument(self, found: str, given: Mapping[str, Any]) -> None:
-        """Refuse an argument that there is no place for, where it is known what it may be."""
+    def _refuse_arguments(self, ctx: Any, found: Sequence[str], given: Mapping[str, Any]) -> None:
+        """Refuse arguments that there is no place for; those of a group are commands."""
 
 
 class QuickCommand(QuickReading, TyperCommand):
     """A command that reads usual values itself."""
 
-    def _refuse_argument(self, found: str, given: Mapping[str, Any]) -> None:
-        written = [leaf for leaf in self.leaves.values() if leaf.option.access is Access.WRITTEN]
-        output = next((leaf for leaf in written if leaf.flag == "--output-dir"), None)
-        has_place = any(leaf.option.is_argument for leaf in written)
-        if output is not None and not has_place and given.get(output.name) is None:
-            raise UsageError(
-                f"Unexpected argument {found!r}", todo=f"Did you mean --output-dir {quote(found)}?"
-            )
+    def _refuse_arguments(self, ctx: Any, found: Sequence[str], given: Mapping[str, Any]) -> None:
+        """Refuse arguments that there is no place for (UsageError), with what was meant: paths of
+        options that lack, the rest of a text without quotes, or what to compare with."""
+        taken = [leaf for leaf in self.leaves.values() if leaf.option.is_argument]
+        left = [
+            leaf
+            for leaf in self.leaves.values()
+            if leaf.option.access is not None and given.get(leaf.name) is None
+        ]
+        lacking = [leaf for leaf in left if leaf.is_required or leaf.flag == _OUTPUT]
+        if any(leaf.option.access is Access.WRITTEN for leaf in taken):
+            lacking = []  # the output is an argument
+        texts = [given.get(leaf.name) for leaf in taken if leaf.option.parser is str]
+        meant = " ".join(f"{leaf.flag} {quote(w)}" for leaf, w in zip(lacking, found, strict=False))
+        if not meant and texts and texts[-1] is not None:
+            meant = quote(" ".join((texts[-1], *found)))
+        elif not meant and any(leaf.flag == _COMPARED for leaf in left):
+            meant = f"{_COMPARED} {quote(found[0])}"
+        raise UsageError(
+            f"{ctx.command_path} has no place for {', '.join(map(repr, found))}",
+            expected=" ".join(leaf.flag for leaf in taken) or "options alone",
+            todo=f"Did you mean {meant}?" if meant else f"See {ctx.command_path} --help",
+        )
 
 
 class QuickGroup(QuickReading, TyperGroup):

@@ -88,3 +88,29 @@ def test_a_run_that_no_option_makes_again_is_named_alone(tmp_path: Path) -> None
     with Journal(tmp_path) as journal:
         journal.begin({"options": {"other": 1}, "source": {}}, frozenset())
     assert run_program("launch", tmp_path).err.endswith("Run the command that makes it.\n")
+
+
+@pytest.mark.parametrize("shares", [("2/3",), ("2/3", "1/3", "3/3")])
+def test_shares_are_named_with_the_command_that_goes_on(
+    shares: tuple[str, ...], tmp_path: Path
+) -> None:
+    bundle = tmp_path / "a b"
+    for share in shares:
+        assert export(FIXTURE, bundle, "--quiet", "--share", share).code == 0
+    place = f"'{bundle}'"
+    said = f"{bundle} is unfinished: of its 3 shares, 2 are missing or still made (1/3, 3/3)."
+    command = f"mtp-export --input-dir SOURCE --output-dir {place} --share 1/3"
+    if len(shares) == 3:
+        said = f"{bundle} is unfinished: its 3 shares are made and not put together."
+        command = f"mtp-export finish {place}"
+    refused = f"mtp-export: error: {said} Run {command} to finish it.\n"
+    for words in (("inspect", bundle), ("generate", bundle, "--prompt", "a"), ("launch", bundle)):
+        outcome = run_program(*words)
+        assert (outcome.code, outcome.err) == (3, refused)
+    (item,) = json.loads(run_program("verify", bundle, "--level", "files", "--json").out)["checks"][
+        0
+    ]["items"]
+    assert item["cause"] == said.rstrip(".") and item["repair"] == command
+    if len(shares) == 3:
+        assert run_program("finish", bundle, "--quiet").code == 0
+        assert run_program("inspect", bundle).code == 0

@@ -83,6 +83,10 @@ def test_the_folders_of_an_export_may_be_arguments(pristine: Path, tmp_path: Pat
         (("hf://org/name", "--part", "mtp"), "mtp-export export hf://org/name --part mtp?"),
         (("quantize", "FOLDER", "my out"), "--output-dir 'my out'?"),
         (("graft", "FOLDER", "b", "c"), "--output-dir c?"),
+        (("compile", "FOLDER", "b.pt2"), "--output b.pt2?"),
+        (("tune", "FOLDER", "out", "--data", "x"), "--bundle FOLDER --output-dir out?"),
+        (("verify", "FOLDER", "my source"), "--source 'my source'?"),
+        (("generate", "FOLDER", "def", "read(x):", "y"), "'def read(x): y'?"),
     ],
     ids=lambda words: words[0],
 )
@@ -96,14 +100,24 @@ def test_a_folder_in_the_wrong_place_ends_with_what_was_meant(
 
 
 @pytest.mark.parametrize(
-    "words",
-    [("export", "a", "b", "c"), ("verify", "a", "b"), ("quantize", "a", "b", "--output-dir", "c")],
+    ("words", "found", "expected"),
+    [
+        (("export", "a", "b", "c"), "'c'", "SRC OUT"),
+        (("verify", "a", "b", "--source", "c"), "'b'", "BUNDLE"),
+        (("quantize", "a", "b", "--output-dir", "c"), "'b'", "BUNDLE"),
+        (("serve", "a", "b", "c"), "'b', 'c'", "BUNDLE"),
+        (("push", "a", "b/c", "d"), "'d'", "BUNDLE NAME"),
+        (("env", "a"), "'a'", "options alone"),
+    ],
     ids=lambda words: words[0],
 )
-def test_an_argument_too_many_is_named(words: tuple[str, ...]) -> None:
-    outcome = run_program(*words)
-    assert outcome.code == 2 and "Did you mean" not in outcome.err
-    assert "unexpected extra argument" in outcome.err
+def test_an_argument_too_many_is_named(words: tuple[str, ...], found: str, expected: str) -> None:
+    outcome, command = run_program(*words), f"mtp-export {words[0]}"
+    assert outcome.code == 2
+    assert outcome.err == (
+        f"mtp-export: error: {command} has no place for {found}. Expected {expected}."
+        f" See {command} --help.\n"
+    )
 
 
 def test_a_value_may_begin_as_an_option_does(tmp_path: Path) -> None:

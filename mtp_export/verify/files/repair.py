@@ -17,9 +17,10 @@ from mtp_checkpoints.quantization.native import quantization_of
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_export.bundle.journal import journaled
 from mtp_export.bundle.same_model import check_same_model, with_mtp_layers
+from mtp_export.bundle.shares import division_of
 from mtp_export.schemes.scheme import GRAFTED
 from mtp_export.verify.check import MTP_MODULE, UNFINISHED, Item, Status, Unknown, failed
-from mtp_export.verify.diagnosis.causes.files import bundle_unfinished
+from mtp_export.verify.diagnosis.causes.files import bundle_unfinished, shares_unfinished
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
@@ -66,10 +67,27 @@ def unfinished_run(place: Path, source: Path | None = None) -> tuple[str, str] |
     "" where none does; None for any other folder (IoError)."""
     journal = journaled(place)
     if journal is None:
-        return None
-    shards = sum(file.endswith(".safetensors") for file in journal.files)
-    cause = bundle_unfinished(str(place), done=len(journal.finished), shards=shards)
+        return _unfinished_shares(place, source)
+    shards, done = (
+        sum(file.endswith(".safetensors") for file in files)
+        for files in (journal.files, journal.finished)
+    )
+    cause = bundle_unfinished(str(place), done=done, shards=shards)
     return cause, remade(journal.identity, source, place)
+
+
+def _unfinished_shares(place: Path, source: Path | None) -> tuple[str, str] | None:
+    """The words for a folder of shares, and the command of the first one that has not ended, or
+    that of the end of all."""
+    division = division_of(place)
+    if division is None:
+        return None
+    missing = [str(share) for share in division.missing]
+    cause = shares_unfinished(str(place), missing, division.count)
+    if not missing:
+        return cause, f"mtp-export finish {quote(str(place))}"
+    command = remade(division.identity, source, place)
+    return cause, f"{command} --share {missing[0]}" if command else ""
 
 
 def bundle_command(context: Context) -> str:

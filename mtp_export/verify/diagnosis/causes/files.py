@@ -53,6 +53,17 @@ def bundle_unfinished(bundle: str, done: int, shards: int) -> str:
     return f"{bundle} is unfinished ({made}): its run was stopped, or still runs"
 
 
+def shares_unfinished(bundle: str, missing: Sequence[str], count: int) -> str:
+    if not missing:
+        return f"{bundle} is unfinished: its {count} shares are made and not put together"
+    more = f" and {len(missing) - 12} more" if len(missing) > 12 else ""
+    named = ", ".join(missing[:12]) + more
+    return (
+        f"{bundle} is unfinished: of its {count} shares, {len(missing)}"
+        f" {'is' if len(missing) == 1 else 'are'} missing or still made ({named})"
+    )
+
+
 def repeated_differ(count: int, compared: int, first: str) -> str:
     return (
         f"It matters which is loaded: {count} of the {compared} tensors compared differ, such as"
