@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from mtp_checkpoints.formats.auto_round import AutoRoundInt4, AutoRoundInt8
 from mtp_checkpoints.formats.awq import AwqInt4
-from mtp_checkpoints.formats.base import EncodedWeight, FormatOptions, WeightFormat
+from mtp_checkpoints.formats.base import DamagedWeight, EncodedWeight, FormatOptions, WeightFormat
 from mtp_checkpoints.formats.compressed import COMPRESSED
 from mtp_checkpoints.formats.fp8_block import Fp8Block
 from mtp_checkpoints.formats.fp8_channel import Fp8Channel
@@ -28,6 +28,7 @@ __all__ = [
     "AutoRoundInt4",
     "AutoRoundInt8",
     "AwqInt4",
+    "DamagedWeight",
     "EncodedWeight",
     "FormatOptions",
     "Fp8Block",

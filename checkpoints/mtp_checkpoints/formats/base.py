@@ -14,6 +14,7 @@ from mtp_checkpoints.formats.verification import Bug, FormatGate
 if TYPE_CHECKING:
     import torch
 
+    from mtp_checkpoints.containers.base import TensorInfo
     from mtp_kernels.quantize import ErrorStats, Fp8Block
     from mtp_kernels.quantize.array_conversions import Converted, Rows
     from mtp_kernels.quantize.layouts import QuantizedWeight
@@ -147,7 +148,7 @@ class WeightFormat(ABC):
 
         values = quantize.checked_values(source)
         tensors = self.encode(values, scale_rule)
-        weight = self.encoded(tensors) if len(tensors) > 1 else EncodedWeight(self, *tensors)
+        weight = self.encoded(tensors) if len(tensors) > 1 else EncodedWeight(self, tensors[0])
         return tensors, quantize.error_of(values, weight.dequantize(torch.float32))
 
     def kernel_options(self, scale_rule: str) -> dict[str, Any]:
@@ -255,16 +256,26 @@ class ReadOnlyFormat(WeightFormat):
     operation: ClassVar[str] = ""
 
 
+class DamagedWeight(ValueError):
+    """Codes or scales that no quantization makes, of a weight that was read from a tensor."""
+
+    def __init__(self, origin: TensorInfo, problem: ValueError) -> None:
+        self.origin = origin
+        super().__init__(str(problem))
+
+
 @dataclass(frozen=True)
 class EncodedWeight:
     """A weight, or some rows of it, as it is stored: codes [N, K / elements_per_code] and scales.
 
     Without scales the codes are the values themselves, of any shape and floating-point dtype.
+    origin: the stored tensor that refusals name, where it is known.
     """
 
     format: WeightFormat
     codes: torch.Tensor
     scale: torch.Tensor | None = None
+    origin: TensorInfo | None = None
 
     @property
     def storage(self) -> str:
@@ -298,7 +309,14 @@ class EncodedWeight:
 
         if self.scale is None:
             return self.codes.to(dtype or torch.float32)
-        return self.format.decode(self.codes, self.scale, dtype or torch.float32)
+        try:
+            return self.format.decode(self.codes, self.scale, dtype or torch.float32)
+        except ValueError as error:
+            raise self.refused(error) from error
+
+    def refused(self, error: ValueError) -> ValueError:
+        """Return the refusal of its codes or scales, with its origin where that is known."""
+        return error if self.origin is None else DamagedWeight(self.origin, error)
 
     def statistics(self) -> WeightStatistics:
         """Return the statistics of the values, unsound where dequantize refuses them."""
@@ -312,7 +330,10 @@ class EncodedWeight:
     def stored(self) -> StoredWeight:
         """The weight as the kernels multiply with it (ValueError for unusable scales)."""
         codes, scale = self.codes, self.scale
-        return codes if scale is None else self.format.stored(codes, scale)
+        try:
+            return codes if scale is None else self.format.stored(codes, scale)
+        except ValueError as error:
+            raise self.refused(error) from error
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """Return x @ weight.T [T, N] for x [T, K], in its dtype.
@@ -321,4 +342,8 @@ class EncodedWeight:
         """
         from mtp_kernels.stored_linear import linear
 
-        return linear(x, self.stored)
+        stored = self.stored
+        try:
+            return linear(x, stored)
+        except ValueError as error:
+            raise self.refused(error) from error

@@ -6,13 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
+from shlex import quote
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
 from mtp_checkpoints.errors import InvalidInputError
-from mtp_checkpoints.formats import EncodedWeight, unquantized
+from mtp_checkpoints.formats import DamagedWeight, EncodedWeight, unquantized
+from mtp_checkpoints.tensors.manifest import MANIFEST_NAME
 from mtp_checkpoints.weights.windows import EncodedWindow
 from mtp_kernels.decoder import Piece
 from mtp_kernels.quantize.row_codes import row_codes
@@ -192,7 +195,10 @@ def stored_rows(weight: Weight) -> Piece:
         return stored_rows(weight.whole)[weight.rows]
     assert isinstance(weight, EncodedWeight), "read from files"
     stored = weight.stored
-    return stored if isinstance(stored, torch.Tensor) else row_codes(stored)
+    try:
+        return stored if isinstance(stored, torch.Tensor) else row_codes(stored)
+    except ValueError as error:
+        raise weight.refused(error) from error
 
 
 def stack(parts: Sequence[Weight]) -> Weight:
@@ -214,6 +220,17 @@ def _damage_of(weight: Weight) -> Iterator[None]:
     """Raise InvalidInputError for a ValueError about codes or scales."""
     try:
         yield
+    except DamagedWeight as error:
+        path = Path(str(error.origin.path))
+        is_bundle = (path.parent.parent / MANIFEST_NAME).exists()
+        folder = quote(str(path.parent.parent if is_bundle else path.parent))
+        raise InvalidInputError(
+            f"Tensor {error.origin.name} cannot be dequantized",
+            where=path,
+            found=str(error),
+            todo="It or its scale is damaged: get the file again, or see what is damaged and the"
+            f" command that repairs it by mtp-export verify {folder} --level weights",
+        ) from error
     except ValueError as error:
         raise InvalidInputError(
             f"A weight of shape {list(weight.shape)} cannot be dequantized",

@@ -117,7 +117,8 @@ class WeightOnDemand:
     def _panel(self, start: int) -> EncodedWeight:
         panel = self.stored.encoded(start, min(start + PANEL_ROWS, self.shape[0]))
         scale = None if panel.scale is None else panel.scale.to(self.device)
-        return replace(panel, codes=panel.codes.to(self.device), scale=scale)
+        codes, origin = panel.codes.to(self.device), self.stored.tensors[0]
+        return replace(panel, codes=codes, scale=scale, origin=origin)
 
 
 @dataclass(frozen=True, eq=False)

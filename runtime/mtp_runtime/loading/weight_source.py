@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 
@@ -309,6 +309,7 @@ class WeightSource:
     def _encoded(self, name: str) -> EncodedWeight:
         on_disk, device = self._on_disk(name), self._reading_device
         encoded = on_disk.stored.encoded([self._read(tensor, device) for tensor in on_disk.tensors])
+        encoded = replace(encoded, origin=on_disk.tensors[0])
         return encoded if device == self.device else self._expanded(encoded)
 
     @property
@@ -342,7 +343,10 @@ class WeightSource:
         if name in self.values:
             rows, columns = (slice(part.start, part.stop) for part in window)
             return unquantized(self.values[name][rows, columns])
-        part = Windowed.of(encoded_window(self._on_disk(name), window, self._read_window))
+        on_disk = self._on_disk(name)
+        read = encoded_window(on_disk, window, self._read_window)
+        encoded = replace(read.encoded, origin=on_disk.tensors[0])
+        part = Windowed.of(replace(read, encoded=encoded))
         return part if self._reading_device == self.device else self._expanded(part)
 
     def _on_disk(self, name: str) -> WeightOnDisk:
