@@ -56,7 +56,7 @@ class LatentSizes(NamedTuple):
             "query_norm": (rank,) if rank else None,
             "query_up": (self.heads, width, rank) if rank else None,
             "latent_norm": (self.latent,),
-            "key_up": (self.heads, self.latent, self.nope),
+            "key_up": (self.heads, self.nope, self.latent),
             "value_up": (self.heads, self.value, self.latent),
             "output": (hidden, self.output),
         }

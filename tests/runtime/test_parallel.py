@@ -347,7 +347,9 @@ def test_each_rank_holds_its_part_alone(group: Group, trained: Path, trained_mod
     layers = (*decoder.decoder.layers, *module.decoder.layers)
     whole = sum(size_of(layer.arrays) for layer in layers)
     by_all = sum(
-        one.size_bytes if "_proj" in name else 4 * math.prod(one.shape)
+        one.size_bytes + 4 * one.shape[0]  # a scale for each row
+        if "_proj" in name
+        else 4 * math.prod(one.shape)
         for name, one in Checkpoint.open(trained).tensors.items()
         if any(part in name for part in HELD_BY_ALL) and not name.endswith("_scale_inv")
     )

@@ -210,7 +210,7 @@ def rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
             return exact(self, codes, scale, torch.bfloat16).to(dtype)  # type: ignore[no-any-return]
 
         monkeypatch.setattr(form, "decode", rounded)
-    monkeypatch.setattr(WeightSource, "packed_form", lambda source, name: None)  # but decoded
+    monkeypatch.setattr(WeightSource, "packed_form", lambda *_: None)  # but decoded
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

@@ -58,6 +58,12 @@ class _Span(NamedTuple):
     behind: int = 0
 
 
+def has_whole_units(weight_format: WeightFormat, columns: range, size: int) -> bool:
+    """Return True for columns, of so many, that share no scale and no word with others."""
+    unit = _units(weight_format)[1]
+    return columns.start % unit == 0 and (columns.stop % unit == 0 or columns.stop == size)
+
+
 def encoded_window(weight: WeightOnDisk, window: Window, read: Read) -> EncodedWindow:
     """Read a window of a matrix, with its scales."""
     stored, shape = weight.stored, weight.stored.weight.shape

@@ -99,7 +99,7 @@ class LatentWeights:
     query_norm: torch.Tensor | None  # [query_rank]
     query_up: Matrix | None  # [h, n+r, query_rank]
     latent_norm: torch.Tensor  # [c]
-    key_up: Matrix  # [h, c, n], a query's way into the latent space
+    key_up: Matrix  # [h, n, c], transposed a query's way into the latent space
     value_up: Matrix  # [h, v, c]
     output: Matrix  # [d, h*v]
 

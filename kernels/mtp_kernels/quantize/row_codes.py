@@ -48,16 +48,20 @@ class RowCodes:
         """The columns of the matrix."""
         return self.codes.shape[1] * (_WORD_CODES if self.codes.dtype is torch.int32 else 1)
 
-    def values(self) -> torch.Tensor:
-        """Return the numbers [n, K] in float32."""
+    def numbers(self) -> torch.Tensor:
+        """Return the codes [n, K] as int8 or float8_e4m3fn, each the number that it stands for."""
         codes = self.codes
         if self.flip:
             codes = (codes.contiguous().view(torch.uint8) ^ self.flip).view(codes.dtype)
         if codes.dtype is torch.int32:
             nibbles = [codes << (28 - 4 * code) >> 28 for code in range(_WORD_CODES)]
-            codes = torch.stack(nibbles, dim=-1).flatten(1)
+            codes = torch.stack(nibbles, dim=-1).flatten(1).to(torch.int8)
+        return codes
+
+    def values(self) -> torch.Tensor:
+        """Return the numbers [n, K] in float32."""
         scale = self.scale.repeat_interleave(self.group, dim=1)[:, : self.columns]
-        return codes.float() * scale
+        return self.numbers().float() * scale
 
 
 def row_codes(weight: QuantizedWeight) -> RowCodes:

@@ -6,12 +6,15 @@ Source: DeepSeek-V2 report (arXiv 2405.04434), section 2.1.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 import torch
 
 from mtp_checkpoints.errors import UnsupportedError
+from mtp_kernels.decoder import Piece
 from mtp_kernels.sizes import LatentSizes
 from mtp_kernels.verify_attention import Sizes, check_sizes, has_split_cache
 from mtp_runtime.cache import CacheSpec, LayerCache
@@ -31,20 +34,69 @@ class Lowered(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Halves:
+    """The halves of kv_b_proj, which are absorbed: key_up [h, n, c] and value_up [h, c, v]."""
+
+    key_up: torch.Tensor
+    value_up: torch.Tensor
+
+    @classmethod
+    def of(cls, matrix: torch.Tensor, heads: int, nope: int) -> Halves:
+        """Take the halves of kv_b_proj's weight [h*(n+v), c]."""
+        by_head = matrix.view(heads, -1, matrix.shape[1])
+        return cls(by_head[:, :nope].contiguous(), by_head[:, nope:].transpose(1, 2).contiguous())
+
+    @property
+    def dense(self) -> Halves:
+        """These halves."""
+        return self
+
+
+@dataclass(frozen=True)
+class StoredHalves:
+    """The halves of kv_b_proj [h*(n+v), c], which stay in their files until compiled kernels pack
+    them. Torch, where it runs the layer after all, expands them when they are first used."""
+
+    linear: Linear
+    heads: int
+    nope: int
+
+    def rows(self, *, of_values: bool) -> Iterator[Piece]:
+        """Yield the rows [n, c] of each head's keys, or [v, c] of its values."""
+        size = self.linear.weight.shape[0] // self.heads
+        low, high = (self.nope, size) if of_values else (0, self.nope)
+        at = 0
+        for piece in self._pieces:
+            end = at + len(piece)
+            for head in range(at // size, -(-end // size)):
+                first, last = max(head * size + low, at), min(head * size + high, end)
+                if first < last:
+                    yield piece[first - at : last - at]
+            at = end
+
+    @cached_property
+    def dense(self) -> Halves:
+        """Both halves in float32 (InvalidInputError when damaged)."""
+        return Halves.of(self.linear.matrix(torch.float32).t(), self.heads, self.nope)
+
+    @cached_property
+    def _pieces(self) -> tuple[Piece, ...]:
+        return tuple(self.linear.pieces())
+
+
+@dataclass(frozen=True)
 class Mla(Attention):
     """Projections around verify_attention; the cache is one tensor [pages, page, c+r], or on some
     devices two, latents and rope keys.
 
-    down maps x to [query (or its low rank) | latent | rope key]. key_up [h, n, c] and value_up
-    [h, c, v] are the two halves of kv_b_proj, dense, since they are absorbed.
+    down maps x to [query (or its low rank) | latent | rope key].
     """
 
     down: Linear
     query_norm: RmsNorm | None
     query_up: Linear | None
     latent_norm: RmsNorm
-    key_up: torch.Tensor
-    value_up: torch.Tensor
+    up: Halves | StoredHalves
     output: Linear
     rope: Rope
     sizes: LatentSizes
@@ -116,7 +168,9 @@ class Mla(Attention):
         """Return q_latent [T, h, c], q_rope [T, h, r] and cache entries [T, c+r]."""
         q_nope, latent, rotated = self._by_head(lowered, cos_sin)
         heads = self.sizes.heads
-        q_latent = torch.bmm(q_nope.transpose(0, 1), self.key_up).transpose(0, 1).contiguous()
+        q_latent = (
+            torch.bmm(q_nope.transpose(0, 1), self.up.dense.key_up).transpose(0, 1).contiguous()
+        )
         cached = torch.cat([latent, rotated[:, heads]], dim=1)
         return q_latent, rotated[:, :heads], cached
 
@@ -127,9 +181,9 @@ class Mla(Attention):
         q_nope, latent, rotated = self._by_head(self.lower(x), cos_sin)
         heads = self.sizes.heads
         query = torch.cat([q_nope, rotated[:, :heads]], dim=2) * self.scale
-        key = torch.einsum("tc,hnc->thn", latent, self.key_up)
+        key = torch.einsum("tc,hnc->thn", latent, self.up.dense.key_up)
         key = torch.cat([key, rotated[:, heads:].expand(-1, heads, -1)], dim=2)
-        return query, key, torch.einsum("tc,hcv->thv", latent, self.value_up)
+        return query, key, torch.einsum("tc,hcv->thv", latent, self.up.dense.value_up)
 
     def _by_head(
         self, lowered: Lowered, cos_sin: torch.Tensor
@@ -147,5 +201,5 @@ class Mla(Attention):
 
     def finish(self, attended: torch.Tensor) -> torch.Tensor:
         """Project attended latents [T, h, c] to [T, d]."""
-        values = torch.bmm(attended.transpose(0, 1), self.value_up)  # [h, T, v]
+        values = torch.bmm(attended.transpose(0, 1), self.up.dense.value_up)  # [h, T, v]
         return self.output(values.transpose(0, 1).flatten(1))

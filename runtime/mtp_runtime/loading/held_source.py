@@ -67,7 +67,7 @@ class HeldSource(WeightSource):
     def _in_rows(self, name: str) -> bool:
         return True
 
-    def packed_form(self, name: str) -> object:
+    def packed_form(self, name: str, columns: range | None = None) -> object:
         """Have all matrices become dense."""
         return None
 

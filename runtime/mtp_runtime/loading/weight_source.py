@@ -22,7 +22,7 @@ from mtp_checkpoints.formats.base import KernelFormat
 from mtp_checkpoints.quantization.stored import StoredWeight
 from mtp_checkpoints.tensors.tensor_reader import TensorReader
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
-from mtp_checkpoints.weights.windows import Window, encoded_window
+from mtp_checkpoints.weights.windows import Window, encoded_window, has_whole_units
 from mtp_runtime.layers.embedding import Embedding, EmbeddingTable
 from mtp_runtime.layers.grouped import GroupedExperts
 from mtp_runtime.layers.linear import FilePart, Linear, UnreadWeight, Weight, Windowed, dense
@@ -114,10 +114,12 @@ class WeightSource:
         """Return the form that a weight is stored in."""
         return self.owners[name].stored.weights[name]
 
-    def packed_form(self, name: str) -> object:
+    def packed_form(self, name: str, columns: range | None = None) -> object:
         """Return what matrices have in common that kernels pack as this one is stored; None where
-        it becomes dense."""
-        if not self._in_rows(name):
+        it becomes dense. columns: those that are packed."""
+        stored, size = self.stored(name), self._spec(name).shape[-1]
+        columns = range(size) if columns is None else columns
+        if not (self._in_rows(name) and has_whole_units(stored.format, columns, size)):
             return None
         on_disk = self._on_disk(name)
         dtype, stored_format = on_disk.tensors[0].dtype, on_disk.stored.format
@@ -241,10 +243,6 @@ class WeightSource:
         in_mtp = self._spec(f"{names[0].down}.weight").mtp_layer is not None
         return StoredExperts(names, load, shared, self._readers, kept={} if in_mtp else None)
 
-    def dense_matrix(self, module: str, rows: range | None = None) -> torch.Tensor:
-        """Return a linear's weight [out, in], or some rows of it, dequantized."""
-        return dense(self.weight(module, rows), self.dtype)
-
     def elsewhere(self, modules: Iterable[str]) -> None:
         """Note weights of linears that other ranks read (InvalidInputError for missing ones)."""
         for module in modules:
@@ -332,9 +330,9 @@ class WeightSource:
                 name, Window(range(first + rows.start, first + rows.stop), window.columns)
             )
 
-        in_rows, columns = self._in_rows(name), self.shape(name.removesuffix(".weight"))[1]
-        form = self.packed_form(name) if len(window.columns) == columns else None
-        return UnreadWeight((FilePart(window.shape, read, whole=not in_rows, form=form),))
+        form = self.packed_form(name, window.columns)
+        whole = not self._in_rows(name)
+        return UnreadWeight((FilePart(window.shape, read, whole=whole, form=form),))
 
     def _expanded(self, weight: Weight) -> EncodedWeight:
         return unquantized(dense(weight, self.dtype).to(self.device))

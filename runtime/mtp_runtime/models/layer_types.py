@@ -3,7 +3,7 @@ its own share. A new part is one line of LAYERS, with the function that loads it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar, cast
@@ -21,8 +21,8 @@ from mtp_runtime.config import refuse_other_values
 from mtp_runtime.layers.attention import Attention
 from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.gqa import Gqa
-from mtp_runtime.layers.linear import Linear, Weight, stack
-from mtp_runtime.layers.mla import Mla
+from mtp_runtime.layers.linear import Linear, UnreadWeight, Weight, dense, stack
+from mtp_runtime.layers.mla import Halves, Mla, StoredHalves
 from mtp_runtime.layers.moe import Mlp, Moe, SigmoidRouter
 from mtp_runtime.layers.norm import LayerNorm, RmsNorm
 from mtp_runtime.layers.rope import Rope, rotate_first_pairs, rotate_halves, softmax_scale
@@ -105,14 +105,14 @@ def check_rope(part: parts.Mla | parts.SparseMla | parts.Gqa) -> None:
 
 
 def load_mla(loader: LayerLoader, part: parts.Mla, prefix: str) -> Mla:
-    """Load latent attention; the halves of kv_b_proj become dense to be absorbed."""
+    """Load latent attention; the halves of kv_b_proj, which are absorbed, become dense but where
+    kernels pack them."""
     source, sizes, names = loader.source, part.sizes, part.modules(prefix)
     heads = source.split.nonempty_parts(sizes.heads, "heads")
     local = heads[source.split.rank]
     query = _rows(local, sizes.nope + sizes.rope)
     down = names.query_down
-    halves = source.dense_matrix(names.latent_up, _rows(local, sizes.nope + sizes.value))
-    halves = halves.view(len(local), sizes.nope + sizes.value, sizes.latent)
+    latent_up = source.weight(names.latent_up, _rows(local, sizes.nope + sizes.value))
     return Mla(
         down=loader.joined(
             source.weight(down) if down else source.weight(names.query_up, query),
@@ -121,8 +121,9 @@ def load_mla(loader: LayerLoader, part: parts.Mla, prefix: str) -> Mla:
         query_norm=None if names.query_norm is None else loader.norm(names.query_norm),
         query_up=source.linear(names.query_up, query) if down else None,
         latent_norm=loader.norm(names.latent_norm),
-        key_up=halves[:, : sizes.nope].contiguous(),
-        value_up=halves[:, sizes.nope :].transpose(1, 2).contiguous(),
+        up=StoredHalves(Linear(latent_up), len(local), sizes.nope)
+        if isinstance(latent_up, UnreadWeight)
+        else Halves.of(dense(latent_up, source.dtype), len(local), sizes.nope),
         output=source.row_parallel(names.output, [_rows(p, sizes.value) for p in heads]),
         rope=loader.rope(part.rope),
         sizes=sizes._replace(heads=len(local)),
@@ -281,17 +282,38 @@ def _nothing(part: Any) -> int:
     return 0
 
 
-def _none(part: Any, prefix: str) -> tuple[str, ...]:
-    """Return no modules."""
-    return ()
+Stacks = Iterable[tuple[str, ...]]
 
 
-def _absorbed(part: parts.Mla, prefix: str) -> tuple[str, ...]:
-    return (part.modules(prefix).latent_up,)
+def _by_torch(part: Any, prefix: str, max_positions: int) -> None:
+    """Have torch run layers with such a part."""
 
 
-def _absorbed_by_sparse(part: parts.SparseMla, prefix: str) -> tuple[str, ...]:
-    return _absorbed(part.mla, prefix)
+def _mla_stacks(part: parts.Mla, prefix: str, max_positions: int) -> Stacks:
+    names = part.modules(prefix)
+    return ((names.query_down or names.query_up, names.latent_down),)
+
+
+def _sparse_stacks(part: parts.SparseMla, prefix: str, max_positions: int) -> Stacks | None:
+    if max_positions > part.indexer.topk:
+        return None
+    return _mla_stacks(part.mla, prefix, max_positions)
+
+
+def _gqa_stacks(part: parts.Gqa, prefix: str, max_positions: int) -> Stacks:
+    names = part.modules(prefix)
+    return ((names.query, names.key, names.value),)
+
+
+def _mlp_stacks(part: parts.GatedMlp, prefix: str, max_positions: int) -> Stacks:
+    names = MlpModules.under(prefix)
+    return ((names.gate, names.up),)
+
+
+def _moe_stacks(part: parts.Moe, prefix: str, max_positions: int) -> Stacks:
+    names = part.modules(prefix)
+    shared = () if names.shared is None else (names.shared,)
+    return ((mlp.gate, mlp.up) for mlp in (*names.experts, *shared))
 
 
 def _slot(part: parts.Mla | parts.Gqa) -> int:
@@ -309,24 +331,25 @@ class LayerType:
     load makes it of a part, under the prefix of its modules. check raises UnsupportedError for a
     part that is not computed. cached: elements that it keeps of a token. usual_context: tokens of
     the longest context that it takes unless longer ones are asked for, and what bounds them.
-    absorbed: modules under the prefix whose weights become dense, whatever they are stored as.
+    stacks: modules under the prefix that kernels pack as one matrix, where they have one form; None
+    where torch runs the layer, given the tokens of the longest context.
     """
 
     load: Callable[[LayerLoader, Any, str], Any]
+    stacks: Callable[[Any, str, int], Stacks | None] = _by_torch
     check: Callable[[Any], None] = _accept
     cached: Callable[[Any], int] = _nothing
     usual_context: Callable[[Any], tuple[int, str]] | None = None
-    absorbed: Callable[[Any, str], tuple[str, ...]] = _none
 
 
 LAYERS: dict[type, LayerType] = {
-    parts.Mla: LayerType(load_mla, check_rope, _slot, absorbed=_absorbed),
+    parts.Mla: LayerType(load_mla, _mla_stacks, check_rope, _slot),
     parts.SparseMla: LayerType(
-        load_sparse_mla, check_rope, _sparse_slot, dense_context, _absorbed_by_sparse
+        load_sparse_mla, _sparse_stacks, check_rope, _sparse_slot, dense_context
     ),
-    parts.Gqa: LayerType(load_gqa, check_rope, _slot),
-    parts.GatedMlp: LayerType(load_mlp, check_mlp),
-    parts.Moe: LayerType(load_moe, check_moe),
+    parts.Gqa: LayerType(load_gqa, _gqa_stacks, check_rope, _slot),
+    parts.GatedMlp: LayerType(load_mlp, _mlp_stacks, check_mlp),
+    parts.Moe: LayerType(load_moe, _moe_stacks, check_moe),
 }
 
 

@@ -197,7 +197,8 @@ class OpenedModel:
         """Plan its memory by headers alone."""
         dense = DTYPES[options.dtype] if options.keeps_dense else None
         with_mtp = self.contract is not None and self.source.has_mtp
-        return planned(self.source, self.spec, dense, with_mtp=with_mtp)
+        positions = self.config.max_positions
+        return planned(self.source, self.spec, dense, with_mtp=with_mtp, max_positions=positions)
 
     @cached_property
     def loader(self) -> LayerLoader:

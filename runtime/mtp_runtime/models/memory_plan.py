@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from mtp_checkpoints.dtypes import DType
 from mtp_checkpoints.errors import ResourceError
 from mtp_checkpoints.families.base import Role, weight_name
-from mtp_checkpoints.families.spec import ModelSpec
+from mtp_checkpoints.families.spec import LayerSpec, ModelSpec
 from mtp_checkpoints.free_memory import free_memory
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_runtime.loading.weight_source import WeightSource
@@ -83,12 +84,13 @@ class MemoryPlan:
             return
         name, free = shortage
         cache = f"a cache of {cache_tokens:,} tokens {_gb(self.token_bytes * cache_tokens)}, "
+        dense = f"of which {_gb(self.dense_bytes)} become {self.dtype_name}, "
+        dense = dense if self.dense_bytes else ""
         raise ResourceError(
             "The model does not fit into memory",
             where=folder,
-            expected=f"{_gb(needed)}: weights {_gb(self.weight_bytes)}, of which"
-            f" {_gb(self.dense_bytes)} become {self.dtype_name},"
-            f" {cache if cache_tokens else ''}and {_gb(WORKING_BYTES)} to work with",
+            expected=f"{_gb(needed)}: weights {_gb(self.weight_bytes)}, {dense}"
+            f"{cache if cache_tokens else ''}and {_gb(WORKING_BYTES)} to work with",
             found=f"{name} of {_gb(free)}",
             todo=f"No weight was read. {self._what_fits(free, cache_tokens)}",
         )
@@ -105,21 +107,22 @@ class MemoryPlan:
 
 
 def planned(
-    source: WeightSource, spec: ModelSpec, dense: torch.dtype | None, *, with_mtp: bool
+    source: WeightSource,
+    spec: ModelSpec,
+    dense: torch.dtype | None,
+    *,
+    with_mtp: bool,
+    max_positions: int,
 ) -> MemoryPlan:
-    """Plan the memory of a model.
+    """Plan the memory of a model for contexts of at most `max_positions` tokens.
 
     dense: dtype of matrices that become dense when they are loaded, but for those that kernels pack
     as they are stored; None where all stay so. Of several ranks, each holds its share of every
     matrix.
     """
     layers = [*spec.layers, *(mtp.layer for mtp in spec.mtp if with_mtp)]
-    absorbed = {
-        weight_name(module)
-        for layer in layers
-        for module in layer_type(layer.attention).absorbed(layer.attention, layer.attention_prefix)
-    }
-    sizes = list(_sizes(source, dense, absorbed, with_mtp=with_mtp))
+    expanded = _Expanded.of(source, layers, max_positions)
+    sizes = list(_sizes(source, dense, expanded, with_mtp=with_mtp))
     dense_bytes = sum(size for size, is_dense in sizes if is_dense)
     elements = sum(layer_type(layer.attention).cached(layer.attention) for layer in layers)
     return MemoryPlan(
@@ -130,11 +133,37 @@ def planned(
     )
 
 
+@dataclass(frozen=True)
+class _Expanded:
+    """Weights that are not packed as they are stored: of layers under some prefixes, which torch
+    runs in float32, and those whose stack is stored in several forms."""
+
+    prefixes: tuple[str, ...]
+    names: frozenset[str]
+
+    @classmethod
+    def of(cls, source: WeightSource, layers: Iterable[LayerSpec], max_positions: int) -> _Expanded:
+        prefixes, names = [], set()
+        for layer in layers:
+            parts = (
+                (layer.attention, layer.attention_prefix),
+                (layer.feed_forward, layer.feed_forward_prefix),
+            )
+            stacks = [layer_type(part).stacks(part, own, max_positions) for part, own in parts]
+            if None in stacks:
+                prefixes.append(f"{layer.prefix}.")
+                continue
+            for stack in chain.from_iterable(found for found in stacks if found is not None):
+                members = [weight_name(module) for module in stack]
+                if len({source.packed_form(name) for name in members}) > 1:
+                    names.update(members)
+        return cls(tuple(prefixes), frozenset(names))
+
+
 def _sizes(
-    source: WeightSource, dense: torch.dtype | None, absorbed: Collection[str], *, with_mtp: bool
+    source: WeightSource, dense: torch.dtype | None, expanded: _Expanded, *, with_mtp: bool
 ) -> Iterable[tuple[int, bool]]:
-    """Yield the bytes of each weight, and whether it is a dense matrix, as those that are absorbed
-    are."""
+    """Yield the bytes of each weight, and whether it is a matrix that becomes dense."""
     for weight in source.on_disk:
         spec = weight.stored.weight
         in_mtp = spec.mtp_layer is not None
@@ -150,7 +179,9 @@ def _sizes(
             yield prod(spec.shape) * source.dtype.itemsize // ranks, False
         elif dense is None:
             yield sum(tensor.size_bytes for tensor in weight.tensors) // ranks, False
-        elif spec.name not in absorbed and source.packed_form(spec.name) is not None:
+        elif source.packs and spec.name.startswith(expanded.prefixes):
+            yield prod(spec.shape) * source.dtype.itemsize // ranks, False
+        elif spec.name not in expanded.names and source.packed_form(spec.name) is not None:
             yield _packed_bytes(weight) // ranks, False
         else:
             yield prod(spec.shape) * dense.itemsize // ranks, True

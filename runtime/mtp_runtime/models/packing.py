@@ -12,7 +12,7 @@ from mtp_kernels import decoder as kernels
 from mtp_runtime.layers.decoder_layer import DecoderLayer, FeedForward
 from mtp_runtime.layers.gqa import Gqa
 from mtp_runtime.layers.linear import Linear
-from mtp_runtime.layers.mla import Mla
+from mtp_runtime.layers.mla import Mla, StoredHalves
 from mtp_runtime.layers.moe import Mlp, Moe, SigmoidRouter
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.rope import Rope
@@ -44,6 +44,19 @@ class Rows:
         """Yield rows [n, in], of each matrix as they are stored or in float32."""
         for linear in self.linears:
             yield from linear.pieces()
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """Rows of each head of a matrix that is absorbed, in some shape [h, out, in]."""
+
+    halves: StoredHalves
+    of_values: bool
+    shape: tuple[int, ...]
+
+    def pieces(self) -> Iterator[kernels.Piece]:
+        """Yield rows [n, in] of one head after the other, in one form."""
+        return self.halves.rows(of_values=self.of_values)
 
 
 @dataclass(frozen=True)
@@ -119,17 +132,27 @@ def latent_weights(mla: Mla) -> kernels.LatentWeights:
     """Return the weights of latent attention."""
     query_up: Rows | None = None
     if mla.query_up is not None:
-        heads, (outputs, rank) = len(mla.key_up), mla.query_up.weight.shape
+        heads, (outputs, rank) = mla.sizes.heads, mla.query_up.weight.shape
         query_up = Rows((mla.query_up,), (heads, outputs // heads, rank))
+    key_up, value_up = absorbed(mla)
     return kernels.LatentWeights(
         down=Rows.of(mla.down),
         query_norm=_weight(mla.query_norm),
         query_up=query_up,
         latent_norm=mla.latent_norm.weight,
-        key_up=mla.key_up.transpose(1, 2),
-        value_up=mla.value_up.transpose(1, 2),
+        key_up=key_up,
+        value_up=value_up,
         output=Rows.of(mla.output),
     )
+
+
+def absorbed(mla: Mla) -> tuple[kernels.Matrix, kernels.Matrix]:
+    """Return the halves of kv_b_proj: to keys [h, n, c] and to values [h, v, c]."""
+    up, sizes = mla.up, mla.sizes
+    if isinstance(up, StoredHalves):
+        keys = HeadRows(up, of_values=False, shape=(sizes.heads, sizes.nope, sizes.latent))
+        return keys, HeadRows(up, of_values=True, shape=(sizes.heads, sizes.value, sizes.latent))
+    return up.key_up, up.value_up.transpose(1, 2)
 
 
 def grouped_weights(gqa: Gqa) -> kernels.GroupedWeights:

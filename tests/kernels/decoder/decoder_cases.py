@@ -125,9 +125,16 @@ def make_backend(name: str, dtype: torch.dtype = torch.float32) -> decoder.Backe
 
 def make_decoder(case: Case, backend: str | decoder.Backend) -> decoder.Decoder:
     """The case's layers on a backend, or on a new one of that name."""
-    made = make_backend(backend) if isinstance(backend, str) else backend
     generator = torch.Generator().manual_seed(case.seed)
-    packed = [made.pack(make_layer(case, kind, generator)) for kind in case.layers]
+    return decoder_of(case, backend, *(make_layer(case, kind, generator) for kind in case.layers))
+
+
+def decoder_of(
+    case: Case, backend: str | decoder.Backend, *layers: LayerWeights
+) -> decoder.Decoder:
+    """Layers on a backend, or on a new one of that name."""
+    made = make_backend(backend) if isinstance(backend, str) else backend
+    packed = [made.pack(layer) for layer in layers]
     pairs = torch.arange(case.config.attention.rope // 2)
     return made.decoder(
         case.config,

@@ -271,7 +271,7 @@ def expanded(
     if isinstance(weights, LatentWeights):
         assert isinstance(sizes, LatentSizes), "checked with the layers"
         latents, rope_keys = tokens[:, : sizes.latent], tokens[:, sizes.latent :]
-        keys = torch.einsum("tc,hcn->thn", latents, weights.key_up)
+        keys = torch.einsum("tc,hnc->thn", latents, weights.key_up)
         rope_keys = rope_keys[:, None].expand(-1, sizes.heads, -1)
         return torch.cat([keys, rope_keys], dim=-1), torch.einsum(
             "tc,hvc->thv", latents, weights.value_up

@@ -15,17 +15,21 @@ from decoder_cases import (
     Inputs,
     build,
     changed,
+    decoder_of,
     grouped,
     make_backend,
     make_decoder,
+    make_layer,
     requests_of,
     run,
 )
 
-from mtp_kernels import decoder
+from mtp_kernels import decoder, quantize
 from mtp_kernels.cpu.memory import Arena
 from mtp_kernels.cpu.team import Team
 from mtp_kernels.decoder.compiled_cpu import passes, recursion
+from mtp_kernels.quantize.layouts import Fp8Channel
+from mtp_kernels.quantize.row_codes import RowCodes, row_codes
 
 # Request 3 spans several blocks of 32 rows, and several tiles.
 MIXED = Case((1, 4, 0, 70, 1), (130, 64, 9, 100, 1), layers="dm")
@@ -129,6 +133,65 @@ def test_one_compilation_of_each_attention_serves_all_storages() -> None:
         backend.projection(torch.zeros(40, 24))(torch.zeros(3, 24))
     assert len(recursion.run.signatures) == 2
     assert len(passes.run_project.signatures) == 1
+
+
+class Stored:
+    """Matrices [h, out, in] whose rows come in two pieces."""
+
+    def __init__(self, shape: tuple[int, ...], rows: decoder.Piece) -> None:
+        self.shape, self._rows = shape, rows
+
+    def pieces(self) -> Iterator[decoder.Piece]:
+        yield self._rows[:7]
+        yield self._rows[7:]
+
+
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        ("float32", 0),
+        ("bf16", 0),
+        ("fp8_block", 128),
+        ("fp8_channel", 320),
+        ("int8_channel", 320),
+        ("int4_group_32", 32),
+        ("int4_group_64", 64),
+        ("odd heads", 0),
+    ],
+)
+def test_halves_that_are_absorbed_are_multiplied_as_they_are_stored(name: str, group: int) -> None:
+    """Against the same numbers in float64; a head of 18 keys has no whole steps of codes."""
+    sizes = {"heads": 3, "nope": 18 if name == "odd heads" else 24, "value": 20, "latent": 320}
+    case = changed(Case((3, 40), (9, 60), layers="d"), **sizes)
+    layer = make_layer(case, "d", torch.Generator().manual_seed(case.seed))
+    assert isinstance(layer.attention, decoder.LatentWeights)
+    stored, dense = {}, {}
+    for half in ("key_up", "value_up"):
+        matrix = getattr(layer.attention, half)
+        rows = stored_rows(name, matrix.flatten(0, 1))
+        stored[half] = Stored(tuple(matrix.shape), rows)
+        values = rows.values() if isinstance(rows, RowCodes) else rows.float()
+        dense[half] = values.view(matrix.shape)
+    found, expected = (
+        decoder_of(case, backend, replace(layer, attention=replace(layer.attention, **halves)))
+        for backend, halves in (("compiled_cpu", stored), ("reference", dense))
+    )
+    assert found.layers[0].record["key_group"] == group
+    inputs = build(case)
+    assert torch.allclose(run(found, inputs)[0], run(expected, inputs)[0], atol=1e-5)
+
+
+def stored_rows(name: str, rows: torch.Tensor) -> decoder.Piece:
+    """Rows of a matrix in a stored form."""
+    if name in ("float32", "bf16"):
+        return rows if name == "float32" else rows.bfloat16()
+    if name == "fp8_channel":
+        scale = rows.abs().amax(dim=1, keepdim=True) / 448
+        return row_codes(Fp8Channel((rows / scale).to(torch.float8_e4m3fn), scale))
+    if name.startswith("int4"):
+        return row_codes(quantize.quantize_int4_group(rows, group_size=int(name[-2:]))[0])
+    made = quantize.quantize_fp8_block if name == "fp8_block" else quantize.quantize_int8_channel
+    return row_codes(made(rows)[0])
 
 
 def test_long_prefill_goes_in_waves() -> None:

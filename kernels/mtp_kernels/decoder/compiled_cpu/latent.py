@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from mtp_kernels.cpu.code import FLOAT_BYTES
 from mtp_kernels.cpu.jit import inner
 from mtp_kernels.cpu.paged_attention import TILE_ROWS, merge_parts
 from mtp_kernels.cpu.panels import PANEL
 from mtp_kernels.cpu.team import share
-from mtp_kernels.cpu.vectors import Rows, address
+from mtp_kernels.cpu.vectors import Rows, address, first_rows, rows_of
 from mtp_kernels.decoder.compiled_cpu.rows import (
     BLOCK_ROWS,
     copy,
@@ -56,21 +57,44 @@ def make_latent_queries(member: Any, layer: Any, sizes: Any, batch: Any, scratch
     normed = np.empty((BLOCK_ROWS, max(1, own.query_rank)), np.float32)
     query = np.empty((BLOCK_ROWS, panels_of(own.nope + own.rope) * PANEL), np.float32)
     latents = np.empty((BLOCK_ROWS, panels_of(own.latent) * PANEL), np.float32)
+    scaled = np.empty((BLOCK_ROWS, own.nope), np.float32)
     first, last = share(member, sizes.heads * blocks)
     for unit in range(first, last):
         head, row = unit // blocks, unit % blocks * BLOCK_ROWS
         rows = min(BLOCK_ROWS, count - row)
         read_query(layer, sizes, scratch.projected[row : row + rows], head, normed, query)
-        width = latents.shape[1]
-        weight = panel_of(layer.key_up, layer.key_up_form, head * (width // PANEL), own.nope)
-        block = Rows(address(query), query.shape[1], rows)
-        project(block, weight, (0, width // PANEL), address(latents), width)
+        project_query(layer, own, head, first_rows(rows_of(query), rows), scaled, latents)
         for r in range(rows):
             base, stride = batch.places[row + r]
             out = scratch.queries[base + head * stride]
             copy(latents[r], out[: own.latent])
             q_rope = query[r, own.nope : own.nope + own.rope]
             rotate(q_rope, batch.cos_sin[row + r], out[own.latent :])
+
+
+@inner
+def project_query(layer: Any, own: Any, head: Any, query: Any, scaled: Any, latents: Any) -> None:
+    """Write one head's latents [rows, c] for Rows of queries without a position.
+
+    Of a weight of codes with scales of its inputs, queries are multiplied by those first, once for
+    each group of outputs.
+    """
+    panels, width = panels_of(own.latent), latents.shape[1]
+    weight = panel_of(layer.key_up, layer.key_up_form, head * panels, own.nope)
+    if layer.key_group == 0:
+        project(query, weight, (0, panels), address(latents), width)
+        return
+    groups = -(-own.latent // layer.key_group)
+    size = -(-layer.key_group // PANEL)  # panels of a group
+    for group in range(groups):
+        at = layer.key_scale + FLOAT_BYTES * (head * groups + group) * own.nope
+        scale = vector(at, own.nope)
+        for r in range(query.count):
+            given = vector(query.at + FLOAT_BYTES * r * query.stride, own.nope)
+            for k in range(own.nope):
+                scaled[r, k] = given[k] * scale[k]
+        span = group * size, min(panels, (group + 1) * size)
+        project(first_rows(rows_of(scaled), query.count), weight, span, address(latents), width)
 
 
 @inner

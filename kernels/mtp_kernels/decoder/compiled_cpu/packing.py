@@ -54,6 +54,16 @@ class PackedMatrix:
 
 
 @dataclass(frozen=True)
+class PackedTransposes:
+    """Transposes [h, in, out] of matrices, and what their inputs are multiplied with first: scales
+    [h, groups, out], each of `group` rows of the transpose; none where group is 0."""
+
+    matrix: PackedMatrix
+    scales: np.ndarray
+    group: int
+
+
+@dataclass(frozen=True)
 class PackedStack:
     """Matrices, each of a form of its own: their panels, and a table [e, 2] of addresses and forms
     that compiled code is given."""
@@ -78,6 +88,29 @@ class Packer:
         place = self.arena.take(*several, panels_of(rows), size, dtype=np.uint8)
         _fill([*place.reshape(-1, *place.shape[-2:])], form, rows, pieces)
         return PackedMatrix(place, form)
+
+    def transposes(self, matrix: Matrix) -> PackedTransposes:
+        """Return the transposes of matrices [h, out, in].
+
+        Codes have scales for their rows, which are the inputs of the transpose: each input is
+        multiplied by them, and no scale is left to the sums.
+        """
+        heads, outputs, columns = matrix.shape
+        pieces = _cut(pieces_of(matrix), outputs)
+        each = [_joined(_first(pieces, outputs)) for _ in range(heads)]
+        scales, group = [], 0
+        if isinstance(each[0], RowCodes):
+            group = each[0].group if _can_transpose(each[0]) else 0
+        turned: list[Piece] = []
+        for rows in each:
+            if isinstance(rows, RowCodes) and group:
+                scales.append(rows.scale.t())
+                turned.append(_unscaled(rows.numbers().t()))
+            else:
+                turned.append(_dense(rows).t())
+        packed = self.matrix(_InMemory((heads, columns, outputs), turned))
+        kept = torch.stack(scales) if scales else torch.empty(0)
+        return PackedTransposes(packed, self.vector(kept), group)
 
     def stack(self, matrix: Matrix, parts: int = 1) -> PackedStack:
         """Return matrices [e, out, in] as panels [out / parts / 32, parts, bytes]: panels of all
@@ -116,6 +149,47 @@ class Packer:
         elif first.dtype is torch.bfloat16:
             return form_of(BF16), pieces
         return form_of(FLOATS[self.dtype]), pieces
+
+
+@dataclass(frozen=True)
+class _InMemory:
+    """Matrices [..., out, in] whose rows are there, in pieces."""
+
+    shape: tuple[int, ...]
+    rows: Sequence[Piece]
+
+    def pieces(self) -> Iterator[Piece]:
+        return iter(self.rows)
+
+
+def _can_transpose(rows: RowCodes) -> bool:
+    """Return True for codes of which a panel of the transpose has one group's scales, and whole
+    steps."""
+    kind = _CODES[rows.numbers().dtype]
+    in_groups = rows.group % PANEL == 0 or rows.scale.shape[1] == 1
+    return in_groups and len(rows) % STEP_ROWS[kind] == 0
+
+
+def _unscaled(codes: torch.Tensor) -> RowCodes:
+    """Return rows of codes that stand for the numbers themselves."""
+    return RowCodes(codes, torch.ones(len(codes), 1), codes.shape[1])
+
+
+def _joined(pieces: Iterator[Piece]) -> Piece:
+    """Return the pieces of one matrix as one."""
+    parts = list(pieces)
+    if len(parts) == 1:
+        return parts[0]
+    codes = [part for part in parts if isinstance(part, RowCodes)]
+    if not codes:
+        return torch.cat([_dense(part) for part in parts])
+    first = codes[0]
+    return RowCodes(
+        torch.cat([part.codes for part in codes]),
+        torch.cat([part.scale for part in codes]),
+        first.group,
+        first.flip,
+    )
 
 
 def _dense(piece: Piece) -> torch.Tensor:

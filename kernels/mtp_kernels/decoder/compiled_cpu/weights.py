@@ -32,8 +32,10 @@ COUNTS = (
     "routed",  # experts to pick from, 0 in a dense layer
     "shared",  # experts behind them for every row; a dense layer has one
     "inner",  # width of an expert
+    "key_group",  # outputs of key_up's transpose that share the scales of its inputs, or 0
 )
-LAYER = np.dtype([(name, np.int64) for name in (*sorted(ADDRESSES | FORMS), *COUNTS)])
+KEY_SCALE = "key_scale"  # address of those scales [h, groups, n]
+LAYER = np.dtype([(name, np.int64) for name in (*sorted(ADDRESSES | FORMS), KEY_SCALE, *COUNTS)])
 
 
 class Sizes(NamedTuple):
@@ -115,6 +117,8 @@ def pack_layer(weights: LayerWeights, packer: Packer) -> PackedLayer:
         "expert_down": packer.stack(given.pop("expert_down")),
     }
     made, vectors = {}, {}
+    key_up = given.pop("key_up", None)
+    transposes = None if key_up is None else packer.transposes(key_up)
     for name, tensor in given.items():
         if tensor is None:
             continue
@@ -124,6 +128,9 @@ def pack_layer(weights: LayerWeights, packer: Packer) -> PackedLayer:
         else:
             vectors[name] = packer.vector(tensor)
     record = np.zeros(1, LAYER)
+    if transposes is not None:
+        made["key_up"], vectors[KEY_SCALE] = transposes.matrix, transposes.scales
+        record["key_group"] = transposes.group
     for name, matrix in made.items():
         record[name], record[f"{name}_form"] = matrix.panels.ctypes.data, matrix.form
     tables = {name: stack.table for name, stack in stacks.items()}
