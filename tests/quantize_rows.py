@@ -83,6 +83,11 @@ ROWS = {
         Part("int4", "int4", "int4", "bf16", "bf16"),
         INT8,
     ),
+    "int4 linears": Row(
+        pair("weight_only_int4", "weight_only_int8", "--int4-scope", "linears"),
+        Part("int4", "int4", "int4", "int4", "bf16"),
+        INT8,
+    ),
     "int4, mse": Row(
         pair("weight_only_int4", "weight_only_int8", "--scale", "mse", "--group-size", "32"),
         Part("int4", "bf16", "bf16", "bf16", "bf16"),

@@ -21,6 +21,7 @@ class Int4Scope(StrEnum):
 
     EXPERTS = "experts"
     ALL = "all"
+    LINEARS = "linears"
 
 
 class HeadQuant(StrEnum):

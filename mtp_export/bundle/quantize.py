@@ -10,7 +10,7 @@ from typing import Any
 
 from mtp_checkpoints.errors import UnsupportedError, UsageError
 from mtp_checkpoints.families.base import Role
-from mtp_checkpoints.formats import FormatOptions, Fp8Channel, W4AFp8, has_groups
+from mtp_checkpoints.formats import FormatOptions, Fp8Channel, Int4Group, W4AFp8, has_groups
 from mtp_checkpoints.formats.base import COMPRESSED_SCALE, GROUP_SIZES, NATIVE_SCALE
 from mtp_checkpoints.formats.w4afp8 import W4AFP8_GROUP
 from mtp_checkpoints.layouts import (
@@ -169,7 +169,7 @@ def _choose(options: QuantizeOptions, stored: StoredModel) -> _Choice:
         mtp_is_kept=options.mtp_quant == KEEP,
     )
     schemes = {"base": SCHEMES[base], "mtp": SCHEMES[mtp]}
-    if options.int4_scope is Int4Scope.ALL:
+    if options.int4_scope is not Int4Scope.EXPERTS:
         schemes["base"] = SCHEMES[base].variant("--int4-scope", str(options.int4_scope))
     if options.format is Format.W4AFP8:
         schemes["base"] = SCHEMES[base].variant("--format", str(options.format))
@@ -264,11 +264,13 @@ def _conversion(
 ) -> Conversion:
     """Return the conversion into a scheme, as the loader reads it.
 
-    In some dialects fp8 beside integers is compressed-tensors too: with another scale name, and
-    absorbed linears in bf16.
+    In some dialects fp8 beside integers is compressed-tensors too, with another scale name. There
+    absorbed linears are in bf16, and where attention is in integers, since engines read their
+    weights themselves.
     """
     renamed = choice.has_groups and not choice.dialect.native_fp8
     heads = {} if choice.head is None else {Role.HEAD: choice.head}
+    packs_attention = scheme.storages[Role.ATTENTION] == Int4Group.storage
     return Conversion(
         scheme=scheme.name,
         storages={**scheme.storages, **heads},
@@ -277,7 +279,7 @@ def _conversion(
             fp8_scale_name=COMPRESSED_SCALE if renamed else NATIVE_SCALE,
         ),
         scale_rule=str(options.scale),
-        bf16_modules=stored.family.patterns.absorbed if renamed else (),
+        bf16_modules=stored.family.patterns.absorbed if renamed or packs_attention else (),
         int4_activations_fp8=scheme.int4_activations_fp8,
         native=stored.native,
     )

@@ -25,12 +25,16 @@ SCHEMES: dict[str, Scheme] = {
         int4_activations_fp8=True,
     ),
     # int4 groups for routed experts, everything else bf16: a weight-only config cannot describe
-    # native fp8 beside it. Scope "all" packs shared experts and dense MLPs too.
+    # native fp8 beside it. Scope "all" packs shared experts and dense MLPs too, "linears" attention
+    # besides, but for what latent attention absorbs.
     "weight_only_int4": Scheme(
         "weight_only_int4",
         "int4 + bf16",
         every_linear(Unquantized.storage) | {Role.ROUTED_EXPERT: Int4Group.storage},
-        {"all": every_linear(Int4Group.storage) | _ATTENTION_IN_BF16},
+        {
+            "all": every_linear(Int4Group.storage) | _ATTENTION_IN_BF16,
+            "linears": every_linear(Int4Group.storage) | {Role.INDEXER: Unquantized.storage},
+        },
     ),
     # Native fp8: e4m3 codes, a scale per 128x128 block, activations quantized at run time.
     "a8w8_fp8": Scheme("a8w8_fp8", "fp8", _FP8),

@@ -85,7 +85,7 @@ def test_choices_are_written_as_the_command_takes_them() -> None:
         ["written", "all"],
         ["auto", "reflink", "hardlink", "copy"],
         ["compressed-tensors", "w4afp8"],
-        ["experts", "all"],
+        ["experts", "all", "linears"],
         ["keep", "weight_only_int8"],
         ["minmax", "mse"],
         ["cpu", "cuda", "npu", "auto"],

@@ -114,7 +114,7 @@ def _failures(report: str | bytes) -> list[str]:
 
 def _quantize_options(random: Random) -> tuple[object, ...]:
     base, mtp = random.choice(_PAIRS)
-    scope = ("--int4-scope", random.choice(("experts", "all")))
+    scope = ("--int4-scope", random.choice(("experts", "all", "linears")))
     target = ("--target", random.choice(("hf", "vllm", "sglang")))
     return ("--base-quant", base, "--mtp-quant", mtp, "--group-size", "32", *scope, *target)
 

@@ -34,6 +34,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "w4afp8": ("a8w8_fp8_wint4", "a8w8_fp8", "--format", "w4afp8", "--target", "sglang"),
     "int4": ("weight_only_int4", "weight_only_int8", "--group-size", "32"),
     "int4 everywhere": ("weight_only_int4", "weight_only_int8", "--int4-scope", "all"),
+    "int4 linears": ("weight_only_int4", "weight_only_int8", "--int4-scope", "linears"),
     "fp8": ("a8w8_fp8", "a8w8_fp8"),
     "int8": ("weight_only_int8", "weight_only_int8"),
     "bf16": ("bf16", "bf16"),

@@ -85,6 +85,9 @@ def test_variants() -> None:
     int4 = "int4_group"
     assert everywhere.name == "weight_only_int4"
     assert storages(everywhere) == ("bf16", {int4}, int4)
+    linears = SCHEMES["weight_only_int4"].variant("--int4-scope", "linears")
+    assert storages(linears) == (int4, {int4}, int4)
+    assert linears.storages[Role.INDEXER] == "bf16"
     sglang = SCHEMES["a8w8_fp8_wint4"].variant("--format", "w4afp8")
     assert sglang.storages[Role.ROUTED_EXPERT] == "w4afp8"
     assert {sglang.storages[role] for role in OTHERS} == {"fp8_block"}

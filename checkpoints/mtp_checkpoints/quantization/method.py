@@ -15,6 +15,7 @@ from mtp_checkpoints.formats import (
     WHOLE_ROW,
     FormatOptions,
     Fp8Block,
+    Int4Group,
     Unquantized,
     WeightFormat,
 )
@@ -70,8 +71,8 @@ class PartStorage:
     """Storage of the linears of one part, main or MTP, that a config is written for.
 
     Roles without one stay as stored, the head's among them unless it is asked for. bf16_modules are
-    linears (last name component) that are bf16 where others are fp8. native is an fp8 source's
-    format: what its release left out of fp8 stays as stored.
+    linears (last name component) that are bf16 where others are fp8 or int4. native is an fp8
+    source's format: what its release left out of fp8 stays as stored.
     """
 
     storages: Mapping[Role, str]
@@ -89,7 +90,8 @@ class PartStorage:
             return storage
         if self.native is not None and not self.native.covers(spec.module):
             return None
-        if storage == Fp8Block.storage and spec.module.rpartition(".")[2] in self.bf16_modules:
+        in_bf16 = spec.module.rpartition(".")[2] in self.bf16_modules
+        if in_bf16 and storage in (Fp8Block.storage, Int4Group.storage):
             return Unquantized.storage
         return storage
 

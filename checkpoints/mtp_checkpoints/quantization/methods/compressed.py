@@ -20,6 +20,7 @@ from mtp_checkpoints.families.base import LINEAR_ROLES, Role
 from mtp_checkpoints.families.spec import PLAIN_HEADS, ModelSpec
 from mtp_checkpoints.formats import (
     Fp8Block,
+    Int4Group,
     Int8Channel,
     Unquantized,
     WeightFormat,
@@ -231,6 +232,10 @@ def _mtp_names(family: ModelSpec) -> list[str]:
 # --- Writing --------------------------------------------------------------------------------------
 
 
+def _packs_attention(model: WrittenModel) -> bool:
+    return model.main.storages.get(Role.ATTENTION) == Int4Group.storage
+
+
 def _write(model: WrittenModel) -> Config:
     """Return a config with one group per storage, and one of quantized heads.
 
@@ -249,7 +254,7 @@ def _write(model: WrittenModel) -> Config:
     if native:
         model.check_nothing_left_out(f"--target {model.dialect.name}")
         del patterns[Fp8Block.storage]
-    elif Fp8Block.storage in patterns:
+    elif Fp8Block.storage in patterns or _packs_attention(model):
         ignored += [f"re:.*{name}$" for name in model.main.bf16_modules]
     if model.native is not None:
         ignored += [_left_out(name, heads) for name in model.native.left_out]
