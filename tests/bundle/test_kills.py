@@ -32,6 +32,7 @@ FEW, MANY = 2, 50
 EVERY_PUSH = [("export, linked", FEW), ("quantize", FEW)]
 IMPORTED = [__name__, "mtp_kernels.quantize.cpu_rows"]
 IMPORTED += ["mtp_export.commands.export", "mtp_export.commands.quantize", "mtp_export.tune.run"]
+IMPORTED += ["torch._dynamo"]  # by optimizers, as they are made
 
 
 class Forks:
