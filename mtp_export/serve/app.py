@@ -24,7 +24,7 @@ from mtp_export.serve.activity import SECONDS_BETWEEN_LINES, Activity
 from mtp_export.serve.engine_thread import EngineThread
 from mtp_export.serve.errors import ApiError
 from mtp_export.serve.forms import ChatForm, CompletionForm, Facts, Form
-from mtp_export.serve.intake import BODY, Intake
+from mtp_export.serve.intake import BODY, Intake, take
 from mtp_export.serve.limits import (
     MAX_CHOICES,
     MAX_LOGPROBS_TOLD,
@@ -176,19 +176,18 @@ class Server:
         async with AsyncExitStack() as taken:
             for turn in turns:
                 await taken.enter_async_context(turn)
-            working = asyncio.ensure_future(self._work(taken.pop_all(), kind, bytes(body)))
-        body.clear()
+            working = asyncio.ensure_future(self._work(taken.pop_all(), kind, body))
         # A client that goes away ends no thread: what it does still has its turns until it ends.
         working.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await asyncio.shield(working)
 
-    async def _work(self, turns: AsyncExitStack, kind: type[Body], raw: bytes) -> Reply:
+    async def _work(self, turns: AsyncExitStack, kind: type[Body], body: bytearray) -> Reply:
         async with turns:
-            return await run_in_threadpool(self._prepared, kind, raw)
+            return await run_in_threadpool(self._prepared, kind, body)
 
-    def _prepared(self, kind: type[Body], raw: bytes) -> Reply:
+    def _prepared(self, kind: type[Body], raw: bytearray) -> Reply:
         """Parse and tokenize a request and check its numbers (ApiError); this may take a while."""
-        body = body_of(kind, raw)
+        body = body_of(kind, take(raw))
         self._check_model(body.model)
         if body.count > MAX_CHOICES:
             raise ApiError(400, f"Ask for at most {MAX_CHOICES} choices in all", param="n")

@@ -11,11 +11,16 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mtp_export.serve.errors import ApiError, unavailable
-from mtp_export.serve.limits import MAX_BODIES_BYTES, MAX_BODY_BYTES, SMALL_BODY_BYTES
+from mtp_export.serve.limits import (
+    MAX_BODIES_BYTES,
+    MAX_BODY_BYTES,
+    PIECE_BYTES,
+    SMALL_BODY_BYTES,
+)
 
 _BODY_SECONDS = 60.0
 _PROTECTED = "/v1/"
-BODY = "mtp_export.body"  # of a scope: a bytearray, which who has parsed it clears
+BODY = "mtp_export.body"  # of a scope: a bytearray, for take
 
 
 class Intake:
@@ -114,6 +119,16 @@ class Intake:
                 task.cancel()
                 with suppress(asyncio.CancelledError, Exception):
                     await task
+
+
+def take(body: bytearray) -> bytes:
+    """Return what a body holds, and empty it, in any thread: the interpreter's lock is kept for a
+    piece at a time, and not while long pieces are joined. It may be emptied meanwhile."""
+    whole = b"".join(
+        [bytes(body[at : at + PIECE_BYTES]) for at in range(0, len(body), PIECE_BYTES)]
+    )
+    body.clear()
+    return whole
 
 
 async def _nothing() -> Message:

@@ -20,7 +20,7 @@ MAX_BODIES_BYTES = 64 << 20  # of all bodies that are read or parsed, without sm
 MAX_VALUES = 1 << 18  # of a body, and so token ids of a request
 MAX_CONTAINERS = 1 << 15  # arrays and objects of a body
 MAX_FIELDS = 1 << 15  # of all objects of a body
-_PIECE = 1 << 20  # bytes of a body that are searched at once, while no other thread runs
+PIECE_BYTES = 1 << 20  # of a body that are looked at while no other thread runs
 _MAX_BETWEEN_COMMAS = 256  # digits and spaces; numbers take quadratic time
 MAX_NAME = 256  # characters of names and of fields that are ignored
 MAX_MESSAGES = 1 << 12  # of a chat, and parts of a message
@@ -64,9 +64,9 @@ def _without_escapes(raw: bytes) -> bytes:
     """Return a body without its escaped quotes and backslashes."""
     pieces, start = [], 0
     while start < len(raw):
-        piece = raw[start : start + _PIECE]
+        piece = raw[start : start + PIECE_BYTES]
         if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # what it escapes is in the next piece
-            piece += raw[start + _PIECE : start + _PIECE + 1]
+            piece += raw[start + PIECE_BYTES : start + PIECE_BYTES + 1]
         pieces.append(piece.replace(rb"\\", b"").replace(rb"\"", b""))
         start += len(piece)
     return b"".join(pieces)

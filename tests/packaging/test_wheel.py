@@ -86,15 +86,16 @@ def test_the_wheel_holds_the_three_packages_with_their_types(wheel: Path) -> Non
 def test_the_wheel_alone_does_the_demo(wheel: Path, fresh_python: Path, tmp_path: Path) -> None:
     pip(fresh_python, "install", pinned("torch"))  # a CPU build at hand is then kept
     pip(fresh_python, "install", "-c", ROOT / "constraints.txt", wheel)
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     where = subprocess.run(
         [fresh_python, "-c", "import mtp_kernels; print(mtp_kernels.__file__)"],
         cwd=tmp_path,
+        env=environment,
         check=True,
         capture_output=True,
         text=True,
     ).stdout
     assert Path(where.strip()).is_relative_to(fresh_python.parents[1])
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     environment |= {"BIN": str(fresh_python.parent), "OUT": str(tmp_path / "demo")}
     done = subprocess.run(
         [ROOT / "scripts/demo"], env=environment, capture_output=True, text=True, check=False

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
+import threading
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
+from mtp_export.serve import app
+from mtp_export.serve.intake import take
+from mtp_export.serve.limits import PIECE_BYTES
 from mtp_export.serve.protocol import ChatBody, CompletionBody
 from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.models.load import Loaded
@@ -186,6 +191,30 @@ def test_bodies_of_too_many_values_are_not_parsed(client: Client, raw: bytes, wo
     reply = client.ask("POST", "/v1/completions", raw, Content_Type="application/json")
     assert reply.status == 400
     assert words in reply.json["error"]["message"]
+
+
+@pytest.mark.parametrize("size", [0, 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES - 1])
+def test_a_body_is_taken_whole_and_once(size: int) -> None:
+    whole = Random(size).randbytes(size)
+    body = bytearray(whole)
+    assert take(body) == whole
+    assert not body
+
+
+def test_bodies_are_taken_outside_of_the_event_loop(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def noted(body: bytearray) -> bytes:
+        with pytest.raises(RuntimeError, match="no running event loop"):
+            asyncio.get_running_loop()
+        threads.append(threading.current_thread())
+        return take(body)
+
+    monkeypatch.setattr(app, "take", noted)
+    assert client.post("/v1/completions", **COMPLETION).status == 200
+    assert len(threads) == 1
 
 
 def test_a_text_far_too_long_is_refused_before_it_is_tokenized(
