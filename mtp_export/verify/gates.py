@@ -41,6 +41,9 @@ NEGATIVE_NORM = 0.25
 # The largest share of zeros in a block of a matrix. Int4 in groups rounds a sixth of a matrix to
 # zero, in one scale per row a third; a block that is small beside what shares its scale, all of it.
 ZERO_SHARE = 0.75
+# How large a scale may be beside the upper quartile of those of its matrix. Single weights that are
+# far larger than others, as some trained models have, make it tens of times as large.
+SCALE_RATIO = 300.0
 # How near to a whole number the mean 4-bit code of the middle weight, its zero point taken off,
 # must be to tell zero points that are off by it. 0.001 and less in the trained fixtures.
 ZERO_POINT_SLACK = 0.25

@@ -3,8 +3,8 @@ which no part was rounded to zero."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from mtp_checkpoints.families.base import Role, weight_name
 from mtp_checkpoints.formats.base import BLOCK
 from mtp_checkpoints.tensors.bundle_folder import MTP
 from mtp_checkpoints.weights.weight_values import WeightOnDisk, weights_on_disk
+from mtp_export.progress import counted
 from mtp_export.verify import gates
 from mtp_export.verify.check import Item, Problem, judged, not_tested, verdict
 from mtp_export.verify.diagnosis.causes import weights as causes
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from mtp_export.verify.context import Context
 
 _SAMPLES = 3  # ranges of BLOCK rows that are read of a linear: at its start, middle and end
+_CODE_COLUMNS = 64  # of a block of codes
+_FEW_SCALES = 8  # too few to compare one with the others
 _BLOCK_ROWS = 32  # of a block of BLOCK columns: what shares a scale may be one row
 
 
@@ -45,7 +48,8 @@ def run(context: Context) -> Iterator[Item]:
         if weight.stored.weight.role is Role.MTP_PROJECTION:
             yield _halves(weight)
     linears = [weight for weight in weights if weight.stored.weight.is_linear_weight]
-    yield _zeros(linears, context.options.workers)
+    yield from _blocks(linears, context.options.workers)
+    yield from _scales(linears)
 
 
 def _norms(norms: Sequence[WeightOnDisk]) -> Item:
@@ -151,40 +155,129 @@ def _measured_halves(weight: WeightOnDisk) -> tuple[_Half, _Half]:
     return _Half(sizes[0], shares[0]), _Half(sizes[1], shares[1])
 
 
-def _zeros(linears: Sequence[WeightOnDisk], workers: int) -> Item:
-    """No block of a linear is nearly all zeros, by three ranges of rows of each."""
+def _blocks(linears: Sequence[WeightOnDisk], workers: int) -> Iterator[Item]:
+    """No block of a linear is nearly all zeros, or of one code, by three ranges of rows of each."""
     found = in_threads(
-        _zero_block, linears, workers=workers, size_bytes=lambda weight: weight.size_bytes
+        _worst_blocks, linears, workers=workers, size_bytes=lambda weight: weight.size_bytes
     )
-    problems, most = [], 0.0
-    for weight, (share, row, column) in zip(linears, found, strict=True):
-        most = max(most, share)
-        if share > gates.ZERO_SHARE:
-            scales = _has_scales(weight)
-            words = causes.block_zeroed(weight.name, share, row, column, has_scales=scales)
-            problems.append(Problem(weight.name, words))
+    pairs = list(zip(linears, found, strict=True))
+    zeroed = [(weight, worst.zeros) for weight, worst in pairs]
+    yield _block_item("mtp: no block rounded to zero", zeroed, _zeroed_words)
+    of_codes = [(weight, worst.repeated) for weight, worst in pairs if _has_scales(weight)]
+    if of_codes:
+        yield _block_item("mtp: no block of one code", of_codes, _repeated_words)
+
+
+@dataclass(frozen=True, order=True)
+class _Block:
+    """A share of the elements of a block, and its first row and column."""
+
+    share: float = 0.0
+    row: int = 0
+    column: int = 0
+
+
+@dataclass
+class _Worst:
+    """The blocks of a linear with most zeros, and with most codes that are as the one before and
+    stand for no zero."""
+
+    zeros: _Block = _Block()
+    repeated: _Block = _Block()
+
+
+def _block_item(
+    name: str,
+    found: Sequence[tuple[WeightOnDisk, _Block]],
+    words: Callable[[WeightOnDisk, _Block], str],
+) -> Item:
     return verdict(
-        "mtp: no block rounded to zero",
-        problems,
-        figure=f"{len(linears):,} linears, at most {most:.0%} of a block",
+        name,
+        [
+            Problem(weight.name, words(weight, block))
+            for weight, block in found
+            if block.share > gates.ZERO_SHARE
+        ],
+        figure=f"{len(found):,} linears, at most"
+        f" {max((block.share for _, block in found), default=0.0):.0%} of a block",
         bound=f"≤ {gates.ZERO_SHARE:.0%}",
     )
 
 
-def _zero_block(weight: WeightOnDisk) -> tuple[float, int, int]:
-    """The largest share of zeros among blocks [_BLOCK_ROWS, BLOCK], with its first row and column;
-    values that cannot be decoded have none."""
-    worst = (0.0, 0, 0)
+def _zeroed_words(weight: WeightOnDisk, block: _Block) -> str:
+    place = (block.share, block.row, block.column)
+    return causes.block_zeroed(weight.name, *place, has_scales=_has_scales(weight))
+
+
+def _repeated_words(weight: WeightOnDisk, block: _Block) -> str:
+    return causes.block_of_one_code(weight.name, block.share, block.row, block.column)
+
+
+def _worst_blocks(weight: WeightOnDisk) -> _Worst:
+    """The worst blocks [_BLOCK_ROWS, BLOCK] of a linear; values that cannot be decoded have
+    none."""
+    worst = _Worst()
     last = max(0, (weight.rows - 1) // BLOCK)
     starts = {last * number // max(1, _SAMPLES - 1) * BLOCK for number in range(_SAMPLES)}
     for start in sorted(starts):
+        encoded = weight.encoded(start, min(start + BLOCK, weight.rows))
         try:
-            values = weight.encoded(start, min(start + BLOCK, weight.rows)).dequantize()
+            zeros = encoded.dequantize() == 0
         except ValueError:  # value_checks says why
             return worst
-        for row, column in product(
-            range(0, values.shape[0], _BLOCK_ROWS), range(0, values.shape[1], BLOCK)
-        ):
-            block = values[row : row + _BLOCK_ROWS, column : column + BLOCK]
-            worst = max(worst, (float((block == 0).float().mean()), start + row, column))
+        worst.zeros = max(worst.zeros, _worst_of(zeros, start, BLOCK))
+        codes = _bytes_of(encoded.codes)
+        per_code = zeros.shape[1] // codes.shape[1]
+        of_zeros = zeros.reshape(len(zeros), -1, per_code).all(dim=2)
+        repeated = (codes[:, 1:] == codes[:, :-1]) & ~of_zeros[:, 1:]
+        found = _worst_of(repeated, start, max(1, _CODE_COLUMNS // per_code))
+        worst.repeated = max(worst.repeated, replace(found, column=found.column * per_code))
     return worst
+
+
+def _worst_of(is_so: torch.Tensor, start: int, columns: int) -> _Block:
+    """Return the block with the largest share of a mask [n, columns of all blocks], whose rows
+    begin at `start`."""
+    return max(
+        _Block(
+            float(is_so[row : row + _BLOCK_ROWS, column : column + columns].float().mean()),
+            start + row,
+            column,
+        )
+        for row, column in product(
+            range(0, is_so.shape[0], _BLOCK_ROWS), range(0, is_so.shape[1], columns)
+        )
+    )
+
+
+def _bytes_of(codes: torch.Tensor) -> torch.Tensor:
+    """Codes as numbers that can be compared: torch compares no fp8."""
+    import torch
+
+    return codes.contiguous().view(torch.uint8) if codes.element_size() == 1 else codes
+
+
+def _scales(linears: Sequence[WeightOnDisk]) -> Iterator[Item]:
+    """No scale of a linear is far above the others of it."""
+    import torch
+
+    problems, most, count = [], 1.0, 0
+    for weight in filter(_has_scales, linears):
+        scale = weight.scale.to(torch.float64).abs().flatten()
+        if len(scale) < _FEW_SCALES or not scale.isfinite().all():  # value_checks says the latter
+            continue
+        count += 1
+        upper = float(scale.kthvalue(len(scale) * 3 // 4).values)
+        ratio = float(scale.max()) / upper if upper else 1.0
+        most = max(most, ratio)
+        if ratio > gates.SCALE_RATIO:
+            problems.append(
+                Problem(weight.name, causes.scale_out_of_proportion(weight.name, ratio))
+            )
+    if count:
+        yield verdict(
+            "mtp: scales of one size",
+            problems,
+            figure=f"{counted(count, 'linear')}, at most {most:.3g} times the upper quartile",
+            bound=f"≤ {gates.SCALE_RATIO:.0f} times",
+        )

@@ -143,7 +143,9 @@ def _codes(part: str, facts: Sequence[WeightFacts]) -> Item:
         name, offset = fact.weight.name, fact.weight.stored.format.code_offset
         share = fact.statistics.outer_codes / max(1, fact.statistics.elements)
         most = max(most, share)
-        if share > gates.OUTER_CODES and offset is not None:
+        if share == 1:
+            problems.append(Problem(name, causes.every_code_at_an_end(name)))
+        elif share > gates.OUTER_CODES and offset is not None:
             problems.append(Problem(name, causes.offset_dropped_from(name, share, offset)))
     return verdict(
         f"{part}: codes around zero",

@@ -170,6 +170,27 @@ def block_zeroed(tensor: str, share: float, row: int, column: int, *, has_scales
     return f"{share:.0%} of a block of {tensor} is zero (from row {row}, column {column} on): {why}"
 
 
+def block_of_one_code(tensor: str, share: float, row: int, column: int) -> str:
+    return (
+        f"{share:.0%} of the codes in a block of {tensor} are the same as the one before (from row"
+        f" {row}, column {column} on): they were never written, or dropped and filled in"
+    )
+
+
+def every_code_at_an_end(tensor: str) -> str:
+    return (
+        f"every code of {tensor} lies at an end of its range: it was never written, or dropped and"
+        " filled in"
+    )
+
+
+def scale_out_of_proportion(tensor: str, ratio: float) -> str:
+    return (
+        f"a scale of {tensor} is {ratio:.3g} times as large as three quarters of its others: it is"
+        " damaged, or holds memory that was never written"
+    )
+
+
 def zero_points_mislabelled(tensor: str, label: str, less_one: bool) -> str:
     """label: field and value of quantization_config, by which zero points are stored less one, or
     as they are."""

@@ -1,0 +1,193 @@
+"""Damage to an MTP layer in every form that it is stored in: each is found in its own tensor,
+without a source, in two families."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from faults.matrix import no_progress
+from mtp_export.verify import CHECKS, check_result
+from mtp_export.verify.check import Item, Level, Status
+from mtp_export.verify.context import Context
+from mtp_export.verify.options import VerifyOptions
+from quantized_by_others import METHODS, Tensors, unquantized
+from verify.foreign_damages import NORM, embedding_half_zero
+from verify.foreign_sources import (
+    DEEPSEEK,
+    GLM,
+    Checkpoint,
+    quantized,
+    released,
+    shortened,
+)
+
+# By the name of each: its own of METHODS, None for unquantized.
+FORMS: dict[str, str | None] = {
+    "bf16": None,
+    **{
+        name: name
+        for name in (
+            *("fp8", "compressed-tensors, int4", "compressed-tensors, int8"),
+            *("compressed-tensors, fp8", "compressed-tensors, zero points", "auto-round"),
+            *("auto-round, awq", "gptq", "gptq v2", "gptq, 8 bits", "awq"),
+            "modelopt fp8, in a file",
+        )
+    },
+}
+SCALES = ("weight_scale", "weight_scale_inv", "scales", "weight")
+CODES = ("weight_packed", "qweight", "weight")
+UNSOUND, SIZE, TWICE = "mtp: finite values", "sane size of every matrix", "no linear is stored"
+ZERO, ONE_CODE = "mtp: no block rounded to zero", "mtp: no block of one code"
+
+
+@functools.cache
+def _sound(source: Path, form: str) -> Checkpoint:
+    """A miniature, DeepSeek-V3's with five main layers, in one form."""
+    start = released(source) if source == GLM else shortened(source, 5)
+    start.tensors = unquantized(start.tensors)
+    start.config.pop("quantization_config", None)
+    if (method := FORMS[form]) is None:
+        return start
+    with tempfile.TemporaryDirectory() as place:
+        start.save(Path(place) / "source")
+        return quantized(Path(place) / "source", method, "quantized")
+
+
+def sound(source: Path, form: str) -> Checkpoint:
+    found = _sound(source, form)
+    changed = copy.copy(found)
+    changed.source, changed.tensors = source, dict(found.tensors)
+    changed.config = copy.deepcopy(found.config)
+    return changed
+
+
+def tensors_of(checkpoint: Checkpoint, module: str) -> Tensors:
+    """Copies of the tensors of a module of the MTP layer, by the last component of their names."""
+    start = f"{checkpoint.layer}{module}."
+    return {
+        name.removeprefix(start): tensor.clone(memory_format=torch.contiguous_format)
+        for name, tensor in checkpoint.tensors.items()
+        if name.startswith(start)
+    }
+
+
+def change(
+    checkpoint: Checkpoint,
+    module: str,
+    names: tuple[str, ...],
+    value: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """Change the first of some tensors that a module has, in its flat form."""
+    found = tensors_of(checkpoint, module)
+    name = next(one for one in names if one in found)
+    flat = value(found[name].flatten()).to(found[name].dtype)
+    checkpoint.set(f"{module}.{name}", flat.view_as(found[name]))
+
+
+def first(number: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda flat: torch.cat([flat[:1].float() * number, flat[1:].float()])
+
+
+def without_its_end(flat: torch.Tensor) -> torch.Tensor:
+    return torch.cat([flat[: len(flat) // 2], torch.zeros_like(flat[len(flat) // 2 :])])
+
+
+def rows_rounded_to_zero(checkpoint: Checkpoint, module: str, form: str) -> None:
+    """The first rows but for one column, which their scales are of."""
+    values = unquantized(_sound(checkpoint.source, "bf16").tensors)
+    weight = values[f"{checkpoint.layer}{module}.weight"].float()
+    weight[:32, 1:] = 0
+    method = FORMS[form]
+    parts = {"weight": weight.bfloat16()} if method is None else METHODS[method].encode(weight)[0]
+    for last, tensor in parts.items():
+        checkpoint.set(f"{module}.{last}", tensor)
+
+
+def norms_less_one(checkpoint: Checkpoint) -> None:
+    for name, tensor in checkpoint.mtp().items():
+        if NORM.search(name):
+            checkpoint.tensors[name] = tensor - 1
+
+
+def damage(checkpoint: Checkpoint, form: str) -> dict[str, tuple[str, ...]]:
+    """Damage each module in a way of its own; return the items that may tell, by module."""
+    expert = "mlp.experts.{}.{}_proj".format
+    change(checkpoint, expert(0, "gate"), SCALES, first(float("nan")))
+    change(checkpoint, expert(0, "up"), SCALES, first(float("inf")))
+    change(checkpoint, expert(1, "up"), SCALES, lambda flat: flat.float() * 1000)
+    for last, tensor in tensors_of(checkpoint, expert(2, "up")).items():
+        checkpoint.set(f"{expert(3, 'up')}.{last}", tensor)
+    change(checkpoint, expert(4, "down"), CODES, torch.zeros_like)
+    change(checkpoint, "self_attn.o_proj", CODES, without_its_end)
+    rows_rounded_to_zero(checkpoint, expert(5, "up"), form)
+    norms_less_one(checkpoint)
+    embedding_half_zero(checkpoint)
+    told: dict[str, tuple[str, ...]] = {
+        expert(0, "gate"): (UNSOUND,),
+        expert(0, "up"): (UNSOUND,),
+        expert(1, "up"): (SIZE,),
+        expert(3, "up"): (TWICE,),
+        expert(4, "down"): ("mtp: no constant tensor", ONE_CODE),
+        "self_attn.o_proj": (ZERO, ONE_CODE),
+        expert(5, "up"): (ZERO,),
+        "input_layernorm": ("mtp: norms multiply by w",),
+        "eh_proj": ("mtp: halves of eh_proj",),
+    }
+    if form != "bf16":  # where a number is no scale of others
+        change(checkpoint, expert(6, "up"), SCALES, first(1000))
+        told[expert(6, "up")] = ("mtp: scales of one size", SIZE)
+    return told
+
+
+def failed_items(checkpoint: Checkpoint, folder: Path) -> list[Item]:
+    checkpoint.save(folder)
+    context = Context.open(VerifyOptions(folder, level=Level.WEIGHTS), no_progress)
+    items = check_result("ledger", CHECKS["ledger"], context).items
+    return [item for item in items if item.status is Status.FAIL]
+
+
+def subjects_of(item: Item) -> list[str]:
+    problems: Any = item.data.get("problems") or [{"subject": item.subject}]
+    return [problem["subject"] for problem in problems]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("source", [GLM, DEEPSEEK], ids=lambda path: path.name)
+def test_each_damage_is_found_in_its_tensor(tmp_path: Path, source: Path, form: str) -> None:
+    assert failed_items(sound(source, form), tmp_path / "sound") == []
+    damaged = sound(source, form)
+    told = damage(damaged, form)
+    found = [
+        (item.name, subject)
+        for item in failed_items(damaged, tmp_path / "damaged")
+        for subject in subjects_of(item)
+    ]
+    missed = [
+        module
+        for module, names in told.items()
+        if not any(
+            name.startswith(names) and subject.startswith(f"{damaged.layer}{module}.")
+            for name, subject in found
+        )
+    ]
+    assert missed == [], found
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_main_layer_in_its_place_is_found(tmp_path: Path, form: str) -> None:
+    """All that a linear is stored as is the main one's, its scales too."""
+    taken = sound(GLM, form)
+    for name, tensor in list(taken.tensors.items()):
+        if name.startswith("model.layers.2."):
+            taken.tensors[name.replace("model.layers.2.", taken.layer)] = tensor
+    (item,) = failed_items(taken, tmp_path / "taken")
+    assert item.name.startswith(TWICE)
+    assert all("model.layers.2." in problem["words"] for problem in item.data["problems"])
