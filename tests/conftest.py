@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -35,7 +36,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse to start without the GPU that is asked for."""
+    """Refuse to start without the GPU that is asked for, and take Ctrl-C, which a shell's `&` has
+    commands ignore, and the programs that tests start with them."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if importlib.util.find_spec("pytest_timeout") is None:
         config.addinivalue_line("markers", "timeout(seconds): as above")
     if config.getoption("--require-cuda"):
