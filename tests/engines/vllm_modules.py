@@ -35,9 +35,12 @@ def resolved(config: Any, layer: Any, prefix: str) -> dict[str, Any]:
         CompressedTensorsConfig,
     )
 
-    is_linear = type(layer).__name__ not in TABLES
-    if not isinstance(config, CompressedTensorsConfig) or not is_linear:
+    if not isinstance(config, CompressedTensorsConfig):
         return {"method": _method_name(config, layer, prefix)}
+    if type(layer).__name__ in TABLES:
+        method = _method_name(config, layer, prefix)
+        if method != "CompressedTensorsLinearMethod":
+            return {"method": method}
     names = [prefix]
     if type(layer).__name__ == "RoutedExperts":
         config._add_fused_moe_to_target_scheme_map()
@@ -62,7 +65,8 @@ class Fp8:
 
 
 def _method_name(config: Any, layer: Any, prefix: str) -> str:
-    """Fp8 or unquantized, by the class of the method; heads and embeddings get none at all."""
+    """Fp8 or unquantized, by the class of the method; plain heads and embeddings get none at all,
+    packed ones that of linears."""
     from unittest.mock import patch
 
     from vllm.model_executor.layers.quantization import fp8

@@ -29,9 +29,8 @@ VLLM_READING = DraftReading(
     reads=vllm_reads,
     refuses_recomputed=frozenset({"glm4_moe"}),  # glm4_moe_mtp.py looks up every name of the layer
 )
-# Of compressed-tensors vLLM builds a head as any linear that a target names. SGLang 0.5.23 resolves
-# one too, but then takes its `weight`, which packed codes do not have (layers/logits_processor.py,
-# get_embed_and_head of its models).
+# Of compressed-tensors vLLM builds a head as any linear that a target names. So does SGLang 0.5.23,
+# but it gives the draft its `weight` (get_embed_and_head of its models), which packed codes lack.
 _VLLM_HEADS = frozenset({Int8Channel.storage})
 _SGLANG_PORT = 20000  # at which its machines find each other
 
