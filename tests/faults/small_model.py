@@ -48,6 +48,10 @@ ROWS: dict[str, tuple[str, ...]] = {
     "wint4 for SGLang": ("a8w8_fp8_wint4", "a8w8_fp8", "--target", "sglang"),
     "w4afp8": ("a8w8_fp8_wint4", "a8w8_fp8", "--format", "w4afp8", "--target", "sglang"),
     "bf16": ("bf16", "bf16"),
+    "int8 head": (
+        *("weight_only_int4", "weight_only_int8", "--group-size", "64"),
+        *("--head-quant", "weight_only_int8"),
+    ),
 }
 TARGETS = ("lightllm", "xllm", "paddlenlp", "eagle")
 CHANNELS = "glm4_moe in fp8 channels"

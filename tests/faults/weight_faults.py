@@ -79,6 +79,16 @@ def words_reversed(packed: torch.Tensor) -> torch.Tensor:
     return raw.view(raw.shape[0], -1, 4).flip(2).reshape(raw.shape[0], -1).view(packed.dtype)
 
 
+def bytes_of_words_reversed(packed: torch.Tensor) -> torch.Tensor:
+    words = packed.contiguous().view(torch.uint8).view(packed.shape[0], -1, 4)
+    return words.flip(2).reshape(packed.shape[0], -1).view(packed.dtype)
+
+
+def scales_of_heads_doubled(bundle: Path) -> None:
+    main("lm_head.weight_scale", lambda s: s * 2)(bundle)
+    mtp(f"{MTP}.shared_head.head.weight_scale", lambda s: s * 2)(bundle)
+
+
 def grouped_along_rows(bundle: Path) -> None:
     """Groups taken along N: codes and scales fit each other, but not as they are read."""
     folder, name = bundle / "main", MAIN_EXPERT
@@ -218,6 +228,12 @@ WEIGHT_FAULTS: tuple[Fault, ...] = (
           "of another checkpoint", seen_as="vllm-ascend 6754"),
     Fault("region of the main model's head lost", main("lm_head.weight", region_lost), "ledger",
           "lm_head.weight is damaged"),
+    Fault("offset 128 of a head in int8 dropped",
+          mtp(f"{MTP}.shared_head.head.weight_packed", partial(flip_bits, 0x80)), "ledger",
+          "the offset 128 was dropped", needs="int8 head"),
+    Fault("scales of one of two heads in int8 doubled",
+          main("lm_head.weight_scale", lambda s: s * 2), "ledger", "has the codes of lm_head",
+          needs="int8 head"),
     Fault("draft of V3 with main of R1", draft_of_another_training, "ledger",
           "a V3 draft with an R1 main", seen_as="DeepSeek-V3 190"),
     Fault("layer 6 taken for layer 61", layer_6_for_the_mtp_layer, "ledger",
@@ -274,10 +290,12 @@ WEIGHT_FAULTS: tuple[Fault, ...] = (
           "the groups were taken over rows", needs="int4", source=True),
     Fault("w4afp8 nibbles swapped", main(f"{MAIN_EXPERT}.weight", nibbles_swapped), "weights",
           "nibble order", needs="w4afp8", source=True),
-    Fault("int8 words reversed", mtp(f"{EXPERT}.weight_packed",
-          lambda p: p.contiguous().view(torch.uint8).view(p.shape[0], -1, 4).flip(2)
-          .reshape(p.shape[0], -1).view(p.dtype)), "weights", "the order of the codes in a word",
-          needs="int8", source=True),
+    Fault("int8 words reversed", mtp(f"{EXPERT}.weight_packed", bytes_of_words_reversed), "weights",
+          "the order of the codes in a word", needs="int8", source=True),
+    Fault("scales of both heads in int8 doubled", scales_of_heads_doubled, "weights",
+          "every scale is 2 times", needs="int8 head", source=True),
+    Fault("words of a head in int8 reversed",
+          main("lm_head.weight_packed", bytes_of_words_reversed), "weights", "the order of the codes in a word", needs="int8 head", source=True),
     Fault("transposed matrix", main("model.layers.5.self_attn.o_proj.weight", torch.t), "weights",
           "it is transposed", needs="bf16", source=True),
     Fault("one bit of a weight, then checksummed", mtp(f"{EXPERT}.weight", one_bit), "weights",

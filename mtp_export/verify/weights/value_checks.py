@@ -299,6 +299,9 @@ def _difference(own: WeightFacts, original: WeightFacts) -> Problem:
         damaged = wanted if like_source[0] else copy
         cause = causes.elements_damaged(count, total)
         return Problem(damaged, causes.not_the_sources(damaged, None, cause))
+    if own.weight.form == original.weight.form and own.digest == original.digest:
+        damaged = wanted if like_source[0] and not like_source[1] else copy
+        return Problem(damaged, causes.scales_of_a_copy(copy, wanted))
     flaws = _flaw(own, original), _flaw(original, own)
     if any(flaws) and not all(flaws):
         damaged, sound = (copy, wanted) if flaws[0] else (wanted, copy)
@@ -322,11 +325,16 @@ def _flaw(fact: WeightFacts, other: WeightFacts) -> str:
     return causes.rows_lost(lost, fact.weight.stored.weight.shape[0]) if lost else ""
 
 
+def _beside_codes(fact: WeightFacts) -> list[str]:
+    """Checksums of a weight's scales and constants."""
+    return [fact.checksums[tensor.name] for tensor in fact.weight.tensors[1:]]
+
+
 def _equal(one: WeightFacts, other: WeightFacts) -> bool:
-    """True for equal codes, and for a copy in another precision that dequantizes to the same but
-    for rounding."""
+    """True for equal codes and scales, and for a copy in another precision that dequantizes to the
+    same but for rounding."""
     if one.weight.form == other.weight.form:
-        return one.digest == other.digest
+        return one.digest == other.digest and _beside_codes(one) == _beside_codes(other)
     rounding = Rounding()
     for start, stop in one.weight.pieces():
         rounding.add(one.weight.encoded(start, stop), other.weight.encoded(start, stop))

@@ -99,6 +99,13 @@ def one_copy_damaged(tensor: str, original: str, count: int, total: int) -> str:
     )
 
 
+def scales_of_a_copy(tensor: str, original: str) -> str:
+    return (
+        f"{tensor} has the codes of {original} and other scales: those of one of the two are"
+        " damaged"
+    )
+
+
 def copy_damaged(tensor: str, other: str, damage: str) -> str:
     return f"{tensor} is damaged ({damage}), and {other}, which holds the same, is not"
 
