@@ -15,7 +15,6 @@ from mtp_export.commands.output import (
     Reporting,
     print_result,
     remark,
-    status,
 )
 from mtp_export.commands.runtime import BUNDLE, DTYPE
 from mtp_export.options import Access, Panel, option, path_option
@@ -59,17 +58,20 @@ def compile(options: CompileCommand) -> None:
     """Compile a bundle's decode step for this CPU by AOTInductor, and time it."""
     bundle, output = options.bundle, options.output
     _check(output, overwrite=options.overwrite)
-    with gc_paused(), status("Loading the runtime") as shown:
+    from mtp_export.commands.progress_bar import Standby, loading_bars
+
+    with gc_paused(), Standby() as standby, loading_bars(standby=standby):
+        standby.tell("Loading the runtime")
         from mtp_runtime.models.load import LoadOptions, load_model
 
         loading = LoadOptions(dtype=options.dtype, with_mtp=False, static_graph=True)
         model = load_model(bundle, loading).model
-        shown.update(f"Compiling the step of {bundle}")
+        standby.tell(f"Compiling the step of {bundle}")
         start = time.monotonic()
         _compile(model, options.block_size, output)
         seconds = time.monotonic() - start
-        shown.update("Timing it")
         usual = load_model(bundle, replace(loading, static_graph=False)).model
+        standby.tell("Timing it")
         times = _times(model, usual, options.block_size, output)
     facts = {
         "package": str(output),

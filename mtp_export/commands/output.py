@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -149,10 +150,35 @@ def status(text: str) -> Iterator[Status]:
             _drawing.remove(console)
 
 
+class _Remarks(logging.Handler):
+    """Prints what is logged as the program's other remarks are."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print it, with the traceback of an error."""
+        remark(self.format(record))
+
+
+@contextmanager
+def logged_remarks() -> Iterator[None]:
+    """Print warnings that are logged while the block runs, which Python's own handler would not
+    wrap; whoever has handlers of logging keeps them alone."""
+    root = logging.getLogger()
+    if root.handlers:
+        yield
+        return
+    handler = _Remarks(logging.WARNING)
+    root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+
+
 def remark(text: str) -> None:
-    """Print a line on stderr, above what a terminal shows of the work under way."""
+    """Print a line on stderr, above what a terminal shows of the work under way; a terminal wraps
+    it between words."""
     from mtp_export.commands.progress_bar import above_bars  # its package takes time to import
 
     console = _drawing[-1] if _drawing else plain_console(stderr=True)
     with above_bars():
-        console.print(text, highlight=False)
+        console.print(text, highlight=False, soft_wrap=not console.is_terminal)

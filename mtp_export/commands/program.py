@@ -22,6 +22,7 @@ from mtp_export.commands.failures import failure_json, failure_of, print_failure
 from mtp_export.commands.garbage import gc_paused
 from mtp_export.commands.help_page import print_help
 from mtp_export.commands.names import ALIASES, COMMANDS, names_of
+from mtp_export.commands.output import logged_remarks
 from mtp_export.commands.registry import after_interrupt, command_named, goes_on, program
 from mtp_export.commands.standard_streams import guarded_streams
 from mtp_export.options import Names
@@ -40,7 +41,7 @@ def exit_code(arguments: Sequence[str]) -> int:
     with guarded_streams() as out:
         try:
             try:
-                with announced_compiling():
+                with logged_remarks(), announced_compiling():
                     return _run(given)
             finally:
                 sys.stdout.flush()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, Self, TypeVar
 
 from tqdm.asyncio import tqdm as terminal_tqdm
 from tqdm.auto import tqdm
@@ -16,9 +16,12 @@ from tqdm.auto import tqdm
 from mtp_checkpoints.errors import Interrupted
 from mtp_export.progress import CountCallback, ProgressCallback, silent
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 SECONDS_BETWEEN_LINES = 5.0
 _FORMAT = "{l_bar}{bar}| {n_fmt} of {total_fmt}{unit}, {rate}{remaining} left{postfix}"
 _NARROW_COLUMNS, _NARROW_FORMAT = 64, "{percentage:3.0f}%, {remaining} left: {desc}"
+_USUAL_COLUMNS, _USUAL_ROWS = 80, 24
 _LINE_FORMAT = (
     "{desc}: {percentage:.0f}%, {n_fmt}{unit} of {total_fmt}{unit}, {rate_fmt}, {remaining} left"
     "{postfix}"
@@ -63,10 +66,61 @@ def count_bar(title: str, total: int, unit: str, *, quiet: bool = False) -> Iter
         yield bar.update
 
 
+class Standby:
+    """Line that a terminal shows of a long command while it has no bar.
+
+    Its bars are those that between() returned; without a title there is no line.
+    """
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._quiet, self._title, self._bars = quiet, "", 0
+        self._shown = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.tell("")
+
+    def tell(self, title: str) -> None:
+        """Say what is being done from now on."""
+        self._title = title
+        self._show()
+
+    def between(
+        self, bar: Callable[_P, AbstractContextManager[_T]]
+    ) -> Callable[_P, AbstractContextManager[_T]]:
+        """Return what opens bars in the line's place."""
+
+        @contextmanager
+        def shown(*words: _P.args, **more: _P.kwargs) -> Iterator[_T]:
+            self._bars += 1
+            self._show()
+            try:
+                with bar(*words, **more) as advance:
+                    yield advance
+            finally:
+                self._bars -= 1
+                self._show()
+
+        return shown
+
+    def _show(self) -> None:
+        self._shown.close()
+        if not self._title or self._bars or self._quiet or not sys.stderr.isatty():
+            return
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns or _USUAL_COLUMNS
+        title = f"{self._title} ..."[: columns - 1]
+        line = terminal_tqdm(
+            desc=title, bar_format="{desc}", leave=False, ncols=columns, nrows=_USUAL_ROWS
+        )
+        self._shown.enter_context(closing(line))
+
+
 @contextmanager
-def loading_bars(*, quiet: bool = False) -> Iterator[None]:
+def loading_bars(*, quiet: bool = False, standby: Standby | None = None) -> Iterator[None]:
     """Show the bytes of every model that is loaded while the block runs, as count_bar shows a
-    count."""
+    count; standby: the line in whose place they are."""
     from mtp_runtime.loading.progress import loading_shown
 
     @contextmanager
@@ -84,7 +138,7 @@ def loading_bars(*, quiet: bool = False) -> Iterator[None]:
             yield advance
             advance(total_bytes)  # copies of tensors are compared, and not loaded
 
-    with loading_shown(show):
+    with loading_shown(show if standby is None else standby.between(show)):
         yield
 
 
@@ -128,10 +182,13 @@ def _bar(**options: Any) -> Any:
         return tqdm(**options)
     if not sys.stderr.isatty():
         return _Lines(**options)
-    is_narrow = os.get_terminal_size(sys.stderr.fileno()).columns < _NARROW_COLUMNS
+    columns, rows = os.get_terminal_size(sys.stderr.fileno())
+    if not (columns and rows):  # of a terminal that nobody told its size tqdm hides the bars
+        options |= {"ncols": (columns or _USUAL_COLUMNS) - 1, "nrows": _USUAL_ROWS}
+    is_narrow = (columns or _USUAL_COLUMNS) < _NARROW_COLUMNS
     rate = "{rate_fmt}, " if "unit_scale" in options else ""  # of bytes alone
     shown = _NARROW_FORMAT if is_narrow else _FORMAT.replace("{rate}", rate)
-    return tqdm(**options, bar_format=shown, dynamic_ncols=True)
+    return tqdm(**options, bar_format=shown, dynamic_ncols="nrows" not in options)
 
 
 class _Lines(terminal_tqdm):  # type: ignore[misc]

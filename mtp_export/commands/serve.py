@@ -15,6 +15,7 @@ from mtp_checkpoints.errors import UnsupportedError, UsageError
 from mtp_export.commands.memory_plan import print_memory_plan
 from mtp_export.commands.output import DEBUG, Reporting, plain_console, remark
 from mtp_export.commands.runtime import BUNDLE, Runtime
+from mtp_export.commands.standard_streams import unblocked_stderr
 from mtp_export.options import Access, Panel, option, parse_path, parse_size
 from mtp_export.progress import counted
 from mtp_runtime.config import EngineConfig, LLMOptions
@@ -180,15 +181,16 @@ def serve(options: ServeCommand, context: typer.Context) -> None:
     if options.runtime.dry_run:
         print_memory_plan(options.bundle, options.runtime, context.obj, Reporting(), **limits.sizes)
         return
-    llm = options.runtime.load(options.bundle, context.obj, **limits.sizes)
-    has_key, waiting = place.api_key is not None, limits.max_queued_requests
-    server = Server(llm, ServerOptions(name, place.api_key, waiting, tell=remark))
-    run_server(
-        server,
-        address,
-        announce=lambda url: _announce(_banner(url, name, has_key=has_key)),
-        take_leave=lambda: _take_leave(server.metrics.served),
-    )
+    with unblocked_stderr():
+        llm = options.runtime.load(options.bundle, context.obj, **limits.sizes)
+        has_key, waiting = place.api_key is not None, limits.max_queued_requests
+        server = Server(llm, ServerOptions(name, place.api_key, waiting, tell=remark))
+        run_server(
+            server,
+            address,
+            announce=lambda url: _announce(_banner(url, name, has_key=has_key)),
+            take_leave=lambda: _take_leave(server.metrics.served),
+        )
 
 
 def _banner(url: str, name: str, *, has_key: bool) -> str:

@@ -10,13 +10,17 @@ import errno
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from io import TextIOWrapper
 from typing import Any, TextIO, cast
 
 from mtp_checkpoints.errors import IoError
+from mtp_export.progress import counted
 
+_MOST_WAITING = 1 << 18  # characters
+_END_SECONDS = 1.0
 ENDED_BY_SIGPIPE = 128 + signal.SIGPIPE
 
 
@@ -55,6 +59,86 @@ class GuardedStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+class UnblockedStream:
+    """A stream whose writes never wait for a reader: a thread passes them on, and what comes while
+    too much waits is lost, and counted in a line behind what was passed on."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._changed = threading.Condition()
+        self._texts: list[str] = []
+        self._waiting = 0  # characters, of a write under way too
+        self._lost = 0  # lines
+        self._ended = False
+        threading.Thread(target=self._pass_on, name="unblocked stream", daemon=True).start()
+
+    def write(self, text: str) -> int:
+        """Take text, or lose it."""
+        with self._changed:
+            if self._waiting + len(text) > _MOST_WAITING:
+                self._lost += text.count("\n")
+            else:
+                self._texts.append(text)
+                self._waiting += len(text)
+                self._changed.notify_all()
+        return len(text)
+
+    def flush(self) -> None:
+        """Wait for nobody."""
+
+    def end(self, seconds: float) -> None:
+        """Give the reader so many seconds to take what waits, and lose the rest."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting, seconds)
+            self._ended = True
+            self._changed.notify_all()
+
+    def _pass_on(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._texts or self._ended)
+                if not self._texts:
+                    return
+                text, lost = "".join(self._texts), self._lost
+                self._texts, self._lost = [], 0
+            self._write(text)
+            with self._changed:
+                self._waiting -= len(text)
+                if self._lost or lost:
+                    words = f"{counted(self._lost + lost, 'line')} were lost: nobody read them\n"
+                    self._texts.insert(0, words)
+                    self._waiting += len(words)
+                    self._lost = 0
+                self._changed.notify_all()
+
+    def _write(self, text: str) -> None:
+        """Write past the stream's buffer, whose lock the end of the process would wait for."""
+        with suppress(OSError, ValueError):  # losing standard error never ends a run
+            try:
+                descriptor = self._stream.fileno()
+            except OSError:  # a stream in memory
+                self._stream.write(text)
+                return
+            data = text.encode(self._stream.encoding or "utf-8", "backslashreplace")
+            while data:
+                data = data[os.write(descriptor, data) :]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def unblocked_stderr() -> Iterator[None]:
+    """Have nothing wait for who reads standard error while the block runs."""
+    sys.stderr.flush()
+    stream = UnblockedStream(sys.stderr)
+    with redirect_stderr(cast(TextIO, stream)):
+        try:
+            yield
+        finally:
+            stream.end(_END_SECONDS)
 
 
 @contextmanager

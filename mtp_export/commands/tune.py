@@ -58,10 +58,13 @@ def tune(options: TuneCommand) -> None:
         facts, table = found.as_json(), estimate_table(found)
         texts = {"--report": lambda: json_text(facts)}
     else:
+        from mtp_export.commands.progress_bar import loading_bars
         from mtp_export.tune.run import Silent
         from mtp_export.tune.run import tune as run
 
-        result = run(tuning, Silent() if options.reporting.quiet else Bars())
+        quiet = options.reporting.quiet
+        with loading_bars(quiet=quiet):
+            result = run(tuning, Silent() if quiet else Bars())
         if result is None:  # the first process reports
             return
         facts, table = result_facts(result), result_table(result)

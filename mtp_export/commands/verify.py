@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,6 @@ from mtp_export.commands.output import (
     print_result,
     remark,
     show,
-    status,
 )
 from mtp_export.commands.report_files import ReportFiles, try_reports
 from mtp_export.options import (
@@ -43,6 +41,7 @@ from mtp_export.verify.check import Level, Status
 from mtp_export.verify.options import VerifyOptions
 
 if TYPE_CHECKING:
+    from mtp_export.commands.progress_bar import Standby
     from mtp_export.verify.context import Context
     from mtp_export.verify.report.report import Report as VerifyReport
     from mtp_runtime.parallel.group import Group as ProcessGroup
@@ -136,11 +135,12 @@ def verify(options: VerifyCommand, context: typer.Context) -> None:
         reports.write({"--report": lambda: json_text(facts)})
         print_result(facts, table, reporting)
         return
-    from mtp_export.commands.progress_bar import loading_bars
+    from mtp_export.commands.progress_bar import Standby, loading_bars
 
-    with loading_bars(quiet=reporting.quiet):
-        subject = _opened(verification, context.obj, quiet=reporting.quiet)
-        finished = _run(subject, options.cluster, quiet=reporting.quiet)
+    quiet = reporting.quiet
+    with Standby(quiet=quiet) as standby, loading_bars(quiet=quiet, standby=standby):
+        subject = _opened(verification, context.obj, standby, quiet=quiet)
+        finished = _run(subject, options.cluster, standby, quiet=quiet)
     _write_reports(finished, reports)
     facts = finished.as_json() if reporting.as_json else {}  # the page says what people need of it
     print_result(facts, _page(finished, options), reporting)
@@ -183,26 +183,29 @@ def _next_step(report: VerifyReport, options: VerifyCommand) -> str:
     return f"mtp-export push {bundle} ORG/NAME --report {file}"
 
 
-def _opened(options: VerifyOptions, group: ProcessGroup | None, *, quiet: bool) -> Context:
+def _opened(
+    options: VerifyOptions, group: ProcessGroup | None, standby: Standby, *, quiet: bool
+) -> Context:
     from mtp_export.commands.progress_bar import count_bar, progress_bar
     from mtp_export.verify.context import Context
 
+    standby.tell("Opening the checkpoint")
     with gc_paused():
         context = Context.open(
             options,
-            partial(progress_bar, quiet=quiet),
+            standby.between(partial(progress_bar, quiet=quiet)),
             group,
-            partial(count_bar, quiet=quiet),
+            standby.between(partial(count_bar, quiet=quiet)),
         )
         if options.level > Level.FILES:
-            with nullcontext() if quiet else status("Loading the runtime"):
-                import torch  # noqa: F401 (which all further checks need)
+            standby.tell("Loading the runtime")
+            import torch  # noqa: F401 (which all further checks need)
     return context
 
 
-def _run(context: Context, cluster: str | None, *, quiet: bool) -> VerifyReport:
+def _run(context: Context, cluster: str | None, standby: Standby, *, quiet: bool) -> VerifyReport:
     """Run the checks, with progress and a line per finished check on stderr unless quiet."""
-    from mtp_export.verify import run_checks
+    from mtp_export.verify import CHECKS, run_checks
     from mtp_export.verify.report.report import report_of
 
     start = time.monotonic()
@@ -211,10 +214,13 @@ def _run(context: Context, cluster: str | None, *, quiet: bool) -> VerifyReport:
 
         read_on_cluster(cluster, context)
     results = []
+    names = iter([*CHECKS, ""])
+    standby.tell(next(names))
     for result in run_checks(context):
         results.append(result)
         if not quiet and result.status is not Status.NOT_TESTED:
             remark(f"{result.name}: {result.status}, {result.seconds:.1f} s")
+        standby.tell(next(names))
     return report_of(context, tuple(results), time.monotonic() - start)
 
 

@@ -15,7 +15,7 @@ import xxhash
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.sources.files import make_folder
 from mtp_export.kept_states import keep_state
-from mtp_runtime.loading.draft_folder import UNREADABLE
+from mtp_runtime.loading.draft_folder import UNREADABLE, unpickled
 
 _CHECKSUM = "checksum"
 
@@ -33,7 +33,7 @@ def load(path: Path, *, mapped: bool = False) -> dict[str, Any]:
     Raises InvalidInputError for a file that does not hold what was saved.
     """
     try:
-        state = torch.load(path, weights_only=True, mmap=mapped)
+        state = unpickled(path, mapped=mapped)
         recorded = state.pop(_CHECKSUM)
     except UNREADABLE as error:
         found = f"{type(error).__name__}: {str(error)[:200]}"

@@ -16,6 +16,7 @@ import pytest
 
 from cases import Outcome, looks_finished, tree
 from mtp_export.cli import main
+from mtp_export.commands import standard_streams
 
 FULL = Path("/dev/full")
 pytestmark = pytest.mark.skipif(not FULL.exists(), reason="the system has no /dev/full")
@@ -117,3 +118,33 @@ def test_the_interpreter_adds_nothing_at_its_end(pristine: Path) -> None:
     assert run_in_a_shell("2>/dev/full", "inspect", pristine / "nowhere").code == 3
     outcome = run_in_a_shell(">/dev/full", "--version")
     assert (outcome.code, outcome.err.count("\n")) == (6, 1)
+
+
+def test_a_reader_that_does_not_read_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines that it has no room for are counted, and told when it reads on."""
+    monkeypatch.setattr(standard_streams, "_END_SECONDS", 0.05)
+    monkeypatch.setattr(standard_streams, "_MOST_WAITING", 100_000)
+    reader, writer = os.pipe()
+    line, count = "x" * 99 + "\n", 5000
+    with os.fdopen(reader) as read, os.fdopen(writer, "w") as written:
+        with contextlib.redirect_stderr(written), standard_streams.unblocked_stderr():
+            for _ in range(count):
+                print(line, end="", file=sys.stderr)
+            assert not sys.stderr.isatty() and sys.stderr.fileno() == writer
+            lines: list[str] = []
+            while not lines or "lost" not in lines[-1]:
+                lines.append(read.readline())
+            print("after", file=sys.stderr)
+            assert read.readline() == "after\n"
+        assert sys.stderr is not written
+    kept = lines[:-1]
+    assert lines[-1] == f"{count - len(kept):,} lines were lost: nobody read them\n"
+    assert 0 < len(kept) < count and set(kept) == {line}
+
+
+def test_what_waits_is_written_before_the_end() -> None:
+    err = io.StringIO()
+    with contextlib.redirect_stderr(err), standard_streams.unblocked_stderr():
+        for number in range(100):
+            print(number, file=sys.stderr)
+    assert err.getvalue().split() == [*map(str, range(100))]

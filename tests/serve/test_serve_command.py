@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
 import re
 import shlex
+import signal
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -17,7 +23,7 @@ from mtp_export.serve.run import Address, listening
 from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.models.load import Loaded
 from serve.conftest import FIXTURE
-from serve.running import BANNER_END, running, wait_for
+from serve.running import BANNER_END, Client, running, wait_for
 
 
 def test_without_its_packages_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,3 +110,32 @@ def test_a_server_tells_of_its_activity(loaded: Loaded, monkeypatch: pytest.Monk
         client.close()
         wait_for(lambda: any("acceptance 0." in line for line in told))
     assert re.match(r"\d running, 0 waiting, \d+ tokens/s", told[0])
+
+
+def test_a_full_pipe_of_stderr_holds_up_no_request() -> None:
+    """Not even the banner, nor the end."""
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(writer, b"x" * 4096)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    command = [sys.executable, "-m", "mtp_export", "serve", str(FIXTURE), "--port", str(port)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    server = subprocess.Popen(command, stderr=writer, env=environment)
+    try:
+        wait_for(lambda: is_listening(port), 120)
+        with contextlib.closing(Client(port)) as client:
+            assert client.post("/v1/completions", prompt="a", max_tokens=2).status == 200
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0
+    finally:
+        server.kill()
+        server.wait()
+        for descriptor in (reader, writer):
+            os.close(descriptor)
+
+
+def is_listening(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from cases import edit_json, export
 from terminal.screen import Terminal, in_pipe, in_terminal
 
 FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"
@@ -53,6 +54,20 @@ def test_generate_writes_no_escapes_where_none_belong(place: str) -> None:
     else:
         assert not COLOUR.search(seen.raw) and UNDERLINED not in seen.raw
     assert "tokens per step (plain: 1)" in seen.text
+
+
+@pytest.mark.parametrize("columns", [80, 40])
+def test_what_is_logged_is_wrapped_between_words(columns: int, tmp_path: Path) -> None:
+    """As of a module that config.json announces and that is lost."""
+    main = tmp_path / "bundle" / "main"
+    assert export(FIXTURE, main.parent, "--quiet").code == 0
+    edit_json(main / "config.json", lambda config: config.update(num_nextn_predict_layers=1))
+    generate = ("generate", "bundle/main", "a", "--max-new-tokens", 2)
+    seen = in_terminal(*generate, columns=columns, rows=20, folder=tmp_path)
+    assert seen.code == 0 and seen.wider_than(columns) == []
+    announced = "config.json announces an MTP layer, and there is none. See"
+    assert f"{announced} mtp-export verify" in " ".join(seen.lines)
+    assert any(announced in line for line in in_pipe(*generate, folder=tmp_path).lines)
 
 
 def test_several_texts_are_not_bold() -> None:

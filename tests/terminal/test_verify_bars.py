@@ -74,3 +74,22 @@ def test_a_load_is_shown_by_bytes_on_a_terminal_alone() -> None:
 def test_every_file_that_was_written_is_named_at_the_end(seen: Seen, folder: Path) -> None:
     assert seen.lines[-1] == "Report: r.json, r.md, g.jsonl"
     assert all((folder / name).stat().st_size for name in ("r.json", "r.md", "g.jsonl"))
+
+
+@pytest.mark.timeout(600)
+def test_a_line_says_what_is_done_where_there_is_no_bar(seen: Seen) -> None:
+    shown = {state.strip() for state in seen.states}
+    assert {
+        "Opening the checkpoint ...",
+        "files ...",
+        *(f"{name} ..." for name in DECODING),
+    } <= shown
+
+
+@pytest.mark.parametrize("size", [(0, 0), (80, 0)])
+def test_a_terminal_that_knows_no_size_has_bars(size: tuple[int, int], tmp_path: Path) -> None:
+    columns, rows = size
+    export = ("export", FIXTURE, tmp_path / "out")
+    seen = in_terminal(*export, columns=columns, rows=rows)
+    assert seen.code == 0 and any(BAR.match(state) for state in seen.states), seen.raw
+    assert all(len(state) <= 80 for state in seen.states if BAR.match(state))

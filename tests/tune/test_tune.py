@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -154,6 +155,14 @@ def test_an_interrupted_run_ends_with_the_same_bytes(
     tune(own, watch)
     assert len(watch.losses) == STEPS - 7
     assert tree(own.output_dir) == tree(tuned[1])
+
+
+def test_a_state_of_another_protocol_is_refused_without_a_warning(tmp_path: Path) -> None:
+    """Of which torch itself warns."""
+    path = tmp_path / "training.pt"
+    path.write_bytes(pickle.dumps({"step": 1}, protocol=4))
+    with pytest.raises(InvalidInputError, match=r"damaged .*training\.pt"):
+        state_files.load(path)
 
 
 @pytest.mark.parametrize("name", ["rows-*/held-out/*.pt", "training-*.pt"])

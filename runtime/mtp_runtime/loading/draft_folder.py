@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,10 +103,18 @@ def _output(name: str, tensor: torch.Tensor) -> OutputTensor:
     return OutputTensor(name, dtype_name(tensor.dtype), tuple(tensor.shape))
 
 
+def unpickled(path: Path, *, mapped: bool = False) -> Any:
+    """Read what torch saved, on the CPU, with nothing in it that runs (UNREADABLE); mapped: tensors
+    stay on disk. Torch warns of some damage before it refuses the file: its refusal says it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+
+
 def _of_pickle(path: Path) -> dict[str, torch.Tensor]:
     """Read a pickled file of tensors, and nothing else that it may hold."""
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = unpickled(path)
     except UNREADABLE as error:
         raise InvalidInputError(
             "A file of tensors cannot be read, or holds more than tensors",
