@@ -263,7 +263,7 @@ def shared_tensors(tensors: Mapping[str, TensorInfo], stored: StoredModel) -> di
         assert copy is not None, "a layout with MTP layers"
         name = copy.tensors[0].name
         own = tensors.get(name)
-        main = None if original is None else tensors.get(pair.main_name)
+        main = None if original is None else tensors.get(original.tensors[0].name)
         if own is None:
             result[name] = f"not stored: tied to {pair.main_name}"
         elif main is None:

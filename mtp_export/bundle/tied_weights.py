@@ -72,9 +72,10 @@ class TiedCopies:
             with TensorStream(tensors[own], queue) as ours, TensorStream(main, queue) as theirs:
                 compare_tied(ours, theirs, lambda _: proceed())
         if self.unlike:
-            on_disk = {one.name: one for one in weights_on_disk(self.stored, tensors)}
+            on_disk = weights_on_disk(self.stored, tensors)
+            by_name = {one.stored.weight.name: one for one in on_disk}
             for own, main_name in self.unlike.items():
-                compare_dequantized(on_disk[own], on_disk[main_name], use=proceed)
+                compare_dequantized(by_name[own], by_name[main_name], use=proceed)
 
 
 def first_difference(

@@ -116,7 +116,8 @@ def _quantize_options(random: Random) -> tuple[object, ...]:
     base, mtp = random.choice(_PAIRS)
     scope = ("--int4-scope", random.choice(("experts", "all", "linears")))
     target = ("--target", random.choice(("hf", "vllm", "sglang")))
-    return ("--base-quant", base, "--mtp-quant", mtp, "--group-size", "32", *scope, *target)
+    head = ("--head-quant", random.choice(("keep", "weight_only_int8")))
+    return ("--base-quant", base, "--mtp-quant", mtp, "--group-size", "32", *scope, *head, *target)
 
 
 def _dry_run(sandbox: Sandbox, random: Random, lab: Lab) -> None:
