@@ -101,7 +101,7 @@ class Standby:
                     yield advance
             finally:
                 self._bars -= 1
-                self._show()
+            self._show()  # and not behind an error, which ends what the line tells of
 
         return shown
 
