@@ -27,6 +27,7 @@ from verify.foreign import (
     quantized,
     rewritten,
 )
+from verify.foreign_folders import listed
 from verify.test_foreign_checkpoints import failures, verified
 
 ITEM = "mtp: left out of quantization as stored"
@@ -223,3 +224,12 @@ def test_a_list_of_hundreds_of_entries_is_read_once_for_all_modules(
     assert len(read) == len(others) + 2
     both = method | {"ignore": [entry, "re:.*3.*"]}
     assert ListedDraft(stored, {}, both, ())._to_blame(linears[0]) == ""
+
+
+def test_experts_that_are_listed_one_by_one_are_named(tmp_path: Path) -> None:
+    """vLLM asks AutoRound's extra_config for all experts of a layer by one name."""
+    listed("auto-round")().save(tmp_path / "checkpoint")
+    _, items = verified(tmp_path / "checkpoint")
+    cause = items[OF_VLLM]["cause"]
+    assert "24 matrices" in cause
+    assert "down_proj in extra_config" in cause and "acts on nothing: all experts" in cause

@@ -117,8 +117,9 @@ class ListedDraft:
         yield Problem(weights[0].tensors[0].name, words)
 
     def _idle(self, with_them: Mapping[str, Any]) -> Iterator[str]:
-        """Entries that by their words are for the MTP module and name nothing of it that is not
-        quantized. with_them: the config whose lists have what lacks."""
+        """Entries that by their words are for the MTP module, and leave nothing of it unquantized.
+        with_them: the config whose lists have what lacks."""
+        built = {_module_of(weight) for weight in self._unquantized}  # quantized, by the config
         modules = {_module_of(weight) for weight in self._matrices}
         first = min(one.weight.mtp_layer or 0 for one in self.described.weights.values())
         for key in with_them:
@@ -127,7 +128,7 @@ class ListedDraft:
                 continue
             meant = (entry for entry in value if _is_for_mtp(str(entry), first))
             for entry in islice(meant, _LOOKED_INTO):
-                if entry not in modules and not self._acts(key, entry):
+                if entry in built or (entry not in modules and not self._acts(key, entry)):
                     yield f"{str(entry)[:_SHOWN]} in {key}"
 
     def _acts(self, key: str, entry: object) -> bool:

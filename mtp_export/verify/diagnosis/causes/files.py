@@ -180,12 +180,18 @@ def not_left_out(count: int, module: str, added: str, idle: Sequence[str]) -> st
     """added: the entries that config.json lacks; idle: those that are there and act on nothing."""
     mend = f": add {added}" if added else ""
     others = f", like {len(idle) - 1} more," if len(idle) > 1 else ""
-    blamed = f" ({idle[0]}{others} matches no module of it)" if idle else ""
+    blamed = f" ({idle[0]}{others} {_idle_words(idle[0])})" if idle else ""
     return (
         f"{count} matrices of the MTP module, such as {module}, are stored unquantized, and"
         f" quantization_config leaves them out nowhere{blamed}, so that they are built"
         f" quantized{mend}"
     )
+
+
+def _idle_words(entry: str) -> str:
+    if ".experts." in entry:
+        return "acts on nothing: all experts of a layer are one module here"
+    return "matches no module of it"
 
 
 def lacks_for_engine(engine: str, lacks: str) -> str:
