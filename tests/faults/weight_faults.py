@@ -227,7 +227,7 @@ WEIGHT_FAULTS: tuple[Fault, ...] = (
     Fault("head of another checkpoint", mtp(f"{MTP}.shared_head.head.weight", noisy), "ledger",
           "of another checkpoint", seen_as="vllm-ascend 6754"),
     Fault("region of the main model's head lost", main("lm_head.weight", region_lost), "ledger",
-          "lm_head.weight is damaged"),
+          "one of the two is damaged"),
     Fault("offset 128 of a head in int8 dropped",
           mtp(f"{MTP}.shared_head.head.weight_packed", partial(flip_bits, 0x80)), "ledger",
           "the offset 128 was dropped", needs="int8 head"),
