@@ -31,9 +31,11 @@ from benchmarks.make_checkpoint import make_released
 from benchmarks.released import RELEASED
 from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.dtypes import torch_dtype
+from mtp_checkpoints.formats.base import EncodedWeight
 from mtp_checkpoints.tensors.tensor_reader import read_rows
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_checkpoints.weights.windows import Window
+from mtp_runtime.layers.linear import Weight
 from mtp_runtime.layers.tensor_parallel import MODES, REDUCE, TensorParallel
 from mtp_runtime.loading.copies import own_pieces
 from mtp_runtime.loading.weight_source import WeightSource
@@ -43,6 +45,13 @@ from mtp_runtime.parallel.group import Group, Split
 
 Read = tuple[range, range]  # rows and columns; a vector has one column
 PAGE_SIZE = 64
+
+
+class PlannedWeight(EncodedWeight):
+    """A weight whose tensors are without content, so that its codes cannot be expanded."""
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.empty(self.shape, dtype=dtype or torch.float32, device=self.codes.device)
 
 
 @dataclass
@@ -67,10 +76,11 @@ class PlannedSource(WeightSource):
         """Every weight that is stored."""
         return tuple(map(self._on_disk, self._present))
 
-    def dense_matrix(self, module: str, rows: range | None = None) -> torch.Tensor:
-        """Return a matrix without content: its codes cannot be expanded."""
-        shape = self.weight(module, rows).shape
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+    def weight(
+        self, module: str, rows: range | None = None, columns: range | None = None
+    ) -> Weight:
+        weight = super().weight(module, rows, columns)
+        return PlannedWeight(**vars(weight)) if isinstance(weight, EncodedWeight) else weight
 
     def is_tied(self, own: str, main: str) -> bool:
         """Note that the ranks compare a copy with the main model's; it is read once together."""
