@@ -1,0 +1,188 @@
+"""Real layer sizes on an ordinary machine: loading, memory, prompts and decoding beside llama.cpp.
+
+    python -m benchmarks.bench_real_sizes SCRATCH OUTPUT.json --llama-cpp FOLDER [--layers 8]
+
+Writes GLM-4.7-Flash's shapes with fewer layers and random weights to SCRATCH, as bundles and, by
+the package gguf, as GGUF files; runs each in a process of its own, in turn and several times, and
+keeps the best of each: neighbours on the machine disturb single runs. FOLDER holds llama.cpp's
+llama-batched-bench. Files that SCRATCH already holds are used again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import shutil
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.common.gguf_peer import speeds, write_gguf
+from benchmarks.common.measure import machine
+from benchmarks.make_bundle import make_bundle
+from benchmarks.make_checkpoint import make_checkpoint
+from benchmarks.released import RELEASED
+from mtp_checkpoints.dtypes import OutputTensor
+from mtp_runtime import LLM, SamplingParams
+
+BATCHES = (1, 4, 16)
+PROMPT, TOKENS = 512, 32
+CACHE_TOKENS = 4096
+READ_ELEMENTS = 1 << 27
+POOL_BYTES = 64 << 20
+PAIRS = {"int4-linears": "Q4_0", "int8-head": "Q8_0"}  # ours, and what llama.cpp has beside it
+
+
+def random_content(tensor: OutputTensor) -> Iterator[memoryview]:
+    """Yield random codes, and scales and weights with which a stream keeps its size."""
+    if tensor.name.endswith("_scale"):
+        kind = "scales of groups" if tensor.shape[1] > 1 else "scales of rows"
+    elif len(tensor.shape) == 1:
+        kind = "norm" if tensor.dtype == "BF16" else "bias"
+    else:
+        kind = "weight" if tensor.dtype == "BF16" else "codes"
+    pool = _pool(kind)
+    start = zlib.crc32(tensor.name.encode()) % (len(pool) // 2) // 64 * 64
+    left = tensor.size_bytes
+    while left:
+        piece = pool[start : start + left]
+        yield memoryview(piece)
+        left, start = left - len(piece), 0
+
+
+@cache
+def _pool(kind: str) -> np.ndarray[Any, Any]:
+    """Return the bytes of random values of a kind."""
+    generator = torch.Generator().manual_seed(0)
+    if kind == "codes":
+        return torch.randint(0, 256, (POOL_BYTES,), dtype=torch.uint8, generator=generator).numpy()
+    values = torch.randn(POOL_BYTES // 4, generator=generator)
+    if kind == "bias":
+        return (0.1 * values).view(torch.uint8).numpy()
+    middle, width = {
+        "scales of groups": (0.005, 0.0002),
+        "scales of rows": (0.0003, 0.00001),
+        "norm": (1.0, 0.1),
+        "weight": (0.0, 0.02),
+    }[kind]
+    return (middle + width * values).bfloat16().view(torch.uint8).numpy()
+
+
+def models(scratch: Path, layers: int, kinds: dict[str, str]) -> dict[str, Path]:
+    """Return the folders and files of both, made where they are not there."""
+    config = RELEASED["glm4_moe_lite"].config | {"num_hidden_layers": layers}
+    made = {}
+    for scheme, kind in kinds.items():
+        made[scheme], made[kind] = scratch / scheme, scratch / f"{kind}.gguf"
+        if not made[scheme].exists():
+            source = make_checkpoint(
+                scratch / "source",
+                config,
+                own_copies=False,
+                max_shard_bytes=1 << 40,
+                filled=lambda name: False,
+            )
+            partial = scratch / "partial"
+            shutil.rmtree(partial, ignore_errors=True)
+            make_bundle(source, partial, scheme, random_content).rename(made[scheme])
+        if not made[kind].exists():
+            write_gguf(scratch / "partial.gguf", config, kind).rename(made[kind])
+    return made
+
+
+def run_ours(folder: Path) -> dict[str, Any]:
+    """Load a bundle in this process; return its seconds, memory, and tokens per second."""
+    begun = time.perf_counter()
+    llm = LLM(folder, speculate_method="none", cache_tokens=CACHE_TOKENS)
+    load = time.perf_counter() - begun
+    llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2, ignore_eos=True))
+    prompt = _seconds(llm, [[*range(3, 3 + PROMPT)]], 1)
+    decode = {}
+    for batch in BATCHES:
+        prompts = [[5 + i, 6, 7, 8] for i in range(batch)]
+        took = _seconds(llm, prompts, TOKENS + 1) - _seconds(llm, prompts, 1)
+        decode[str(batch)] = batch * TOKENS / took
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"load": load, "peak_bytes": peak, "prompt": PROMPT / prompt, "decode": decode}
+
+
+def _seconds(llm: LLM, prompts: list[list[int]], tokens: int) -> float:
+    begun = time.perf_counter()
+    llm.generate(prompts, SamplingParams(max_tokens=tokens, ignore_eos=True))
+    return time.perf_counter() - begun
+
+
+def read_bandwidth() -> float:
+    """Return the bytes per second of torch's sum of integers by all threads, the best of five."""
+    numbers, best = torch.ones(READ_ELEMENTS, dtype=torch.int64), 0.0
+    for _ in range(5):
+        begun = time.perf_counter()
+        numbers.sum()
+        best = max(best, numbers.nbytes / (time.perf_counter() - begun))
+    return best
+
+
+def stored_bytes(path: Path) -> int:
+    """Return the bytes of a file, or of the shards in a folder of folders."""
+    files = [path] if path.is_file() else path.glob("main/*.safetensors")
+    return sum(file.stat().st_size for file in files)
+
+
+def better(one: Any, other: Any, name: str = "") -> Any:
+    """Return the better of two results, figure by figure: less time and memory, more speed."""
+    if isinstance(one, dict):
+        return {key: better(one[key], other[key], key) for key in one}
+    return (min if name in ("load", "peak_bytes") else max)(one, other)
+
+
+def in_turns(made: dict[str, Path], programs: Path, turns: int) -> dict[str, Any]:
+    """Run all models one after the other, several times; return the best of each."""
+    best: dict[str, Any] = {}
+    for turn in range(turns):
+        for name, path in made.items():
+            if path.is_file():
+                found = speeds(programs, path, PROMPT, TOKENS, BATCHES)
+            else:
+                command = [sys.executable, "-m", "benchmarks.bench_real_sizes", "--run", str(path)]
+                found = json.loads(subprocess.check_output(command, text=True).splitlines()[-1])
+            found["read_bandwidth"] = read_bandwidth()
+            best[name] = better(best[name], found) if name in best else found
+            print(f"turn {turn + 1}, {name}: {json.dumps(found)}", file=sys.stderr, flush=True)
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("scratch", type=Path, nargs="?")
+    parser.add_argument("output", type=Path, nargs="?")
+    parser.add_argument("--llama-cpp", type=Path)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--only", choices=[*PAIRS], help="one pair of precisions")
+    parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.run:
+        print(json.dumps(run_ours(options.run)))
+        return
+    if None in (options.scratch, options.output, options.llama_cpp):
+        parser.error("expected SCRATCH, OUTPUT and --llama-cpp")
+    kinds = {options.only: PAIRS[options.only]} if options.only else PAIRS
+    made = models(options.scratch, options.layers, kinds)
+    rows = in_turns(made, options.llama_cpp, options.turns)
+    for name, row in rows.items():
+        row["stored_bytes"] = stored_bytes(made[name])
+    result = {"layers": options.layers, "machine": machine(), "rows": rows}
+    options.output.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
