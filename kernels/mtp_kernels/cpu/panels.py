@@ -207,22 +207,28 @@ STEP_ROWS = {
 }
 
 
-def _step(builder: Any, stored: _Stored, x: Any, x_bytes: Any, w: Any, w_bytes: Any) -> Any:
-    """Code that adds a step's products to the sums of all rows."""
+def _step(
+    builder: Any, stored: _Stored, x: Any, x_bytes: Any, panels: list[Any], w_bytes: Any
+) -> Any:
+    """Code that adds a step's products to the sums of all rows, each with those of every panel."""
 
     def step(number: Any, sums: list[Any]) -> list[Any]:
-        weight = builder.add(w, builder.mul(number, w_bytes))
-        ahead = row_at(builder, weight, w_bytes, AHEAD)
-        for line in range(0, stored.bytes, _LINE_BYTES):
-            prefetch(builder, builder.add(ahead, integer(line)))
+        read = []
+        for w in panels:
+            weight = builder.add(w, builder.mul(number, w_bytes))
+            ahead = row_at(builder, weight, w_bytes, AHEAD)
+            for line in range(0, stored.bytes, _LINE_BYTES):
+                prefetch(builder, builder.add(ahead, integer(line)))
+            read.append(stored.read(builder, weight))
         entry = builder.add(x, builder.mul(number, integer(stored.rows * FLOAT_BYTES)))
-        sums = [*sums]
-        for k, columns in enumerate(stored.read(builder, weight)):
-            for r in range(len(sums) // 2):
+        sums, width = [*sums], 2 * len(panels)
+        for k, pairs in enumerate(zip(*read, strict=True)):
+            columns = [vector for pair in pairs for vector in pair]
+            for r in range(len(sums) // width):
                 at = builder.add(row_at(builder, entry, x_bytes, r), integer(k * FLOAT_BYTES))
                 factor = splat(builder, load(builder, at, FLOAT))
-                for c in (0, 1):
-                    sums[2 * r + c] = fma(builder, factor, columns[c], sums[2 * r + c])
+                for c, column in enumerate(columns):
+                    sums[width * r + c] = fma(builder, factor, column, sums[width * r + c])
         return sums
 
     return step
@@ -250,7 +256,7 @@ def _product(rows: int) -> Any:
 
         starts = [zero] * len(outs) if stored.has_scales else before()
         steps = builder.udiv(depth, integer(stored.rows))
-        step = _step(builder, stored, x, x_bytes, w, w_bytes)
+        step = _step(builder, stored, x, x_bytes, [w], w_bytes)
         sums = loop(builder, steps, starts, step)
         if stored.has_scales:
             lines = [
@@ -280,6 +286,37 @@ def _product(rows: int) -> Any:
     return intrinsic(product)
 
 
+def _pair_product() -> Any:
+    """out[:2 * PANEL] = x times a group of int4 codes of two panels, times their scales; added to
+    if `add`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        x, first, second, depth, out, add = arguments
+        stored, zero = _STORED[types.int16], ir.Constant(VECTOR, None)
+        adds = builder.icmp_signed("!=", add, integer(0))
+        codes = [builder.add(at, integer(SCALE_BYTES)) for at in (first, second)]
+        step = _step(builder, stored, x, integer(0), codes, integer(stored.bytes))
+        sums = loop(builder, builder.udiv(depth, integer(stored.rows)), [zero] * 4, step)
+        lines = [
+            load(builder, builder.add(at, integer(c * FLOAT_BYTES)), VECTOR)
+            for at in (first, second)
+            for c in (0, LANES)
+        ]
+        for number, (made, line) in enumerate(zip(sums, lines, strict=True)):
+            at = builder.add(out, integer(number * LANES * FLOAT_BYTES))
+            old = builder.select(adds, load(builder, at, VECTOR), zero)
+            store(builder, fma(builder, made, line, old), at)
+        return context.get_dummy_value()
+
+    def product(
+        typing: Any, x: Any, first: Any, second: Any, depth: Any, out: Any, add: Any
+    ) -> Any:
+        return types.void(*[types.int64] * 6), codegen
+
+    return intrinsic(product)
+
+
+_PAIR_PRODUCT = _pair_product()
 _PRODUCT_1, _PRODUCT_2, _PRODUCT_3, _PRODUCT_4 = (_product(rows) for rows in (1, 2, 3, 4))
 _PRODUCT_5, _PRODUCT_6, _PRODUCT_7, _PRODUCT_8 = (_product(rows) for rows in (5, 6, 7, 8))
 
@@ -303,6 +340,25 @@ def multiply_panel(x: Any, panel: Any, out: Any, out_stride: Any) -> None:
         _multiply(x, weight, _PAIRS, 0, out, out_stride, 0)
     else:
         _multiply_groups(x, panel, kind, out, out_stride)
+
+
+@inner
+def goes_in_pairs(x: Any, form: Any) -> Any:
+    """Return True for Rows x and a form whose panels are multiplied two at a time: the sums of one
+    row and one panel of int4 wait for each other longer than for memory."""
+    return x.count == 1 and kind_of(form) == INT4
+
+
+@inner
+def multiply_pair(x: Any, panel: Any, following: Any, out: Any) -> None:
+    """Write x [k] times a Panel of int4 and the one at the address `following` to out
+    [2 * PANEL]; with the bits of one at a time."""
+    group, size = group_of(panel.form), group_bytes(panel.form)
+    first, second = panel.at, following
+    for start in range(0, panel.count, group):
+        depth = min(group, panel.count - start)
+        _PAIR_PRODUCT(x.at + FLOAT_BYTES * start, first, second, depth, out, start)
+        first, second = first + size, second + size
 
 
 @inner

@@ -9,7 +9,7 @@ from numba.extending import overload
 
 from mtp_kernels.cpu.jit import compiled, inner
 from mtp_kernels.cpu.paged_attention import Keys, Queries, attend_wave, plan, query_places
-from mtp_kernels.cpu.panels import PANEL, multiply_panel
+from mtp_kernels.cpu.panels import PANEL
 from mtp_kernels.cpu.team import share, wait
 from mtp_kernels.cpu.vectors import address, rows_of
 from mtp_kernels.decoder.compiled_cpu.grouped import (
@@ -24,6 +24,8 @@ from mtp_kernels.decoder.compiled_cpu.latent import (
 )
 from mtp_kernels.decoder.compiled_cpu.rows import (
     BLOCK_ROWS,
+    STRIP,
+    STRIP_PANELS,
     block_of,
     cos_sin_of,
     norm_block,
@@ -167,15 +169,15 @@ def project_rows(member: Any, layer: Any, sizes: Any, scratch: Any, x: Any) -> N
 def add_output(member: Any, layer: Any, sizes: Any, values: Any, x: Any) -> None:
     """Add values @ output to x, by panels of x."""
     hidden, rows = sizes.hidden, rows_of(values)
-    made = np.empty((BLOCK_ROWS, PANEL), np.float32)
+    made = np.empty((BLOCK_ROWS, STRIP), np.float32)
     first, last = share(member, panels_of(hidden))
-    for panel in range(first, last):
-        column = panel * PANEL
+    for panel in range(first, last, STRIP_PANELS):
+        column, count = panel * PANEL, min(STRIP_PANELS, last - panel)
         weight = panel_of(layer.output, layer.output_form, panel, values.shape[1])
-        size = min(PANEL, hidden - column)
+        size = min(count * PANEL, hidden - column)
         for row in range(0, x.shape[0], BLOCK_ROWS):
             block = block_of(rows, row, rows.count)
-            multiply_panel(block, weight, address(made), PANEL)
+            project(block, weight, (0, count), address(made), STRIP)
             for r in range(block.count):
                 for c in range(size):
                     x[row + r, column + c] += made[r, c]

@@ -11,11 +11,13 @@ import numpy as np
 
 from mtp_kernels.cpu.elementwise import sigmoid
 from mtp_kernels.cpu.jit import inner
-from mtp_kernels.cpu.panels import FLOAT32, PANEL, multiply_panel
+from mtp_kernels.cpu.panels import FLOAT32, PANEL
 from mtp_kernels.cpu.team import owns, share, wait
 from mtp_kernels.cpu.vectors import address, first_rows, rows_of
 from mtp_kernels.decoder.compiled_cpu.rows import (
     BLOCK_ROWS,
+    STRIP,
+    STRIP_PANELS,
     block_of,
     copy,
     norm_row,
@@ -180,17 +182,17 @@ def add_experts(
 ) -> None:
     """Add weight * down(inner) to x, expert by expert, by panels of x."""
     hidden, panels = sizes.hidden, panels_of(sizes.hidden)
-    made = np.empty((BLOCK_ROWS, PANEL), np.float32)
+    made = np.empty((BLOCK_ROWS, STRIP), np.float32)
     weights, inputs = scratch.weights.reshape(-1), rows_of(scratch.inner)
     first, last = share(member, panels)
-    for panel in range(first, last):
-        column = panel * PANEL
-        size = min(PANEL, hidden - column)
+    for panel in range(first, last, STRIP_PANELS):
+        column, count = panel * PANEL, min(STRIP_PANELS, last - panel)
+        size = min(count * PANEL, hidden - column)
         for expert in range(ends.size - 1):
             packed = panel_in(layer.expert_down, expert, panel, layer.inner)
             for start in range(ends[expert], ends[expert + 1], BLOCK_ROWS):
                 block = block_of(inputs, start, ends[expert + 1])
-                multiply_panel(block, packed, address(made), PANEL)
+                project(block, packed, (0, count), address(made), STRIP)
                 for r in range(block.count):
                     place = places[start + r]
                     weight = weights[place] if place >= 0 else np.float32(1.0)

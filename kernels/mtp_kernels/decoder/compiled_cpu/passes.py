@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from mtp_kernels.cpu.jit import compiled, inner
-from mtp_kernels.cpu.panels import PANEL, Panel, multiply_panel
+from mtp_kernels.cpu.panels import PANEL, Panel
 from mtp_kernels.cpu.team import process_team, share
 from mtp_kernels.cpu.vectors import address, rows_of
 from mtp_kernels.decoder import Matrix
@@ -18,11 +18,14 @@ from mtp_kernels.decoder.compiled_cpu.experts import NOT_PICKED, feed_forward
 from mtp_kernels.decoder.compiled_cpu.packing import Packer
 from mtp_kernels.decoder.compiled_cpu.rows import (
     BLOCK_ROWS,
+    STRIP,
+    STRIP_PANELS,
     block_of,
     copy,
     norm_rows,
     panel_of,
     panels_of,
+    project,
 )
 
 
@@ -77,17 +80,17 @@ def run_project(member: Any, x: Any, weight: Any, product: Product) -> None:
     """Multiply x [T, d] with a weight, given as its first panel, by panels."""
     rows, best = rows_of(x), product.best
     finds = best.outputs.shape[0] > 0
-    made = np.empty((BLOCK_ROWS, PANEL), np.float32)
+    made = np.empty((BLOCK_ROWS, STRIP), np.float32)
     for row in range(rows.count if finds else 0):
         best.values[member.number, row], best.outputs[member.number, row] = NOT_PICKED, 0
     first, last = share(member, panels_of(product.outputs))
-    for panel in range(first, last):
-        start = panel * PANEL
-        size = min(PANEL, product.outputs - start)
+    for panel in range(first, last, STRIP_PANELS):
+        start, count = panel * PANEL, min(STRIP_PANELS, last - panel)
+        size = min(count * PANEL, product.outputs - start)
         packed = panel_of(weight.at, weight.form, panel, weight.count)
         for row in range(0, rows.count, BLOCK_ROWS):
             block = block_of(rows, row, rows.count)
-            multiply_panel(block, packed, address(made), PANEL)
+            project(block, packed, (0, count), address(made), STRIP)
             for r in range(block.count):
                 if finds:
                     note_best(member, made[r, :size], start, best, row + r)

@@ -10,10 +10,19 @@ from numba import carray
 from numba.extending import register_jitable
 
 from mtp_kernels.cpu.jit import inner
-from mtp_kernels.cpu.panels import PANEL, Panel, multiply_panel, panel_bytes
+from mtp_kernels.cpu.panels import (
+    PANEL,
+    Panel,
+    goes_in_pairs,
+    multiply_pair,
+    multiply_panel,
+    panel_bytes,
+)
 from mtp_kernels.cpu.vectors import Rows, address, dot_row, first_rows, floats, from_row, integers
 
 BLOCK_ROWS = 32  # rows that go through a weight together
+STRIP_PANELS = 2  # that a block is multiplied with before the next ones
+STRIP = STRIP_PANELS * PANEL
 
 
 @inner
@@ -85,9 +94,17 @@ def project(x: Any, weight: Any, panels: Any, out: Any, out_stride: Any) -> None
 
     Every panel goes to its own columns of the rows at address `out`.
     """
-    for panel in range(panels[0], panels[1]):
+    panel, pairs = panels[0], goes_in_pairs(x, weight.form)
+    while panel < panels[1]:
         own = panel_of(weight.at, weight.form, panel, weight.count)
-        multiply_panel(x, own, out + 4 * panel * PANEL, out_stride)
+        at = out + 4 * panel * PANEL
+        if pairs and panel + 1 < panels[1]:
+            following = panel_of(weight.at, weight.form, panel + 1, weight.count)
+            multiply_pair(x, own, following.at, at)
+            panel += 2
+        else:
+            multiply_panel(x, own, at, out_stride)
+            panel += 1
 
 
 @inner

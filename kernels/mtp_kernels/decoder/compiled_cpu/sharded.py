@@ -11,7 +11,7 @@ import torch
 
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.cpu.jit import compiled
-from mtp_kernels.cpu.panels import PANEL, Panel, multiply_panel
+from mtp_kernels.cpu.panels import PANEL, Panel
 from mtp_kernels.cpu.team import process_team, share
 from mtp_kernels.cpu.vectors import address, rows_of
 from mtp_kernels.decoder import LayerShard, Matrix, Pairs
@@ -22,10 +22,13 @@ from mtp_kernels.decoder.compiled_cpu.packing import PackedStack, Packer
 from mtp_kernels.decoder.compiled_cpu.passes import Projection
 from mtp_kernels.decoder.compiled_cpu.rows import (
     BLOCK_ROWS,
+    STRIP,
+    STRIP_PANELS,
     block_of,
     copy,
     panel_in,
     panels_of,
+    project,
 )
 from mtp_kernels.decoder.compiled_cpu.scratch import make_scratch, planned
 from mtp_kernels.decoder.compiled_cpu.weights import (
@@ -206,16 +209,16 @@ def run_down(member: Any, table: Any, sizes: Any, inner_values: Any, ends: Any, 
     output."""
     layer = table[0]
     panels, inputs = panels_of(out.shape[1]), rows_of(inner_values)
-    made = np.empty((BLOCK_ROWS, PANEL), np.float32)
+    made = np.empty((BLOCK_ROWS, STRIP), np.float32)
     first, last = share(member, panels)
-    for panel in range(first, last):
-        column = panel * PANEL
-        size = min(PANEL, out.shape[1] - column)
+    for panel in range(first, last, STRIP_PANELS):
+        column, count = panel * PANEL, min(STRIP_PANELS, last - panel)
+        size = min(count * PANEL, out.shape[1] - column)
         for expert in range(ends.size - 1):
             packed = panel_in(layer.expert_down, expert, panel, layer.inner)
             for start in range(ends[expert], ends[expert + 1], BLOCK_ROWS):
                 block = block_of(inputs, start, ends[expert + 1])
-                multiply_panel(block, packed, address(made), PANEL)
+                project(block, packed, (0, count), address(made), STRIP)
                 for r in range(block.count):
                     copy(made[r], out[start + r, column : column + size])
 
