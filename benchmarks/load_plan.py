@@ -86,9 +86,12 @@ class PlannedSource(WeightSource):
         """Note that the ranks compare a copy with the main model's; it is read once together."""
         if self._has(own):
             self.tied.add(own)
+            tensors = self._on_disk(own).tensors
+            for constant in tensors[2:]:
+                self._read(constant, self.device)
             for start, stop in own_pieces(self._on_disk(own), self.split):
-                window = Window.of(self.stored(own).weight.shape, range(start, stop))
-                self._read_window(self._on_disk(own).tensors[0], *window)
+                for tensor in tensors[:2]:  # codes and scales of rows
+                    self._read_window(tensor, *Window.of(tensor.shape, range(start, stop)))
         return True
 
     def _on_disk(self, name: str) -> WeightOnDisk:

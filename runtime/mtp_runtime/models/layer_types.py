@@ -17,11 +17,12 @@ from mtp_checkpoints.families.base import TensorMaker, weight_name
 from mtp_checkpoints.families.parts.feed_forward import BIASED, MlpModules, MoeModules
 from mtp_checkpoints.families.parts.sparse_mla import IndexerModules
 from mtp_checkpoints.families.spec import LayerSpec, ModelSpec
+from mtp_kernels.sizes import LatentSizes
 from mtp_runtime.config import refuse_other_values
 from mtp_runtime.layers.attention import Attention
 from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.gqa import Gqa
-from mtp_runtime.layers.linear import Linear, UnreadWeight, Weight, dense, stack
+from mtp_runtime.layers.linear import Linear, UnreadWeight, Weight, stack
 from mtp_runtime.layers.mla import Halves, Mla, StoredHalves
 from mtp_runtime.layers.moe import Mlp, Moe, SigmoidRouter
 from mtp_runtime.layers.norm import LayerNorm, RmsNorm
@@ -112,7 +113,6 @@ def load_mla(loader: LayerLoader, part: parts.Mla, prefix: str) -> Mla:
     local = heads[source.split.rank]
     query = _rows(local, sizes.nope + sizes.rope)
     down = names.query_down
-    latent_up = source.weight(names.latent_up, _rows(local, sizes.nope + sizes.value))
     return Mla(
         down=loader.joined(
             source.weight(down) if down else source.weight(names.query_up, query),
@@ -121,14 +121,24 @@ def load_mla(loader: LayerLoader, part: parts.Mla, prefix: str) -> Mla:
         query_norm=None if names.query_norm is None else loader.norm(names.query_norm),
         query_up=source.linear(names.query_up, query) if down else None,
         latent_norm=loader.norm(names.latent_norm),
-        up=StoredHalves(Linear(latent_up), len(local), sizes.nope)
-        if isinstance(latent_up, UnreadWeight)
-        else Halves.of(dense(latent_up, source.dtype), len(local), sizes.nope),
+        up=_halves(source, names.latent_up, local, sizes),
         output=source.row_parallel(names.output, [_rows(p, sizes.value) for p in heads]),
         rope=loader.rope(part.rope),
         sizes=sizes._replace(heads=len(local)),
         scale=softmax_scale(part.rope, sizes.nope + sizes.rope),
     )
+
+
+def _halves(
+    source: WeightSource, module: str, heads: range, sizes: LatentSizes
+) -> Halves | StoredHalves:
+    """Load the halves of kv_b_proj of some heads."""
+    rows = _rows(heads, sizes.nope + sizes.value)
+    if source.packs:
+        weight = source.weight(module, rows)
+        if isinstance(weight, UnreadWeight):
+            return StoredHalves(Linear(weight), len(heads), sizes.nope)
+    return Halves.of(source.dense_matrix(module, rows), len(heads), sizes.nope)
 
 
 def load_sparse_mla(loader: LayerLoader, part: parts.SparseMla, prefix: str) -> Attention:
