@@ -18,6 +18,7 @@ import pytest
 from engine_runs import sglang_wheel
 
 from cases import edit_json, read_json, run_program
+from verify.foreign_damages import in_two_files_without_index
 from verify.foreign_sources import DEEPSEEK, GLM, INDEX, released
 
 # Of torch.jit, which the engines still use.
@@ -57,20 +58,24 @@ def sglang_opens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return {Path(file).name for file in space[_CHOICE[1]](files, str(folder), INDEX, config)}
 
 
-@pytest.mark.parametrize("indexed", ["whole", "without the file", "no index"])
+@pytest.mark.parametrize("indexed", ["whole", "without the file", "no index", "two files"])
 @pytest.mark.parametrize("file", ["mtp.safetensors", "model_extra_tensors.safetensors"])
 @pytest.mark.parametrize("source", [GLM, DEEPSEEK], ids=["GLM", "DeepSeek"])
 def test_what_the_index_leaves_out_is_not_loaded(
     source: Path, file: str, indexed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of vLLM never; SGLang adds one file of this name to GLM's models, which `verify` says.
-    Without an index both open every file, and `verify` asks for the one that transformers needs."""
+    Without an index both open every file; `verify` asks for the one that transformers needs for
+    several of the main model, and for none beside one, model.safetensors."""
     folder = tmp_path / "checkpoint"
     checkpoint = released(source)
+    checkpoint.shards = 1 if indexed == "two files" else checkpoint.shards
     checkpoint.own_file = file
     checkpoint.save(folder)
     if indexed == "no index":
         (folder / INDEX).unlink()
+    elif indexed == "two files":
+        in_two_files_without_index(folder)
     elif indexed == "without the file":
         edit_json(folder / INDEX, lambda index: without(index["weight_map"], file))
     outcome = run_program("verify", folder, "--level", "files", "--json", "--quiet")

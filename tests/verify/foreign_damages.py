@@ -203,6 +203,12 @@ def norm_of_another(last: str, other: str) -> Damage:
     return lambda checkpoint: checkpoint.set(last, checkpoint.tensors[other].clone())
 
 
+def in_two_files_without_index(folder: Path) -> None:
+    """The main model's one file by the name that needs no index, and none beside it."""
+    (folder / INDEX).unlink()
+    (folder / "model-00001-of-00001.safetensors").rename(folder / "model.safetensors")
+
+
 def main_layer_as_own(checkpoint: Checkpoint) -> None:
     """Store the last main layer's block as the MTP layer's."""
     number = int(checkpoint.layer.split(".")[2]) - 1

@@ -703,6 +703,11 @@ GOOD = (
     Folder("in one file", glm(1)),
     Folder("in five files", glm(5)),
     Folder("the MTP layer in a file of its own", glm(own_file="mtp.safetensors")),
+    Folder(
+        "the MTP layer in a file of its own, without an index",
+        glm(1, own_file="mtp.safetensors"),
+        written=damages.in_two_files_without_index,
+    ),
     Folder("float16", glm(), _float16),
     Folder("tied", glm(), _tied),
     Folder(

@@ -60,7 +60,9 @@ class Safetensors:
         )
         passed_over = {one.name for one in repeated}
         shards = tuple(shard for shard in shards if shard.path.name not in passed_over)
-        unindexed = [shard.path.name for shard in shards[len(names) :]]
+        # Without an index, engines load every file: none is left out.
+        beside = shards[len(names) :] if weight_map is not None else ()
+        unindexed = [shard.path.name for shard in beside]
         _check_no_stray_shard(shards[len(names) :], config, weight_map or {}, len(names))
         if weight_map is None or not _is_listed(shards, weight_map):
             files_of = files_of_tensors(source, shards)
