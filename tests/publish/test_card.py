@@ -38,8 +38,8 @@ def test_card_of_a_verified_bundle(hub: HubServer, exported: Path) -> None:
         assert f"| {part} | `{part}` | {shards} |" in text
     counts = read_json(exported / "report.json")["counts"]
     assert (
-        f"**Files are sound: {counts['pass']} pass, 0 fail, {counts['not tested']} not tested"
-        in text
+        f"**No fault in headers and configs: {counts['pass']} pass, 0 fail,"
+        f" {counts['not tested']} not tested" in text
     )
     assert "`mtp-export verify --level files`, without the source" in text
     assert "hf download org/name --local-dir /models/name" in text

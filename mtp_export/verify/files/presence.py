@@ -40,6 +40,7 @@ from mtp_export.inspection import shared_tensors
 from mtp_export.progress import counted
 from mtp_export.verify.check import Item, Problem, failed, measured, not_tested, passed, verdict
 from mtp_export.verify.diagnosis.causes import presence as causes
+from mtp_export.verify.files.main_shapes import shapes_as_main
 from mtp_export.verify.files.repair import graft_command, unlike_source
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ def run(context: Context) -> Iterator[Item]:
     yield _presence(found)
     if found.modules:
         yield _complete(found)
+        yield from _shapes(found)
         yield _indexed(context, found)
         yield from _copies(found)
 
@@ -224,6 +226,16 @@ def _complete(found: Found) -> Item:
         problems.insert(0, Problem(names[0], words))
     item = verdict("MTP modules complete", problems, counted(len(names), "tensor"))
     return replace(item, repair=found.repair) if problems else item
+
+
+def _shapes(found: Found) -> Iterator[Item]:
+    """Of a model without a family here, which `config_match` compares no shapes of."""
+    if not found.has_main or found.wanted_names:
+        return
+    own = {name for module in found.modules for name in module.tensors}
+    main = {name: one for name, one in found.tensors.items() if name not in own}
+    mtp = {name: one for name, one in found.tensors.items() if name in own}
+    yield from shapes_as_main(main, mtp, found.repair)
 
 
 def _transposed(found: Found, names: Sequence[str]) -> list[Problem]:

@@ -35,6 +35,7 @@ from mtp_export.verify.options import VerifyOptions
 FORMAT, FORMAT_VERSION = "mtp-export verification", 1
 _NAMED_FAILURES = 3
 BUNDLE, CHECKPOINT = "bundle", "checkpoint"  # kinds of what is verified
+_OF_FILES = "no fault in headers and configs"
 _OF_WEIGHTS = {"files", "ledger", "weights"}  # checks that decode nothing
 
 
@@ -294,16 +295,16 @@ def _sound(report: Report) -> str:
     """Words for what passed, by the deepest check that ran."""
     passed = {result.name for result in report.results if result.status is Status.PASS}
     if passed <= {"files"}:
-        return "files are sound"
-    return "files and weights are sound" if passed <= _OF_WEIGHTS else "passed"
+        return _OF_FILES
+    return "no fault in files and weights" if passed <= _OF_WEIGHTS else "passed"
 
 
 def verdict_words(report: Report) -> str:
     """The verdict in one line, with the counts of items."""
     counts = ", ".join(f"{report.count(status)} {status}" for status in Status)
-    files_alone = _sound(report) == "files are sound"
+    files_alone = _sound(report) == _OF_FILES
     verdict = {
-        Status.PASS: "Files are sound" if files_alone else "Verified",
+        Status.PASS: _OF_FILES.capitalize() if files_alone else "Verified",
         Status.FAIL: "NOT verified",
         Status.NOT_TESTED: "Nothing was tested",
     }[report.status]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def another_kind(kind: str, sign: str) -> str:
     return (
@@ -104,6 +106,24 @@ def fused(name: str) -> str:
 
 def transposed(name: str, shape: list[int]) -> str:
     return f"{name} is stored transposed, {shape}: engines but Paddle's read {shape[::-1]}"
+
+
+def transposed_beside_main(name: str, shape: Sequence[int], main: Sequence[int]) -> str:
+    return (
+        f"{name} is stored transposed, {list(shape)}: every main layer's of its name is"
+        f" {list(main)}, and engines read both alike"
+    )
+
+
+def another_shape(name: str, shape: Sequence[int], main: Sequence[int]) -> str:
+    return f"{name} is {list(shape)}, and every main layer's of its name {list(main)}"
+
+
+def other_shapes(first: str, count: int, compared: int) -> str:
+    """first: a sentence on the first of `count` tensors."""
+    return (
+        f"{count} of {compared} have others, and there is no family here that says theirs: {first}"
+    )
 
 
 WHOLE_IN_PADDLE_LAYOUT = (

@@ -74,6 +74,15 @@ def taken_for_another(tensor: str, twin: str) -> str:
     return f"{tensor} holds the same as {twin}: one was taken for the other"
 
 
+def main_layer_in_its_place(layer: str, main: str) -> str:
+    """layer, main: the names of two layers."""
+    return (
+        f"{layer} is the main layer {main} in another format: its norms, router and biases are"
+        " that layer's, and so are its linears, within the error of the format. A layer of the"
+        " wrong number was taken from the original: the module is the one after its main layers"
+    )
+
+
 def overwritten_by_main(layer: str, main: str, linears: int) -> str:
     """layer, main: the names of two layers."""
     number = layer.rpartition(".")[2]

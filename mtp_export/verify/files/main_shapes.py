@@ -1,0 +1,63 @@
+"""Shapes of MTP tensors of a model without a family here, beside those of the main layers' tensors
+of the same name: one that is transposed can only be wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from mtp_checkpoints.containers.base import TensorInfo
+from mtp_checkpoints.families.base import FLOATS
+from mtp_checkpoints.families.signs import has_layers
+from mtp_export.progress import counted
+from mtp_export.verify.check import Item, Problem, not_tested, verdict
+from mtp_export.verify.diagnosis.causes import presence as causes
+
+_STORED_WHOLE = frozenset({*FLOATS, "F8_E4M3", "F8_E5M2", "I8"})  # an element per number
+_COMPONENTS = 3  # of a tensor's name, that tell it in its layer
+_Shape = tuple[int, ...]
+
+
+def shapes_as_main(
+    main: Mapping[str, TensorInfo], mtp: Mapping[str, TensorInfo], repair: str
+) -> Iterator[Item]:
+    """No matrix is stored transposed beside the main layers', which agree on its shape; other
+    shapes than theirs are not tested. repair: the command of a failure."""
+    name, usual = "MTP tensors in the main layers' shapes", _shapes(main)
+    problems, others, count = list[Problem](), list[str](), 0
+    for own, tensor in mtp.items():
+        shapes = usual.get(_ending(own), set())
+        if not _is_matrix(tensor) or len(shapes) != 1:
+            continue
+        count += 1
+        (wanted,), shape = shapes, tuple(tensor.shape)
+        if shape == wanted:
+            continue
+        if shape == (*wanted[:-2], wanted[-1], wanted[-2]):
+            problems.append(Problem(own, causes.transposed_beside_main(own, shape, wanted)))
+        else:
+            others.append(causes.another_shape(own, shape, wanted))
+    if problems:
+        yield replace(verdict(name, problems, counted(count, "tensor")), repair=repair)
+    elif others:
+        yield not_tested(name, causes.other_shapes(others[0], len(others), count))
+    elif count:
+        yield verdict(name, [], counted(count, "tensor"))
+
+
+def _shapes(main: Mapping[str, TensorInfo]) -> Mapping[tuple[str, ...], set[_Shape]]:
+    """Shapes of the matrices of the main layers, by the ends of their names."""
+    found: dict[tuple[str, ...], set[_Shape]] = {}
+    for name, tensor in main.items():
+        if _is_matrix(tensor) and has_layers((name,)):
+            found.setdefault(_ending(name), set()).add(tuple(tensor.shape))
+    return found
+
+
+def _is_matrix(tensor: TensorInfo) -> bool:
+    return len(tensor.shape) > 1 and tensor.dtype in _STORED_WHOLE
+
+
+def _ending(name: str) -> tuple[str, ...]:
+    """The last components of a name, without the numbers of experts."""
+    return tuple("*" if one.isdigit() else one for one in name.split(".")[-_COMPONENTS:])

@@ -1,0 +1,113 @@
+"""A main layer in the MTP module's place in another format: no bytes of its linears are equal."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+from typing import TYPE_CHECKING
+
+from mtp_checkpoints.formats.base import BLOCK
+from mtp_export.progress import counted
+from mtp_export.verify.check import Item, Problem, verdict
+from mtp_export.verify.diagnosis.causes import weights as causes
+from mtp_export.verify.evidence.weight_facts import WeightFacts
+
+if TYPE_CHECKING:
+    import torch
+
+_LAYER = re.compile(r"(.*?\blayers\.\d+)\.(.+)", re.ASCII)
+_SAMPLES = 8  # linears whose first rows are compared
+# What rounding a norm or a bias to the coarsest dtype of one, bf16, changes at most.
+_ROUNDING, _SMALLEST = 2.0**-8, 1e-7
+
+Layer = Mapping[str, WeightFacts]
+Pair = tuple[WeightFacts, WeightFacts]  # the module's weight, and the main layer's of its name
+
+
+def in_other_formats(main: Sequence[WeightFacts], mtp: Sequence[WeightFacts]) -> Iterator[Item]:
+    """No MTP layer is a main one whose linears are stored in another format.
+
+    It is where all that engines never quantize (norms, router, biases) is that layer's, and the
+    linears are within the error of the format. Equal bytes are found by their digests alone.
+    """
+    layers, problems, compared = _by_layer(main), list[Problem](), 0
+    for layer, own in _by_layer(mtp).items():
+        for other, theirs in layers.items():
+            pairs = _pairs(own, theirs)
+            if not any(map(_differ_in_form, pairs)):
+                continue
+            compared += 1
+            if _are_one(pairs):
+                first = next(pair[0].weight.name for pair in pairs if _differ_in_form(pair))
+                problems.append(Problem(first, causes.main_layer_in_its_place(layer, other)))
+    if compared:
+        figure = f"{counted(compared, 'main layer')} in other formats"
+        yield verdict("mtp: no main layer in its place", problems, figure)
+
+
+def _by_layer(facts: Sequence[WeightFacts]) -> Mapping[str, Layer]:
+    """Sound weights of decoder layers that are not all one value, by their names in the layer."""
+    found: dict[str, dict[str, WeightFacts]] = defaultdict(dict)
+    for fact in facts:
+        name = _LAYER.fullmatch(fact.weight.stored.weight.name)
+        if name and fact.statistics.is_sound and not fact.statistics.is_constant:
+            found[name[1]][name[2]] = fact
+    return found
+
+
+def _pairs(own: Layer, theirs: Layer) -> list[Pair]:
+    pairs = [(fact, theirs[name]) for name, fact in own.items() if name in theirs]
+    return [
+        (one, other)
+        for one, other in pairs
+        if one.weight.stored.weight.shape == other.weight.stored.weight.shape
+    ]
+
+
+def _is_linear(pair: Pair) -> bool:
+    return pair[0].weight.stored.weight.is_linear_weight
+
+
+def _differ_in_form(pair: Pair) -> bool:
+    return _is_linear(pair) and pair[0].weight.form != pair[1].weight.form
+
+
+def _are_one(pairs: Sequence[Pair]) -> bool:
+    """Return whether the pairs are one layer's weights."""
+    others = [pair for pair in pairs if not _is_linear(pair)]
+    if not others or not all(map(_are_equal, others)):
+        return False
+    linears = [pair for pair in pairs if _differ_in_form(pair)]
+    sampled = linears[:: -(-len(linears) // _SAMPLES)]
+    return median(map(_room_db, sampled)) >= 0
+
+
+def _are_equal(pair: Pair) -> bool:
+    """Return whether two weights are equal but for the rounding of their dtypes."""
+    one, other = pair
+    if one.weight.form == other.weight.form:
+        return one.digest == other.digest
+    rows = one.weight.rows
+    own, theirs = (fact.weight.encoded(0, rows).dequantize().float() for fact in pair)
+    return own.allclose(theirs, rtol=_ROUNDING, atol=_SMALLEST)
+
+
+def _room_db(pair: Pair) -> float:
+    """Distance in dB of the signal-to-noise ratio of the first rows from the bound of the coarser
+    format; below any where they cannot be decoded."""
+    from mtp_kernels import weight_statistics
+
+    own, theirs = (fact.weight for fact in pair)
+    try:
+        values, wanted = _first_rows(pair)
+    except ValueError:  # value_checks says why
+        return float("-inf")
+    bound = min(weight.stored.format.gate.sqnr_db for weight in (own, theirs))
+    return weight_statistics.difference(wanted, values).sqnr_db - bound
+
+
+def _first_rows(pair: Pair) -> list[torch.Tensor]:
+    rows = min(BLOCK, pair[0].weight.rows)
+    return [fact.weight.encoded(0, rows).dequantize().float() for fact in pair]

@@ -1,0 +1,84 @@
+"""A main layer in the place of the MTP module, its linears stored in another format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cases import run_program
+from quantized_by_others import LINEAR, read_all, unquantized
+from verify.foreign_damages import BLOCK
+from verify.foreign_folders import listed
+from verify.foreign_folders import unquantized as left_out
+from verify.foreign_sources import Checkpoint
+
+ITEM = "mtp: no main layer in its place"
+AWQ = left_out("awq", "model.layers.3.", "model.decoder.")
+
+
+def original_layer(checkpoint: Checkpoint, pattern: str = "") -> None:
+    """The block of main layer 2 before it was quantized, but for names that a pattern excludes."""
+    original = unquantized(read_all(checkpoint.source))
+    for name, tensor in checkpoint.mtp().items():
+        last = name.removeprefix(checkpoint.layer)
+        if BLOCK.match(last) and not (pattern and pattern in last):
+            checkpoint.set(last, original[f"model.layers.2.{last}"].to(tensor.dtype))
+
+
+def own_linears(checkpoint: Checkpoint) -> None:
+    """All that is not quantized is main layer 2's, and the linears are the module's own."""
+    own = {name: one for name, one in checkpoint.mtp().items() if LINEAR.match(name)}
+    original_layer(checkpoint)
+    checkpoint.tensors |= own
+
+
+def trained_on(checkpoint: Checkpoint) -> None:
+    """The module began as main layer 2: its linears have hardly moved since, its router has."""
+    original_layer(checkpoint)
+    router = checkpoint.of("mlp.gate.weight")
+    router[0, 0] *= 1.25
+
+
+def judged(checkpoint: Checkpoint, folder: Path) -> tuple[int, dict[str, Any]]:
+    """The exit code, and the item."""
+    checkpoint.save(folder)
+    outcome = run_program("verify", folder, "--level", "weights", "--json", "--quiet")
+    (ledger,) = (c for c in json.loads(outcome.out)["checks"] if c["name"] == "ledger")
+    return outcome.code, {item["name"]: item for item in ledger["items"]}[ITEM]
+
+
+@pytest.mark.parametrize("start", [AWQ, listed("fp8")], ids=["AWQ", "fp8"])
+def test_a_main_layer_is_named(start: Callable[[], Checkpoint], tmp_path: Path) -> None:
+    checkpoint = start()
+    original_layer(checkpoint)
+    code, item = judged(checkpoint, tmp_path / "taken")
+    assert (code, item["status"]) == (7, "fail")
+    assert item["subject"].startswith("model.layers.3.")
+    assert "model.layers.3 is the main layer model.layers.2 in another format" in item["cause"]
+    assert "graft" in item["repair"] and "model.layers.1" not in item["cause"]
+
+
+def test_norms_in_another_dtype_are_compared_too(tmp_path: Path) -> None:
+    """Awq's norms are fp16: a layer from the bf16 original has them in bf16."""
+    checkpoint = AWQ()
+    original_layer(checkpoint)
+    for name, tensor in checkpoint.mtp().items():
+        if tensor.dtype is torch.float16:
+            checkpoint.tensors[name] = tensor.bfloat16()
+    assert judged(checkpoint, tmp_path / "taken")[1]["status"] == "fail"
+
+
+@pytest.mark.parametrize("change", [own_linears, trained_on])
+def test_a_module_that_shares_a_part_passes(
+    change: Callable[[Checkpoint], None], tmp_path: Path
+) -> None:
+    checkpoint = AWQ()
+    change(checkpoint)
+    code, item = judged(checkpoint, tmp_path / "good")
+    assert (code, item["status"]) == (0, "pass")
+    assert item["figure"] == "3 main layers in other formats"
