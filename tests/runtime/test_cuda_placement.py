@@ -66,16 +66,21 @@ def test_quantization(pristine: Path, tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_verification(pristine: Path, tmp_path: Path) -> None:
     """Every check comes to the CPU's end, on weights that were never trained; what one near-tie
-    would change is not tested where rows' bits depend on their batch."""
+    would change is not tested where rows' bits depend on their batch. A busy machine may be too
+    busy to tell a speed here or there."""
     assert run_program("--input-dir", pristine, "--output-dir", tmp_path / "bundle").code == 0
     arguments = ["verify", tmp_path / "bundle", "--source", pristine, "--max-new-tokens", "4"]
     here = json.loads(run_program(*arguments, "--json").out)
     done = scene("program", *arguments, "--json", "--device", "cuda")
     assert done["code"] == 7, done["err"]
     found, wanted = statuses(json.loads(done["out"])), statuses(here)
+    speeds = {
+        item["name"] for one in here["checks"] if one["name"] == "speed" for item in one["items"]
+    }
     assert found.keys() == wanted.keys() and len(found) > 100
-    others = {(wanted[name], found[name]) for name in found if wanted[name] != found[name]}
+    others = {(wanted[n], found[n]) for n in found if wanted[n] != found[n] and n not in speeds}
     assert others <= {("pass", "not tested")}
+    assert {found[name] for name in speeds} <= {"pass", "not tested"}
 
 
 def statuses(report: Any) -> dict[str, str]:
