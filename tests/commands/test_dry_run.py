@@ -51,7 +51,7 @@ def test_what_fits_is_shown_and_not_loaded(command: str, monkeypatch: pytest.Mon
     outcome = run_program(command, V3, "--dry-run")
     assert outcome.code == 0 and not outcome.err
     assert outcome.out.splitlines()[0] == f"Memory plan of {V3}"
-    assert "55.9 MB │ as they are stored, 32.5 MB in float32" in outcome.out
+    assert "31.7 MB │ as they are stored  " in outcome.out
     assert "32,768 tokens" in outcome.out
     assert outcome.out.splitlines()[-1] == "Fits: yes. Nothing was loaded."
 

@@ -267,7 +267,7 @@ def test_folders_whose_names_look_like_markup(source: Path, tmp_path: Path) -> N
     verified = run_program("verify", tmp_path / "o[red]:heart:", "--level", "files")
     words = "".join(verified.out.split())
     assert words.startswith(
-        f"Verificationof{tmp_path}/o[red]:heart::filesaresound".replace(" ", "")
+        f"Verificationof{tmp_path}/o[red]:heart::nofaultinheadersandconfigs".replace(" ", "")
     )
 
 

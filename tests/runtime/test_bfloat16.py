@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.common.dequantized import write_dequantized
 from mtp_runtime import LLM, RequestOutput, SamplingParams
 from mtp_runtime.cache import CachedSequence, PageAllocator, lay_out
 from mtp_runtime.models.model import Model
@@ -23,9 +25,18 @@ def prompts(trained: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def engines(trained: Path) -> dict[str, LLM]:
+def dense(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In float32: what is stored in fewer bits stays so in either dtype."""
+    folder = tmp_path_factory.mktemp("dense")
+    for tokenizer in trained.glob("tokenizer*"):
+        shutil.copy(tokenizer, folder)
+    return write_dequantized(trained, folder)
+
+
+@pytest.fixture(scope="module")
+def engines(dense: Path) -> dict[str, LLM]:
     return {
-        dtype: LLM(trained, dtype=dtype, speculate_method="mtp", speculate_max_draft_token_num=2)
+        dtype: LLM(dense, dtype=dtype, speculate_method="mtp", speculate_max_draft_token_num=2)
         for dtype in ("float32", "bfloat16")
     }
 
@@ -63,9 +74,9 @@ def acceptance(outputs: list[RequestOutput]) -> float:
 
 
 def test_speculation_decodes_as_without(
-    engines: dict[str, LLM], trained: Path, prompts: list[str]
+    engines: dict[str, LLM], dense: Path, prompts: list[str]
 ) -> None:
-    plain = LLM(trained, dtype="bfloat16").generate(prompts, PARAMS)
+    plain = LLM(dense, dtype="bfloat16").generate(prompts, PARAMS)
     found = engines["bfloat16"].generate(prompts, PARAMS)
     assert all(len(output.token_ids) == PARAMS.max_tokens for output in found)
     assert [output.token_ids for output in plain] == [output.token_ids for output in found]
