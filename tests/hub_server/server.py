@@ -47,6 +47,8 @@ class Request:
 class HubServer(ThreadingHTTPServer):
     """The server; tests plant faults in it and read its log."""
 
+    request_queue_size = 128  # readers connect at the same time; a refused connection waits seconds
+
     daemon_threads = True
 
     def __init__(self, port: int = 0) -> None:
