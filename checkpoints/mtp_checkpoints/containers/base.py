@@ -76,8 +76,7 @@ class Opened:
     """Content of a checkpoint: its config, the shards, and the source of tokenizer files.
 
     unindexed are the shards that were found though the index leaves them out; without an index,
-    none. repeated are none of the
-    shards: the index has their tensors in others.
+    none. repeated are none of the shards: the index has their tensors in others.
     """
 
     config: dict[str, Any]

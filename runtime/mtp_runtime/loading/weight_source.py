@@ -243,10 +243,6 @@ class WeightSource:
         in_mtp = self._spec(f"{names[0].down}.weight").mtp_layer is not None
         return StoredExperts(names, load, shared, self._readers, kept={} if in_mtp else None)
 
-    def dense_matrix(self, module: str, rows: range | None = None) -> torch.Tensor:
-        """Return a linear's weight [out, in], or some rows of it, dequantized."""
-        return dense(self.weight(module, rows), self.dtype)
-
     def elsewhere(self, modules: Iterable[str]) -> None:
         """Note weights of linears that other ranks read (InvalidInputError for missing ones)."""
         for module in modules:

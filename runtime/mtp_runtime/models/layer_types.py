@@ -22,7 +22,7 @@ from mtp_runtime.config import refuse_other_values
 from mtp_runtime.layers.attention import Attention
 from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.gqa import Gqa
-from mtp_runtime.layers.linear import Linear, UnreadWeight, Weight, stack
+from mtp_runtime.layers.linear import Linear, UnreadWeight, Weight, dense, stack
 from mtp_runtime.layers.mla import Halves, Mla, StoredHalves
 from mtp_runtime.layers.moe import Mlp, Moe, SigmoidRouter
 from mtp_runtime.layers.norm import LayerNorm, RmsNorm
@@ -133,12 +133,10 @@ def _halves(
     source: WeightSource, module: str, heads: range, sizes: LatentSizes
 ) -> Halves | StoredHalves:
     """Load the halves of kv_b_proj of some heads."""
-    rows = _rows(heads, sizes.nope + sizes.value)
-    if source.packs:
-        weight = source.weight(module, rows)
-        if isinstance(weight, UnreadWeight):
-            return StoredHalves(Linear(weight), len(heads), sizes.nope)
-    return Halves.of(source.dense_matrix(module, rows), len(heads), sizes.nope)
+    weight = source.weight(module, _rows(heads, sizes.nope + sizes.value))
+    if isinstance(weight, UnreadWeight):
+        return StoredHalves(Linear(weight), len(heads), sizes.nope)
+    return Halves.of(dense(weight, source.dtype), len(heads), sizes.nope)
 
 
 def load_sparse_mla(loader: LayerLoader, part: parts.SparseMla, prefix: str) -> Attention:

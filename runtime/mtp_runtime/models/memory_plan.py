@@ -83,14 +83,14 @@ class MemoryPlan:
         if shortage is None:
             return
         name, free = shortage
-        cache = f"a cache of {cache_tokens:,} tokens {_gb(self.token_bytes * cache_tokens)}, "
-        dense = f"of which {_gb(self.dense_bytes)} become {self.dtype_name}, "
-        dense = dense if self.dense_bytes else ""
+        cache = f" a cache of {cache_tokens:,} tokens {_gb(self.token_bytes * cache_tokens)},"
+        dense = f" of which {_gb(self.dense_bytes)} become {self.dtype_name},"
+        parts = (dense if self.dense_bytes else "") + (cache if cache_tokens else "")
         raise ResourceError(
             "The model does not fit into memory",
             where=folder,
-            expected=f"{_gb(needed)}: weights {_gb(self.weight_bytes)}, {dense}"
-            f"{cache if cache_tokens else ''}and {_gb(WORKING_BYTES)} to work with",
+            expected=f"{_gb(needed)}: weights {_gb(self.weight_bytes)},{parts}"
+            f" and {_gb(WORKING_BYTES)} to work with",
             found=f"{name} of {_gb(free)}",
             todo=f"No weight was read. {self._what_fits(free, cache_tokens)}",
         )

@@ -8,9 +8,9 @@ routers, whose choices depend on every bit.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -98,19 +98,13 @@ class Packer:
         heads, outputs, columns = matrix.shape
         pieces = _cut(pieces_of(matrix), outputs)
         each = [_joined(_first(pieces, outputs)) for _ in range(heads)]
-        scales, group = [], 0
-        if isinstance(each[0], RowCodes):
-            group = each[0].group if _can_transpose(each[0]) else 0
-        turned: list[Piece] = []
-        for rows in each:
-            if isinstance(rows, RowCodes) and group:
-                scales.append(rows.scale.t())
-                turned.append(_unscaled(rows.numbers().t()))
-            else:
-                turned.append(_dense(rows).t())
-        packed = self.matrix(_InMemory((heads, columns, outputs), turned))
-        kept = torch.stack(scales) if scales else torch.empty(0)
-        return PackedTransposes(packed, self.vector(kept), group)
+        shape, codes = (heads, columns, outputs), [one for one in each if _can_transpose(one)]
+        if len(codes) < heads:
+            dense = self.matrix(_InMemory(shape, [_dense(rows).t() for rows in each]))
+            return PackedTransposes(dense, self.vector(torch.empty(0)), 0)
+        packed = self.matrix(_InMemory(shape, [_unscaled(one.numbers().t()) for one in codes]))
+        scales = self.vector(torch.stack([one.scale.t() for one in codes]))
+        return PackedTransposes(packed, scales, codes[0].group)
 
     def stack(self, matrix: Matrix, parts: int = 1) -> PackedStack:
         """Return matrices [e, out, in] as panels [out / parts / 32, parts, bytes]: panels of all
@@ -162,10 +156,12 @@ class _InMemory:
         return iter(self.rows)
 
 
-def _can_transpose(rows: RowCodes) -> bool:
+def _can_transpose(rows: Piece) -> TypeGuard[RowCodes]:
     """Return True for codes of which a panel of the transpose has one group's scales, and whole
-    steps."""
-    kind = _CODES[rows.numbers().dtype]
+    steps; a code of 4 bits becomes one of 8."""
+    if not isinstance(rows, RowCodes):
+        return False
+    kind = FP8 if rows.codes.dtype is torch.float8_e4m3fn else INT8
     in_groups = rows.group % PANEL == 0 or rows.scale.shape[1] == 1
     return in_groups and len(rows) % STEP_ROWS[kind] == 0
 
@@ -183,12 +179,10 @@ def _joined(pieces: Iterator[Piece]) -> Piece:
     codes = [part for part in parts if isinstance(part, RowCodes)]
     if not codes:
         return torch.cat([_dense(part) for part in parts])
-    first = codes[0]
-    return RowCodes(
-        torch.cat([part.codes for part in codes]),
-        torch.cat([part.scale for part in codes]),
-        first.group,
-        first.flip,
+    return replace(
+        codes[0],
+        codes=torch.cat([part.codes for part in codes]),
+        scale=torch.cat([part.scale for part in codes]),
     )
 
 
