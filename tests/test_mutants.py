@@ -46,6 +46,7 @@ WHOLE = (
     "mtp_export/verify/report/failures.py",
     "mtp_export/verify/report/golden.py",
     "mtp_export/verify/report/summary.py",
+    "mtp_export/verify/report/verdict.py",
     "mtp_export/schemes/**/*.py",
     "runtime/mtp_runtime/acceptance/*.py",
     "runtime/mtp_runtime/drafters/*.py",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypedDict, Unpack
+
 MAX_MESSAGE = 2_000  # characters
 _LEFT_OUT = " […] "
 # Ends of what to do that are true of commands which keep what they have done.
@@ -107,10 +110,24 @@ class IoError(MtpExportError):
     exit_code = 6
 
 
+class Parts(TypedDict, total=False):
+    """Parts of a paragraph behind what is wrong."""
+
+    where: object
+    expected: object
+    found: object
+    todo: str | None
+
+
 class VerificationError(MtpExportError):
-    """A bundle that does not pass its verification."""
+    """A bundle that does not pass its verification. below: lines that follow the paragraph, of
+    which indented ones are commands."""
 
     exit_code = 7
+
+    def __init__(self, what: str, *, below: Sequence[str] = (), **parts: Unpack[Parts]) -> None:
+        super().__init__(what, **parts)
+        self.args = ("\n".join([self.paragraph(), *map(_printable, below)]),)
 
 
 class OutputExistsError(MtpExportError):

@@ -141,6 +141,8 @@ def verify(options: VerifyCommand, context: typer.Context) -> None:
     with Standby(quiet=quiet) as standby, loading_bars(quiet=quiet, standby=standby):
         subject = _opened(verification, context.obj, standby, quiet=quiet)
         finished = _run(subject, options.cluster, standby, quiet=quiet)
+    from mtp_export.verify.report.verdict import raise_if_failed, raise_if_not_tested
+
     _write_reports(finished, reports)
     facts = finished.as_json() if reporting.as_json else {}  # the page says what people need of it
     print_result(facts, _page(finished, options), reporting)
@@ -149,9 +151,9 @@ def verify(options: VerifyCommand, context: typer.Context) -> None:
     told = not (reporting.as_json or reporting.quiet)
     written = [options.html, options.report, options.junit, options.summary]
     try:
-        finished.raise_if_failed(told=told)
+        raise_if_failed(finished, told=told)
         if options.strict:
-            finished.raise_if_not_tested()
+            raise_if_not_tested(finished)
         if options.golden is not None:
             _write_golden(subject, golden, quiet=reporting.quiet)
             written.append(options.golden)

@@ -25,7 +25,8 @@ from mtp_export.schemes.scheme import KEEP
 from mtp_export.verify.check import Status
 from mtp_export.verify.report.charts import charts
 from mtp_export.verify.report.plots import standalone
-from mtp_export.verify.report.report import Report, verdict_words
+from mtp_export.verify.report.report import Report
+from mtp_export.verify.report.verdict import verdict_words
 from mtp_runtime.drafters import listed
 
 CARD_NAME = "README.md"

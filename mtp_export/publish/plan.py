@@ -32,7 +32,8 @@ from mtp_export.verify.check import Status
 from mtp_export.verify.evidence.part_walk import in_threads
 from mtp_export.verify.files.checksums import READ_BY_ENGINES
 from mtp_export.verify.report.reading import read_report
-from mtp_export.verify.report.report import Report, verdict_words
+from mtp_export.verify.report.report import Report
+from mtp_export.verify.report.verdict import verdict_words
 
 _HASHING_WORKERS = min(4, os.cpu_count() or 1)
 _HASHED_BYTES = 1 << 20  # at once

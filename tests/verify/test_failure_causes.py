@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from mtp_checkpoints.errors import VerificationError
 from mtp_export.verify.check import ENGINE, CheckResult, Item, Problem, failed, passed, verdict
 from mtp_export.verify.options import VerifyOptions
-from mtp_export.verify.report.failures import Cause, causes_of
+from mtp_export.verify.report.failures import Cause, causes_of, repairs
 from mtp_export.verify.report.report import Report
-from mtp_export.verify.report.summary import repairs
+from mtp_export.verify.report.verdict import raise_if_failed
 
 GATE, UP = "model.layers.8.mlp.gate.weight", "model.layers.8.mlp.up.weight"
 PARTS = ("main", "mtp")
@@ -22,6 +23,13 @@ def report_of(**checks: list[Item]) -> Report:
     """A report by the items of its checks."""
     results = tuple(CheckResult(name, name, tuple(items), 1.0) for name, items in checks.items())
     return Report(VerifyOptions(Path("out/bundle")), {"kind": "bundle"}, results, 1.0)
+
+
+def message_of(report: Report) -> str:
+    """The message of the error that a report ends a command with."""
+    with pytest.raises(VerificationError) as failure:
+        raise_if_failed(report)
+    return str(failure.value)
 
 
 def wrong(name: str, words: str, *subjects: str) -> Item:
@@ -42,15 +50,15 @@ def test_the_comparison_with_the_source_tells_it_for_checks_without_one() -> Non
     guess, known = wrong("sizes", "is large", GATE), wrong("copies", "is inverted", GATE)
     (one,) = causes(ledger=[guess, passed("other")], weights=[known])
     assert one.words == [f"{GATE} is inverted"]
-    assert one.names == ["ledger, sizes", "weights, copies"]
+    assert one.title == "ledger, sizes; weights, copies"
     changed = wrong("checksums", "was changed", GATE, UP)
     (one,) = causes(files=[changed], ledger=[guess], weights=[known])
-    assert one.words == [f"{GATE} was changed; likewise {UP}"] and len(one.names) == 3
+    assert one.words == [f"{GATE} was changed; likewise {UP}"] and len(one.items) == 3
 
 
 def test_another_tensor_is_another_cause() -> None:
     found = causes(ledger=[wrong("sizes", "is large", GATE)], weights=[wrong("c", "x", UP)])
-    assert [cause.names for cause in found] == [["ledger, sizes"], ["weights, c"]]
+    assert [cause.title for cause in found] == ["ledger, sizes", "weights, c"]
     found = causes(files=[wrong("a", "is gone", GATE), wrong("b", "is short", UP)])
     assert len(found) == 2
     found = causes(
@@ -75,7 +83,7 @@ def test_several_causes_explain_an_item_together() -> None:
         wrong("sizes", "has other sizes", "mtp/a.json"),
     )
     both = wrong("config", "differs", "main/a.json", "mtp/a.json")
-    assert [len(cause.names) for cause in causes(files=[main, mtp], weights=[both])] == [2, 1]
+    assert [len(cause.items) for cause in causes(files=[main, mtp], weights=[both])] == [2, 1]
 
 
 def test_shards_that_two_checks_name_are_one_cause() -> None:
@@ -98,8 +106,8 @@ def test_an_engine_has_its_own_names_for_the_tensors_of_a_part() -> None:
     main = wrong("main: precision", "is bf16", GATE.replace("8", "2"))
     mtp, engine = wrong("mtp: precision", "is int8", GATE), of_engine("mtp: as SGLang reads", own)
     first, second = causes(files=[main, mtp, engine])
-    assert first.names == ["files, main: precision"]
-    assert second.names == ["files, mtp: precision", "files, mtp: as SGLang reads"]
+    assert first.title == "files, main: precision"
+    assert second.title == "files, mtp: precision; files, mtp: as SGLang reads"
     assert second.words == [f"{GATE} is int8"]
     assert len(causes(files=[main, engine])) == 2
 
@@ -107,10 +115,19 @@ def test_an_engine_has_its_own_names_for_the_tensors_of_a_part() -> None:
 def test_what_users_fill_in_is_explained_with_the_command() -> None:
     command = "mtp-export --input-dir SOURCE --output-dir out/bundle --overwrite"
     report = report_of(files=[failed("a", "b", repair=command), failed("c", "d", repair="cp x y")])
-    source = "SOURCE: the checkpoint that it was made from"
-    assert repairs(report) == {command: f"To repair ({source}):", "cp x y": "To repair:"}
-    with pytest.raises(Exception, match="--overwrite \\(SOURCE: the checkpoint that it was made"):
-        report.raise_if_failed()
+    title = "To repair (SOURCE: the checkpoint that it was made from):"
+    assert repairs(report) == {command: title, "cp x y": "To repair:"}
+    lines = message_of(report).splitlines()[1:]
+    assert lines == [
+        "- files: a: b",
+        title,
+        f"  {command}",
+        "- files: c: d",
+        "To repair:",
+        "  cp x y",
+    ]
+    alone = message_of(report_of(files=[failed("a", "b", repair=command)]))
+    assert alone.endswith(f"run {command} (SOURCE: the checkpoint that it was made from).")
 
 
 def test_what_is_wrong_in_both_parts_alike_is_one_cause() -> None:
@@ -140,3 +157,52 @@ def test_the_source_explains_what_weights_alone_show() -> None:
     assert one.text == (
         f"{UP} is full; likewise {GATE}; {UP} is late; likewise {UP}.o; likewise {GATE} and 1 more"
     )
+
+
+def test_the_message_has_a_line_per_cause_and_each_command_once() -> None:
+    """Below the last of those in a row that it mends; of an item alone it is one paragraph."""
+    places = [(part, f"{part}/a.json") for part in PARTS]
+    gone = [
+        failed(f"{part}: files", f"{file} is gone", subject=file, repair="mend all")
+        for part, file in places
+    ]
+    report = report_of(files=gone, paths=[failed("chunks", "differ", figure="3", bound="2")])
+    first, *lines = message_of(report).splitlines()
+    what = "Verification failed in 3 of 3 items (out/bundle). Found 2 causes."
+    assert first == f"{what} Do not ship this bundle."
+    assert lines == [
+        "- files, main: files; files, mtp: files: main/a.json is gone; likewise mtp/a.json",
+        "To repair:",
+        "  mend all",
+        "- paths: chunks 3 against 2: differ",
+    ]
+    alone = message_of(report_of(files=[failed("a", "b", subject="c", figure="1", bound="2")]))
+    found = "Verification failed in 1 of 1 items (out/bundle). Found files: a (c) 1 against 2: b."
+    assert alone == f"{found} Do not ship this bundle; export it again from a checked source."
+
+
+def test_a_command_for_all_is_the_last_line() -> None:
+    names = "abcdefg"
+    report = report_of(paths=[failed(name, f"{name} {name}", repair="mend it") for name in names])
+    lines = message_of(report).splitlines()[1:]
+    assert lines[:5] == [f"- paths: {name}: {name} {name}" for name in names[:5]]
+    assert lines[5:] == [
+        "To repair:",
+        "  mend it",
+        "and 2 more causes: --html FILE.html shows each",
+    ]
+    without = report_of(paths=[failed(name, name * 2) for name in names[:2]])
+    assert message_of(without).splitlines()[0].endswith("export it again from a checked source.")
+
+
+def test_thousands_of_failed_items_are_grouped_as_a_few_are() -> None:
+    many, few = 3000, 30
+    names = [f"model.layers.{n}.mlp.gate.weight" for n in range(many)]
+    words = ["is " + "x" * min(n, few) for n in range(many)]
+    seen = [failed(f"seen {n}", "q" * (n + 1), subject=names[n]) for n in range(few)]
+    compared = [wrong(f"compared {n}", words[n], name) for n, name in enumerate(names)]
+    found = causes(ledger=seen, weights=compared)
+    assert [len(cause.items) for cause in found] == [2] * few + [many - few]
+    assert found[0].text == f"{names[0]} {words[0]}"
+    assert found[-1].text.startswith(f"{names[few]} {words[few]}; likewise {names[few + 1]}; ")
+    assert found[-1].text.endswith("; and 2,965 more")

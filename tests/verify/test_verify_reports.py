@@ -32,6 +32,7 @@ from mtp_export.verify.report.reading import read_report
 from mtp_export.verify.report.report import Report
 from mtp_export.verify.report.summary import Summary, markdown
 from mtp_export.verify.report.table import ItemTable
+from mtp_export.verify.report.verdict import raise_if_failed
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = (ROOT / "docs/verify.md").read_text()
@@ -251,7 +252,7 @@ def texts_of(report: Report) -> dict[str, str]:
     console = Console(width=140, file=io.StringIO(), record=True)
     console.print(Summary(report))
     with pytest.raises(VerificationError) as failure:
-        report.raise_if_failed()
+        raise_if_failed(report)
     return {
         "summary": console.export_text(),
         "markdown": markdown(report).replace("\\", ""),
@@ -288,15 +289,31 @@ def test_a_problem_of_any_length_is_clipped() -> None:
         assert len(text) < 20_000, kind
 
 
-def test_a_message_of_thousands_of_failed_items_is_one_line() -> None:
-    items = [failed(f"item {n}", "c" * 5000, figure="f" * 5000) for n in range(3000)]
+def test_a_message_of_thousands_of_failed_items_is_short() -> None:
+    alike = [failed(f"item {n}", "c" * 5000, figure="f" * 5000) for n in range(3000)]
+    first, one = message_of(alike)
+    assert "3000 of 3000 items" in first and "Found 1 cause." in first and len(one) < 1000
+    assert one.startswith("- acceptance, item 0; acceptance, item 1; acceptance, item 2; and 2,997")
+    each = [failed(f"item {n}", f"{n} c\n" * 5000, figure="f" * 5000) for n in range(3000)]
+    lines = message_of(each)
+    assert len(lines) == 7 and all(len(line) < 1000 for line in lines)
+    assert lines[-1] == "and 2,995 more causes: --html FILE.html shows each"
+
+
+def message_of(items: list[Item]) -> list[str]:
+    """The lines of the error that a report of failed items ends a command with."""
     with pytest.raises(VerificationError) as failure:
-        sample_report(*items).raise_if_failed()
-    text = str(failure.value)
-    assert len(text) <= 2000 and "\n" not in text
-    assert "3000 of 3000 items" in text
-    with pytest.raises(VerificationError, match=r"item 2: c; and 2997 more\. Do not ship"):
-        sample_report(*(failed(f"item {n}", "c") for n in range(3000))).raise_if_failed()
+        raise_if_failed(sample_report(*items))
+    return str(failure.value).splitlines()
+
+
+def test_junit_says_with_each_failure_what_else_fails_for_it_and_what_mends_it() -> None:
+    alike = [failed("one", "c"), failed("two", "c", figure="3", repair="mend it")]
+    suites = ElementTree.fromstring(junit_xml(sample_report(*alike, failed("three", "d"))))
+    texts = [failure.text for failure in suites.findall(".//failure")]
+    cause = "2 items fail for one cause: acceptance, one; acceptance, two: c"
+    mended = f"{cause}\nTo repair:\nmend it"
+    assert texts == [f"c\n{mended}", f"3\nc\n{mended}", "d"]
 
 
 def test_no_bundle_and_odd_options_are_usage_or_input_errors(reports: Path, tmp_path: Path) -> None:
@@ -347,13 +364,15 @@ def test_the_pipeline_of_the_ci_page_runs(tmp_path: Path, monkeypatch: pytest.Mo
     assert checkpoint is not None and len(commands) == 4
     (tmp_path / "fixtures").symlink_to(ROOT / "fixtures")
     monkeypatch.chdir(tmp_path)
+    places = {"$CHECKPOINT": checkpoint[1], "$GITHUB_STEP_SUMMARY": "summary.md"}
     for command in commands:
-        arguments = shlex.split(command.replace("$CHECKPOINT", checkpoint[1]))[1:]
+        arguments = [places.get(word, word) for word in shlex.split(command)[1:]]
         outcome = run_program(*arguments)
         assert outcome.code == 0, outcome.err
     report = read_json(tmp_path / "verify.json")
     ran = {check["name"] for check in report["checks"] if check["status"] == "pass"}
     assert ran == set(CHECKS) - {"stream"}
+    assert (tmp_path / "summary.md").read_text().startswith("### Verification of release: passed")
     kept = re.findall(r"^ {12}(\S+)$", page.split("path: |")[1].split("- name")[0], re.M)
     for pattern in kept:
         assert list(tmp_path.glob(pattern)), pattern

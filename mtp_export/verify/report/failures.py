@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from mtp_export.verify.check import ENGINE, KNOWS_MORE, Item, Status
+from mtp_export.verify.check import ENGINE, KNOWS_MORE, UNFINISHED, Item, Status, unknown_words
 from mtp_export.verify.report.report import Report
 
 _STATIC = ("files", "ledger", "weights")  # checks whose subjects are tensors and files
 _SHARD = ".safetensors"
 _ENGINES_LAYER = "model.decoder."  # as an engine calls the draft's layer
+MOST_CAUSES = 5  # that a page or a message tells
 _MOST_NAMES, _MOST_SENTENCES = 3, 5
 _MARK = "§"
-_NAME_OR_FIGURE = re.compile(r"[\w/*-]+(?:\.[\w*-]+)+|\b(?:main|mtp)/|\d[\d,.]*")
+_NAME_OR_FIGURE = re.compile(r"[\w/*-]++(?:\.[\w*-]+)+|\b(?:main|mtp)/|\d[\d,.]*")
 
 
 @dataclass
@@ -23,7 +24,8 @@ class Cause:
 
     check: the one whose words tell it. items: those that fail, each behind its check's name.
     subjects: tensors and files at fault, files by their paths in the bundle. signs: what is said of
-    them, without their names and figures.
+    them, without their names and figures. told: the items' own causes. parts: those that the items
+    are about, or the items' names.
     """
 
     check: str
@@ -31,40 +33,39 @@ class Cause:
     words: list[str]
     subjects: set[str]
     signs: set[str]
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the items, each behind its check's."""
-        return [f"{check}, {item.name}" for check, item in self.items]
-
-    @property
-    def told(self) -> list[str]:
-        """The items' own causes."""
-        return [item.cause for _, item in self.items]
+    told: set[str]
+    parts: set[str]
 
     @property
     def title(self) -> str:
-        """Names of the first items, and how many more there are."""
-        return named(self.names)
+        """Names of the first items, each behind its check's, and how many more there are."""
+        names = [f"{check}, {item.name}" for check, item in self.items[:_MOST_NAMES]]
+        more = len(self.items) - len(names)
+        return "; ".join([*names, f"and {more:,} more"] if more else names)
 
     @property
     def text(self) -> str:
-        """Sentences on what is wrong, as one."""
-        return "; ".join(self.words)
+        """The first sentences on what is wrong, as one."""
+        more = len(self.words) - _MOST_SENTENCES
+        shown = self.words[:_MOST_SENTENCES]
+        return "; ".join([*shown, f"and {more:,} more"] if more > 0 else shown)
 
     @property
     def repairs(self) -> list[str]:
         """Commands that mend it, each once."""
         return list(dict.fromkeys(item.repair for _, item in self.items if item.repair))
 
-    def add(self, item: Item, other: Cause, report: Report) -> None:
+    def add(self, item: Item, other: Cause, report: Report, *, explains: bool) -> None:
         """Add what fails for this cause too. The comparison with the source knows more of a tensor
-        than checks without one, and of configs every check says something else."""
+        than checks without one, and of configs every check says something else. explains: the item
+        is a comparison that finds all tensors of an earlier item changed."""
         is_new, says_the_same = item.cause not in self.told, other.signs <= self.signs
-        explains = not other.subjects <= self.subjects and _explains(other, self)
+        explains = explains and not other.subjects <= self.subjects
         self.items += other.items
         self.subjects |= other.subjects
         self.signs |= other.signs
+        self.told |= other.told
+        self.parts |= other.parts
         if not is_new or ENGINE in item.data:
             return
         if says_the_same:
@@ -79,26 +80,109 @@ class Cause:
 
 def causes_of(report: Report) -> list[Cause]:
     """Return the causes of the failed items, in the order of the first of each."""
-    causes: list[Cause] = []
+    found = _Causes(report)
     for result, item in report.items:
-        if item.status is not Status.FAIL:
-            continue
-        is_static = result.name in _STATIC
+        if item.status is Status.FAIL:
+            found.take(result.name, item)
+    return found.causes
+
+
+@dataclass
+class _Causes:
+    """Causes in the order of their first items, with the number of the first one that has a text, a
+    subject or a sign: a report may have thousands of items and tensors, which are not compared one
+    by one. named: by the first name in it, the names that an item of a cause is about."""
+
+    report: Report
+    causes: list[Cause] = field(default_factory=list)
+    told: dict[str, int] = field(default_factory=dict)
+    subjects: dict[str, int] = field(default_factory=dict)
+    signs: dict[str, set[int]] = field(default_factory=dict)
+    named: dict[str, dict[frozenset[str], int]] = field(default_factory=dict)
+
+    def take(self, check: str, item: Item) -> None:
+        """Add a failed item to the first cause that it follows from, or as one of its own."""
+        is_static = check in _STATIC
         own = Cause(
-            check=result.name,
-            items=[(result.name, item)],
+            check=check,
+            items=[(check, item)],
             words=[_words(item)],
-            subjects=_subjects(report, item) if is_static else set(),
+            subjects=_subjects(self.report, item) if is_static else set(),
             signs=_signs(item) if is_static else set(),
+            told={item.cause},
+            parts={item.name.partition(":")[0]},
         )
-        at_fault = {subject for cause in causes for subject in cause.subjects}
-        is_known = own.subjects <= at_fault
-        known = next((c for c in causes if _follows(item, own, c, is_known=is_known)), None)
-        if known is None:
-            causes.append(own)
+        explained = set(self._explained_by(own))
+        number = min([*self._followed(item, own), *explained], default=len(self.causes))
+        if number == len(self.causes):
+            self.causes.append(own)
         else:
-            known.add(item, own, report)
-    return causes
+            self.causes[number].add(item, own, self.report, explains=number in explained)
+        self._note(number, item, own)
+
+    def _note(self, number: int, item: Item, own: Cause) -> None:
+        """Note what an item says as that of a cause."""
+        self.told[item.cause] = min(self.told.get(item.cause, number), number)
+        for subject in own.subjects:
+            self.subjects[subject] = min(self.subjects.get(subject, number), number)
+        for sign in own.signs:
+            self.signs.setdefault(sign, set()).add(number)
+        if own.check in _STATIC:
+            names = _named_in(item)
+            by_names = self.named.setdefault(names[0], {})
+            key = frozenset(names)
+            by_names[key] = min(by_names.get(key, number), number)
+
+    def _followed(self, item: Item, own: Cause) -> Iterator[int]:
+        """Yield numbers of the causes that say the same as an item, or are about what it is
+        about."""
+        if item.cause in self.told and item.cause:
+            yield self.told[item.cause]
+        if own.signs:
+            rarest = min((self.signs.get(sign, set()) for sign in own.signs), key=len)
+            for number in rarest:
+                cause = self.causes[number]
+                if own.check == cause.check and own.signs <= cause.signs:
+                    yield number
+        if own.subjects:
+            yield from self._about(item, own)
+        elif own.check in _STATIC:  # that the model does not load says in words why
+            yield from (number for name, number in self.subjects.items() if name in item.cause)
+
+    def _about(self, item: Item, own: Cause) -> Iterator[int]:
+        """Yield numbers of causes that are about any subject of an item, if all are known, or any
+        shard; what an engine reads follows from a cause of its part that is about all of it."""
+        shards = {subject for subject in own.subjects if subject.endswith(_SHARD)}
+        shared = own.subjects if own.subjects <= self.subjects.keys() else shards
+        if not item.data.get(ENGINE):
+            yield from (self.subjects[name] for name in shared if name in self.subjects)
+            return
+        for number, cause in enumerate(self.causes):
+            of_its_part = own.parts <= cause.parts
+            if _are_among(own.subjects, cause.subjects) if of_its_part else shared & cause.subjects:
+                yield number
+
+    def _explained_by(self, own: Cause) -> Iterator[int]:
+        """Yield numbers of causes that the weights alone tell, where a comparison with the source
+        finds all tensors of one of their items changed."""
+        if own.check != "weights":
+            return
+        for name in own.subjects & self.named.keys():
+            for names, number in self.named[name].items():
+                if self.causes[number].check == "ledger" and names <= own.subjects:
+                    yield number
+
+
+def repairs(report: Report) -> dict[str, str]:
+    """Return the commands that mend the failures, each once, with the line above it: what it does,
+    and what stands for the names in it."""
+    titles = {}
+    for _, item in report.items:
+        if item.status is Status.FAIL and item.repair:
+            title = "To finish it" if UNFINISHED in item.data else "To repair"
+            names = unknown_words(item.repair)
+            titles[item.repair] = f"{title} ({names}):" if names else f"{title}:"
+    return titles
 
 
 def named(names: Sequence[str]) -> str:
@@ -110,40 +194,14 @@ def named(names: Sequence[str]) -> str:
     return separator.join(names)
 
 
-def _follows(item: Item, own: Cause, cause: Cause, *, is_known: bool) -> bool:
-    """True for an item that says the same as others before, or fails for what they are about.
-    is_known: other causes before are about all its subjects."""
-    if item.cause and item.cause in cause.told:
-        return True
-    if own.signs and own.check == cause.check and own.signs <= cause.signs:
-        return True
-    if not own.subjects:  # that the model does not load says in words why
-        return own.check in _STATIC and any(subject in item.cause for subject in cause.subjects)
-    if item.data.get(ENGINE) and _parts(own) <= _parts(cause):
-        return all(_is_among(subject, cause.subjects) for subject in own.subjects)
-    if _explains(own, cause):
-        return True
-    shards = {subject for subject in own.subjects if subject.endswith(_SHARD)}
-    return bool((own.subjects if is_known else shards) & cause.subjects)
-
-
-def _explains(own: Cause, cause: Cause) -> bool:
-    """True for a comparison with the source that finds all tensors of an earlier item changed."""
-    if (cause.check, own.check) != ("ledger", "weights"):
-        return False
-    return any({*_named_in(item)} <= own.subjects for _, item in cause.items)
-
-
-def _parts(cause: Cause) -> set[str]:
-    """Return the parts that the items of a cause are about, or their names."""
-    return {item.name.partition(":")[0] for _, item in cause.items}
-
-
-def _is_among(subject: str, subjects: set[str]) -> bool:
-    """True for a tensor that is one of others, perhaps by an engine's name for its layer."""
-    if not subject.startswith(_ENGINES_LAYER):
-        return subject in subjects
-    return any(other.endswith(f".{subject.removeprefix(_ENGINES_LAYER)}") for other in subjects)
+def _are_among(own: set[str], subjects: set[str]) -> bool:
+    """True for tensors that are among others, perhaps by an engine's names for its layer."""
+    return all(
+        any(other.endswith(f".{name.removeprefix(_ENGINES_LAYER)}") for other in subjects)
+        if name.startswith(_ENGINES_LAYER)
+        else name in subjects
+        for name in own
+    )
 
 
 def _subjects(report: Report, item: Item) -> set[str]:

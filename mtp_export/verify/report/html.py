@@ -9,7 +9,8 @@ from jinja2 import Environment
 from mtp_export.verify.report.charts import charts
 from mtp_export.verify.report.failures import causes_of
 from mtp_export.verify.report.plots import MOST_SERIES
-from mtp_export.verify.report.report import Report, recommended, verdict_line, verdict_words
+from mtp_export.verify.report.report import Report, recommended
+from mtp_export.verify.report.verdict import verdict_line, verdict_words
 
 
 def html_page(report: Report) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from xml.etree import ElementTree
 
 from mtp_export.verify.check import Item, Status
+from mtp_export.verify.report.failures import Cause, causes_of, repairs
 from mtp_export.verify.report.report import Report
 
 
@@ -18,6 +20,7 @@ def junit_xml(report: Report) -> str:
         skipped=str(report.count(Status.NOT_TESTED)),
         time=f"{report.seconds:.3f}",
     )
+    explained = {id(item): lines for cause, lines in _explained(report) for _, item in cause.items}
     for result in report.results:
         suite = _element(
             "testsuite",
@@ -27,7 +30,13 @@ def junit_xml(report: Report) -> str:
             skipped=str(sum(item.status is Status.NOT_TESTED for item in result.items)),
             time=f"{result.seconds:.3f}",
         )
-        suite.extend(_case(f"verify.{result.name}", item) for item in result.items)
+        for item in result.items:
+            case = _case(f"verify.{result.name}", item)
+            if item.status is Status.FAIL:
+                lines = (item.subject, item.measured, item.cause, *explained[id(item)])
+                text = "\n".join(filter(None, lines))
+                case.append(_element("failure", text, message=item.cause or item.measured))
+            suite.append(case)
         suites.append(suite)
     ElementTree.indent(suites)
     return ElementTree.tostring(suites, encoding="unicode", xml_declaration=True) + "\n"
@@ -35,14 +44,22 @@ def junit_xml(report: Report) -> str:
 
 def _case(class_name: str, item: Item) -> ElementTree.Element:
     case = _element("testcase", name=item.name, classname=class_name)
-    if item.status is Status.FAIL:
-        text = f"{item.subject}\n{item.measured}\n{item.cause}\n{item.repair}".strip()
-        case.append(_element("failure", text, message=item.cause))
-    elif item.status is Status.NOT_TESTED:
+    if item.status is Status.NOT_TESTED:
         case.append(_element("skipped", message=item.cause))
-    elif item.measured:
+    elif item.status is Status.PASS and item.measured:
         case.append(_element("system-out", item.measured))
     return case
+
+
+def _explained(report: Report) -> Iterator[tuple[Cause, list[str]]]:
+    """Yield each cause with the lines that its items end with: what fails for it, if it is more
+    than one item, and the commands that mend it."""
+    titles = repairs(report)
+    for cause in causes_of(report):
+        lines = [line for command in cause.repairs for line in (titles[command], command)]
+        if (count := len(cause.items)) > 1:
+            lines.insert(0, f"{count:,} items fail for one cause: {cause.title}: {cause.text}")
+        yield cause, lines
 
 
 def _element(tag: str, text: str = "", **attributes: str) -> ElementTree.Element:

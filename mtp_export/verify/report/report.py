@@ -9,34 +9,28 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from mtp_checkpoints.errors import MtpExportError, VerificationError
-from mtp_checkpoints.layouts import engine_of
+from mtp_checkpoints.errors import MtpExportError
 from mtp_checkpoints.sources.byte_source import Address
 from mtp_export import __version__
 from mtp_export.bundle.launch import engines_of, node_lines
 from mtp_export.verify.check import (
     ENGINE,
-    LEFT_OUT,
     CheckResult,
     Item,
     Status,
     overall,
-    unknown_words,
 )
 from mtp_export.verify.context import Context
 from mtp_export.verify.options import VerifyOptions
 
 FORMAT, FORMAT_VERSION = "mtp-export verification", 1
-_NAMED_FAILURES = 3
 BUNDLE, CHECKPOINT = "bundle", "checkpoint"  # kinds of what is verified
-_OF_FILES = "no fault in headers and configs"
-_OF_WEIGHTS = {"files", "ledger", "weights"}  # checks that decode nothing
 
 
 @dataclass(frozen=True)
@@ -100,57 +94,6 @@ class Report:
     def count(self, status: Status) -> int:
         """Number of items of a status."""
         return sum(item.status is status for _, item in self.items)
-
-    def raise_if_failed(self, *, told: bool = False) -> None:
-        """Raise VerificationError naming the failed items, if there are any; told: by their number
-        alone, since they were printed."""
-        failed = [
-            f"{result.name}: {_failure(item)}"
-            for result, item in self.items
-            if item.status is Status.FAIL
-        ]
-        if not failed:
-            return
-        named = "; ".join(failed[:_NAMED_FAILURES])
-        more = len(failed) - _NAMED_FAILURES
-        kind = self.facts["kind"]
-        repairs = list(dict.fromkeys(item.repair for _, item in self.items if item.repair))
-        usual = (
-            "export it again from a checked source" if kind == BUNDLE else "look into the report"
-        )
-        what = f"Verification failed in {len(failed)} of {sum(1 for _ in self.items)} items"
-        ship = f"Do not ship this {kind}{_verdict_by_engine(self)}"
-        error = VerificationError(what, todo=ship if self.sound_for else "Do not ship it")
-        if not told:
-            error = VerificationError(
-                what,
-                where=self.options.bundle,
-                found=named + (f"; and {more} more" if more > 0 else ""),
-                todo=f"{ship}; " + (_run(repairs[0]) if repairs else usual),
-            )
-        for _, item in self.items:  # of internal errors, for --debug
-            if "traceback" in item.data:
-                error.add_note(item.data["traceback"])
-        raise error
-
-    def raise_if_not_tested(self) -> None:
-        """Raise VerificationError naming the items that were not tested, but for checks that the
-        options leave out."""
-        left = [
-            f"{result.name}: {item.name}: {item.cause}"
-            for result, item in self.items
-            if item.status is Status.NOT_TESTED and LEFT_OUT not in item.data
-        ]
-        if left:
-            named = "; ".join(left[:_NAMED_FAILURES])
-            more = len(left) - _NAMED_FAILURES
-            raise VerificationError(
-                f"Not everything was tested: {len(left)} of {sum(1 for _ in self.items)} items",
-                where=self.options.bundle,
-                expected="no item that is not tested, with --strict",
-                found=named + (f"; and {more} more" if more > 0 else ""),
-                todo="Give what they lack, or leave out --strict",
-            )
 
     def as_json(self) -> dict[str, Any]:
         """The report as documented in docs/verify.md."""
@@ -253,72 +196,6 @@ def recommended(report: Report) -> str:
         if result.name == "speed" and "recommended" in item.data
     )
     return next(figures, "")
-
-
-def _run(command: str) -> str:
-    names = unknown_words(command)
-    return f"run {command}" + (f" ({names})" if names else "")
-
-
-def _verdict_by_engine(report: Report) -> str:
-    """Return the end of a verdict where engines differ: for which it is, and which read it."""
-    sound = report.sound_for
-    if not sound:
-        return ""
-    failed = _titles(name for name in report.engines if name not in sound)
-    alone = " or ".join(f"--engine {name}" for name in sound)
-    reads = "reads" if len(sound) == 1 else "read"
-    return f" for {failed}; {_titles(sound)} {reads} it as it is ({alone})"
-
-
-def _titles(names: Iterable[str]) -> str:
-    return " and ".join(engine_of(name).title for name in names)
-
-
-def verdict_line(report: Report) -> str:
-    """The verdict with what was verified, and how deep: a level that was not run is not passed."""
-    left_out = sum(result.status is Status.NOT_TESTED for result in report.results)
-    engine = report.options.engine
-    alone = f" for {_titles([engine])}" if engine else ""
-    depth = {
-        Status.PASS: _sound(report) + alone,
-        Status.FAIL: f"FAILED{alone}{_verdict_by_engine(report)}",
-        Status.NOT_TESTED: "nothing was tested",
-    }[report.status]
-    line = f"Verification of {report.options.bundle}: {depth}"
-    if report.status is Status.PASS and left_out:
-        line += f"; {left_out} of {len(report.results)} checks not run"
-    return line
-
-
-def _sound(report: Report) -> str:
-    """Words for what passed, by the deepest check that ran."""
-    passed = {result.name for result in report.results if result.status is Status.PASS}
-    if passed <= {"files"}:
-        return _OF_FILES
-    return "no fault in files and weights" if passed <= _OF_WEIGHTS else "passed"
-
-
-def verdict_words(report: Report) -> str:
-    """The verdict in one line, with the counts of items."""
-    counts = ", ".join(f"{report.count(status)} {status}" for status in Status)
-    files_alone = _sound(report) == _OF_FILES
-    verdict = {
-        Status.PASS: _OF_FILES.capitalize() if files_alone else "Verified",
-        Status.FAIL: "NOT verified",
-        Status.NOT_TESTED: "Nothing was tested",
-    }[report.status]
-    return f"{verdict}: {counts}, in {report.seconds:.1f} s."
-
-
-def _failure(item: Item) -> str:
-    parts = [item.name]
-    if item.subject:
-        parts.append(f"({item.subject})")
-    if item.figure:
-        parts.append(item.figure + (f" against {item.bound}" if item.bound else ""))
-    text = " ".join(parts)
-    return f"{text}: {item.cause.rstrip('.')}" if item.cause else text
 
 
 def _machine() -> dict[str, Any]:

@@ -17,18 +17,16 @@ from rich.text import Text
 from mtp_export.progress import counted
 from mtp_export.verify.check import (
     LEFT_OUT,
-    UNFINISHED,
     WHOLE_CHECK,
     CheckResult,
     Status,
-    unknown_words,
 )
 from mtp_export.verify.evidence.statistics import Estimate
-from mtp_export.verify.report.failures import causes_of, named
-from mtp_export.verify.report.report import Report, method_of, recommended, verdict_line
+from mtp_export.verify.report.failures import MOST_CAUSES, causes_of, named, repairs
+from mtp_export.verify.report.report import Report, method_of, recommended
+from mtp_export.verify.report.verdict import verdict_line
 
 STYLES = {Status.PASS: "green", Status.FAIL: "bold red", Status.NOT_TESTED: "yellow"}
-_MOST_FAILURES = 5
 _NAME_COLUMNS, _TIME_COLUMNS = 14, 10
 
 
@@ -79,18 +77,6 @@ class Summary:
             yield from _command(self.publish, width)
 
 
-def repairs(report: Report) -> dict[str, str]:
-    """Return the commands that mend the failures, each once, with the line above it: what it does,
-    and what stands for the names in it."""
-    titles = {}
-    for _, item in report.items:
-        if item.status is Status.FAIL and item.repair:
-            title = "To finish it" if UNFINISHED in item.data else "To repair"
-            names = unknown_words(item.repair)
-            titles[item.repair] = f"{title} ({names}):" if names else f"{title}:"
-    return titles
-
-
 def _not_tested(report: Report) -> Iterator[str]:
     """Yield a sentence for each reason why checks or items were not tested, those that the options
     leave out last."""
@@ -128,10 +114,10 @@ def markdown(report: Report) -> str:
 def _failures(report: Report) -> Iterator[str]:
     """Yield a sentence for each cause of failures, the first few."""
     causes = causes_of(report)
-    for cause in causes[:_MOST_FAILURES]:
+    for cause in causes[:MOST_CAUSES]:
         yield f"{cause.title}: {cause.text}"
-    if (more := len(causes) - _MOST_FAILURES) > 0:
-        yield f"and {counted(more, 'more failure')}: --verbose shows them"
+    if (more := len(causes) - MOST_CAUSES) > 0:
+        yield f"and {counted(more, 'more cause')}: --html FILE.html shows each"
 
 
 def _ran(report: Report) -> list[CheckResult]:
