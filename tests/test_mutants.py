@@ -37,6 +37,7 @@ WHOLE = (
     "mtp_export/commands/unfinished.py",
     "mtp_export/options.py",
     "mtp_export/serve/activity.py",
+    "mtp_export/verify/files/listed_files.py",
     "mtp_export/verify/files/main_shapes.py",
     "mtp_export/verify/files/pairing.py",
     "mtp_export/verify/files/repair.py",

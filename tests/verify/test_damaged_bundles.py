@@ -307,6 +307,41 @@ def test_a_file_that_may_not_be_read_is_no_verdict(
     assert "ship" not in outcome.err
 
 
+ONE_CAUSE: dict[str, tuple[dict[str, Edit | None], str]] = {
+    "no tokenizer in one part": ({TOKENIZER: None}, "tokenizer.json is missing"),
+    "no tokenizer at all": (
+        {TOKENIZER: None, "mtp/tokenizer.json": None},
+        "tokenizer.json is missing",
+    ),
+    "a field of the main config": (
+        {CONFIG: lambda content: content.update(rope_theta=123.0)},
+        "rope_theta is 10000.0 in mtp/config.json, which is as it was exported, and 123.0 by main/",
+    ),
+    "a field of the draft's config": (
+        {"mtp/config.json": lambda content: content.update(rope_theta=123.0)},
+        "where main/config.json makes it 10000.0: the draft belongs to another model",
+    ),
+    "the draft's tokenizer": (
+        {"mtp/tokenizer.json": lambda content: content.update(added_tokens=[])},
+        "tokenizer.json differs between main/ and mtp/",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ONE_CAUSE)
+def test_what_follows_from_one_file_is_one_cause(name: str, good: Path, tmp_path: Path) -> None:
+    bundle = shutil.copytree(good, tmp_path / "bundle")
+    edits, words = ONE_CAUSE[name]
+    for file, edit in edits.items():
+        if edit is None:
+            (bundle / file).unlink()
+        else:
+            edit_json(bundle / file, edit)
+    code, message, report = verified(bundle, tmp_path)
+    assert code == 7 and len(failed_items(report)) > 1
+    assert "Found 1 cause." in message and words in message, message
+
+
 def test_a_file_that_is_no_file_is_the_bundles_fault(good: Path, tmp_path: Path) -> None:
     bundle = shutil.copytree(good, tmp_path / "bundle")
     for file in (TOKENIZER, "main/tokenizer_config.json"):

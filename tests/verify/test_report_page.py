@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mtp_export.verify.check import CheckResult, Item, failed, measured, passed
+from mtp_export.verify.check import CheckResult, Item, failed, measured, not_tested, passed
 from mtp_export.verify.options import VerifyOptions
 from mtp_export.verify.report.html import html_page
 from mtp_export.verify.report.report import Report
@@ -115,8 +115,25 @@ def test_a_card_tells_one_cause_with_its_items_below() -> None:
     other = failed("paths", "<nothing>", repair="mtp-export a")
     checked = [CheckResult(name="files", title="files", items=(*both, other), seconds=1.0)]
     page = html_page(replace(report(), results=tuple(checked))).partition("Every item")[0]
-    cards = page.partition("Measured")[0].split('<div class="card">')[1:]
+    cards = page.partition("Measured")[0].split('<div class="card" id=')[1:]
     first, second = cards
     assert "files, main: sizes; files, mtp: sizes" in first and "2 items fail for it" in first
-    assert first.count("is short") == 3 and "<details>" not in second
-    assert "&lt;nothing&gt;" in second and "<pre>mtp-export a</pre>" in second
+    assert first.count("main/a.b is short") == 1 and "mtp/a.b is short" in first
+    assert "<details>" not in second
+    assert "&lt;nothing&gt;" in second and "To repair:</p><pre>mtp-export a</pre>" in second
+
+
+def test_every_item_leads_to_the_card_of_its_cause() -> None:
+    """Which alone has the words: many items may fail for a cause, and a cause may be long."""
+    items = [failed(f"item {n}", LONG, repair="mend it") for n in range(9)]
+    skipped = not_tested("skipped", "nothing to compare with")
+    checked = (
+        CheckResult("files", "files", (failed("other", "b"), *items), 1.0),
+        CheckResult("paths", "paths", (passed("c"), skipped), 1.0),
+    )
+    page = html_page(replace(report(), facts=report().facts | {"options": {}}, results=checked))
+    cards, _, table = page.partition("Every item")
+    assert cards.count(f"<p>{LONG}</p>") == 1 and cards.count(LONG) == page.count(LONG)
+    assert [cards.count(f'id="cause-{n}"') for n in (1, 2, 3)] == [1, 1, 0]
+    assert [table.count(f'<a href="#cause-{n}">') for n in (1, 2)] == [1, 9]
+    assert "nothing to compare with" in table and "mend it" not in table

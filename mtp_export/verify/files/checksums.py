@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import xxhash
-
 from mtp_checkpoints.containers.base import Repeated, ShardHeader
 from mtp_checkpoints.containers.repeated import RepeatedTensorsError, are_equal
 from mtp_checkpoints.errors import MtpExportError
@@ -31,6 +29,7 @@ from mtp_export.verify.check import (
 )
 from mtp_export.verify.diagnosis.causes import files as causes
 from mtp_export.verify.evidence.part_walk import WalkPlan, recorded_checksums
+from mtp_export.verify.files.listed_files import unlike_listed
 from mtp_runtime.drafters import extra_drafts
 
 if TYPE_CHECKING:
@@ -150,23 +149,9 @@ def _parts(context: Context, parts: Mapping[str, Any]) -> Iterator[Item]:
 
 def _small_files(part: Part, entry: Mapping[str, Any]) -> Item:
     """Config, index and tokenizer have the manifest's checksums."""
-    files: Mapping[str, Any] = entry.get("files", {})
-    here = {p.relative_to(part.folder).as_posix() for p in part.folder.rglob("*") if p.is_file()}
-    problems = []
-    for name, facts in files.items():
-        path = part.folder / name
-        if name not in here:  # a manifest's names lead nowhere else
-            problems.append(Problem(str(path), causes.file_missing(name)))
-        elif not _is_as_listed(path, facts):
-            problems.append(Problem(str(path), causes.file_changed(name)))
-    return verdict(f"{part.name}: files", problems, counted(len(files), "file"))
-
-
-def _is_as_listed(path: Path, facts: Mapping[str, Any]) -> bool:
-    """True for a file with the manifest's size and checksum; another size is not read at all."""
-    if path.stat().st_size != facts.get("size_bytes"):
-        return False
-    return xxhash.xxh3_128(path.read_bytes()).hexdigest() == facts.get("xxh3_128")
+    unlike = unlike_listed(part, entry)
+    problems = [Problem(str(part.folder / name), words) for name, words in unlike.items()]
+    return verdict(f"{part.name}: files", problems, counted(len(entry.get("files", {})), "file"))
 
 
 def _shards(part: Part, entry: Mapping[str, Any]) -> Item:

@@ -8,15 +8,16 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtp_checkpoints.containers.base import QUANTIZATION
+from mtp_checkpoints.containers.base import CONFIG_NAME, QUANTIZATION
 from mtp_checkpoints.errors import MtpExportError
 from mtp_checkpoints.quantization.native import DTYPE_KEYS
 from mtp_checkpoints.sources.strict_json import read_json_object
-from mtp_checkpoints.tensors.bundle_folder import MAIN
+from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_export.progress import counted
 from mtp_export.schemes.scheme import GRAFTED
 from mtp_export.verify.check import Item, Problem, not_tested, raise_trouble, verdict
 from mtp_export.verify.diagnosis.causes import files as causes
+from mtp_export.verify.files.listed_files import unlike_listed
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
@@ -33,8 +34,10 @@ _LEAST_USED = 0.9  # share of the vocabulary that a model's own tokenizer uses
 
 def run(context: Context) -> Iterator[Item]:
     """The two configs compared with each other, and each part's tokenizer with its config."""
+    unlike = _unlike_listed(context) if context.is_bundle else {}
     if context.is_bundle and context.main is not None and context.mtp is not None:
-        yield _configs(context, context.main.config, context.mtp.config)
+        is_main_changed = CONFIG_NAME in unlike[MAIN].keys() - unlike[MTP].keys()
+        yield _configs(context, context.main.config, context.mtp.config, is_main_changed)
     for layout in context.layouts:
         yield _yarn(layout.name, layout.checkpoint.config)
     if not isinstance(context.options.bundle, Path):
@@ -42,9 +45,15 @@ def run(context: Context) -> Iterator[Item]:
         return
     folders = {part.folder: part for part in context.parts}  # a checkpoint's parts are in one
     for part in folders.values():
-        yield _tokenizer(part, required=context.is_bundle)
+        yield _tokenizer(part, unlike.get(part.name, {}), required=context.is_bundle)
     if len(folders) > 1:
-        yield _same_tokenizer(context.parts, all_in_both=context.is_bundle)
+        yield _same_tokenizer(context.parts, unlike, all_in_both=context.is_bundle)
+
+
+def _unlike_listed(context: Context) -> dict[str, dict[str, str]]:
+    """Return by part the files that are not as the manifest lists them, with a sentence each."""
+    listed = (context.manifest or {}).get("parts", {})
+    return {part.name: unlike_listed(part, listed.get(part.name, {})) for part in context.parts}
 
 
 def _own_keys(context: Context) -> tuple[str, ...]:
@@ -52,8 +61,11 @@ def _own_keys(context: Context) -> tuple[str, ...]:
     return DTYPE_KEYS if context.recorded("base_quant") == GRAFTED else ()
 
 
-def _configs(context: Context, main: Mapping[str, Any], mtp: Mapping[str, Any]) -> Item:
-    """The draft's config equals the main one but for the fields that its target changes."""
+def _configs(
+    context: Context, main: Mapping[str, Any], mtp: Mapping[str, Any], is_main_changed: bool
+) -> Item:
+    """The draft's config equals the main one but for the fields that its target changes.
+    is_main_changed: the main one was changed after the export, and the draft's was not."""
     name = "draft and main of one model: configs"
     try:
         wanted = context.target.mtp_config(main)
@@ -61,9 +73,15 @@ def _configs(context: Context, main: Mapping[str, Any], mtp: Mapping[str, Any]) 
         return not_tested(name, "the main config cannot be used")
     problems = []
     for key in sorted({*wanted, *mtp} - {QUANTIZATION, *_own_keys(context)}):
-        if wanted.get(key) != mtp.get(key):
-            words = causes.draft_config_differs(key, found=mtp.get(key), wanted=wanted.get(key))
-            problems.append(Problem("mtp/config.json", words))
+        by_main, own = wanted.get(key), mtp.get(key)
+        if by_main == own:
+            continue
+        if is_main_changed:
+            words = causes.main_config_differs(key, found=by_main, wanted=own)
+        else:
+            words = causes.draft_config_differs(key, found=own, wanted=by_main)
+        changed = MAIN if is_main_changed else MTP
+        problems.append(Problem(f"{changed}/{CONFIG_NAME}", words))
     return verdict(name, problems, f"{len(wanted)} fields")
 
 
@@ -79,15 +97,18 @@ def _yarn(part: str, config: Mapping[str, Any]) -> Item:
     return verdict(f"{part}: yarn's attention scale", problems, figure)
 
 
-def _tokenizer(part: Part, *, required: bool) -> Item:
-    """The part has a tokenizer whose ids are those of the model; required: it must have one."""
+def _tokenizer(part: Part, unlike: Mapping[str, str], *, required: bool) -> Item:
+    """The part has a tokenizer whose ids are those of the model; required: it must have one.
+    unlike: sentences on files that are not as the manifest lists them."""
     name = f"{part.name}: tokenizer"
     files = [path.name for path in part.folder.iterdir()]
-    if not any(fnmatch(file, pattern) for file in files for pattern in _VOCABULARIES):
+    if not any(_is_vocabulary(file) for file in files):
         words = causes.no_tokenizer(part.name, ", ".join(_VOCABULARIES))
         if not required:
             return not_tested(name, words)
-        return verdict(name, [Problem(str(part.folder), words)])
+        missing = [Problem(str(part.folder / file), told) for file, told in unlike.items()
+                   if _is_vocabulary(file)]  # fmt: skip
+        return verdict(name, missing or [Problem(str(part.folder), words)])
     if part.checkpoint is None:
         return not_tested(name, "its config.json or index cannot be opened")
     config = part.checkpoint.config
@@ -109,6 +130,10 @@ def _tokenizer(part: Part, *, required: bool) -> Item:
         problems.append(Problem(str(path), words))
     problems += [Problem(str(path), words) for words in _special_tokens(part, config, ids)]
     return verdict(name, problems, f"{top:,} of {vocab:,} ids")
+
+
+def _is_vocabulary(file: str) -> bool:
+    return any(fnmatch(file, pattern) for pattern in _VOCABULARIES)
 
 
 def _entries(tokenizer: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
@@ -155,9 +180,12 @@ def _special_tokens(part: Part, config: Mapping[str, Any], ids: Mapping[str, int
             )
 
 
-def _same_tokenizer(parts: tuple[Part, ...], *, all_in_both: bool) -> Item:
-    """Main and draft read the same ids: their tokenizer files are equal, byte by byte. all_in_both:
-    one that a part lacks is a difference; engines take the main model's for a draft without."""
+def _same_tokenizer(
+    parts: tuple[Part, ...], unlike: Mapping[str, Mapping[str, str]], *, all_in_both: bool
+) -> Item:
+    """Main and draft read the same ids: their tokenizer files are equal, byte by byte. unlike: by
+    part, sentences on files that are not as the manifest lists them. all_in_both: one that a part
+    lacks is a difference; engines take the main model's for a draft without."""
     folders = [
         {
             path.name: path
@@ -170,8 +198,13 @@ def _same_tokenizer(parts: tuple[Part, ...], *, all_in_both: bool) -> Item:
     problems = []
     for part, files in zip(parts[1:], folders[1:], strict=True):
         for name in sorted(first.keys() ^ files.keys() if all_in_both else ()):
-            problems.append(Problem(name, causes.file_in_one_part(name, MAIN, part.name)))
+            lacking = part.name if name in first else MAIN
+            words = causes.file_in_one_part(name, MAIN, part.name)
+            told = unlike.get(lacking, {}).get(name, words)
+            problems.append(Problem(f"{lacking}/{name}", told))
         for name in sorted(first.keys() & files.keys()):
             if not filecmp.cmp(first[name], files[name], shallow=False):  # sizes first
-                problems.append(Problem(name, causes.tokenizers_differ(name, MAIN, part.name)))
+                changed = [p for p in (MAIN, part.name) if name in unlike.get(p, {})]
+                place = "/".join([*changed[:1], name])
+                problems.append(Problem(place, causes.tokenizers_differ(name, MAIN, part.name)))
     return verdict("one tokenizer", problems, counted(len(first), "file"))

@@ -7,7 +7,7 @@ from importlib.resources import files
 from jinja2 import Environment
 
 from mtp_export.verify.report.charts import charts
-from mtp_export.verify.report.failures import causes_of
+from mtp_export.verify.report.failures import causes_of, repairs
 from mtp_export.verify.report.plots import MOST_SERIES
 from mtp_export.verify.report.report import Report, recommended
 from mtp_export.verify.report.verdict import verdict_line, verdict_words
@@ -17,7 +17,8 @@ def html_page(report: Report) -> str:
     """The page: verdict, a card per cause of failures, charts of measured figures, every item."""
     environment = Environment(autoescape=True)
     environment.filters["class"] = lambda status: status.replace(" ", "-")
-    facts = report.as_json()
+    environment.filters["key"] = id
+    facts, causes = report.as_json(), causes_of(report)
     options = facts["bundle"]["options"]
     shown = [f"{key} {options[key]}" for key in ("base_quant", "mtp_quant", "target")
              if options.get(key)]  # fmt: skip
@@ -28,7 +29,13 @@ def html_page(report: Report) -> str:
         title=verdict_line(report),
         verdict=verdict_words(report),
         recommended=recommended(report),
-        causes=causes_of(report),
+        causes=causes,
+        titles=repairs(report),
+        numbers={
+            id(item): number
+            for number, cause in enumerate(causes, start=1)
+            for _, item in cause.items
+        },
         charts=charts(report),
         most_series=MOST_SERIES,
     )

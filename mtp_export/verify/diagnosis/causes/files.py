@@ -238,6 +238,11 @@ def draft_config_differs(key: str, found: object, wanted: object) -> str:
     )
 
 
+def main_config_differs(key: str, found: object, wanted: object) -> str:
+    unchanged = f"{key} is {wanted!r} in mtp/config.json, which is as it was exported"
+    return f"{unchanged}, and {found!r} by main/config.json"
+
+
 def yarn_scale_dropped(part: str, mscale: object) -> str:
     return (
         f"{part}/config.json has yarn's mscale {mscale} without mscale_all_dim: yarn's attention"
