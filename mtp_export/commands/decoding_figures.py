@@ -6,15 +6,18 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
+from mtp_export.progress import format_bytes
+
 if TYPE_CHECKING:
+    from mtp_kernels.decoder.compiled_cpu.expert_cache import ExpertCache
     from mtp_runtime import RequestMetrics, Summary
 
 # A share of the time that threads waited for a processor from which rates are those of other load.
@@ -78,6 +81,23 @@ def rates_line(summary: Summary, elapsed: Elapsed) -> str:
     if not summary.acceptance:
         return f"{line}, without drafts"
     return f"{line}, {summary.tokens_per_step:.2f} tokens per step (plain: 1)"
+
+
+def experts_line(cache: ExpertCache) -> str:
+    """Return how many routed experts were in memory when rows picked them, and what reading the
+    others took."""
+    counts = cache.counts
+    return (
+        f"experts: {100 * counts.hit_rate:.0f} % of {counts.requested:,} in memory,"
+        f" {format_bytes(counts.read_bytes)} read, {counts.waited_seconds:.2f} s waited for"
+        f" ({cache.slots:,} of {cache.experts:,} fit)"
+    )
+
+
+def expert_facts(cache: ExpertCache) -> dict[str, Any]:
+    """Return the counts of a cache of routed experts: those that passes asked for, each once a
+    layer, those that were in memory, bytes read, and seconds waited for them."""
+    return {"slots": cache.slots, "experts": cache.experts, **asdict(cache.counts)}
 
 
 def busy_line(elapsed: Elapsed, untold: str = "rates") -> str:

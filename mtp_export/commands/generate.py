@@ -20,6 +20,8 @@ from mtp_export.commands.decoding_figures import (
     Stopwatch,
     acceptance_lines,
     busy_line,
+    expert_facts,
+    experts_line,
     rates_line,
 )
 from mtp_export.commands.garbage import gc_paused
@@ -198,6 +200,8 @@ def _report(llm: LLM, decoding: Decoding, options: GenerateCommand) -> None:
     elapsed = stopwatch.elapsed()
     facts = _facts(decoding.asked, requests, elapsed)
     facts["speculate_method"] = llm.engine.config.speculation.method
+    if llm.expert_cache is not None:
+        facts["experts"] = expert_facts(llm.expert_cache)
     if not reporting.as_json:
         _print_figures(llm, requests, elapsed, reporting, tells_busy=not options.compare)
     if options.compare:
@@ -232,6 +236,8 @@ def _print_figures(
     summary = summarise(metrics, elapsed.seconds)
     lines: list[RenderableType] = ["", Text(rates_line(summary, elapsed))]
     lines += acceptance_lines(summary, metrics, plain_console())
+    if llm.expert_cache is not None:
+        lines.append(Text(experts_line(llm.expert_cache)))
     if elapsed.is_busy and tells_busy:
         lines.append(Text(busy_line(elapsed)))
     drafts = f"drafts by {llm.engine.config.speculation.method}" if summary.acceptance else ""

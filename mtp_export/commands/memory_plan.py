@@ -13,6 +13,7 @@ from mtp_export.progress import format_bytes
 
 if TYPE_CHECKING:
     from mtp_export.commands.runtime import Runtime
+    from mtp_runtime.models.memory_plan import MemoryPlan
     from mtp_runtime.parallel.group import Group
     from mtp_runtime.run_plan import RunMemory
 
@@ -48,6 +49,7 @@ def memory_facts(memory: RunMemory, device: str) -> dict[str, Any]:
         "device": device,
         "dtype": plan.dtype_name,
         "weight_bytes": plan.weight_bytes,
+        **_expert_facts(plan),
         "dense_bytes": plan.dense_bytes,
         "cache_tokens": memory.cache_tokens,
         "cache_bytes": memory.cache_tokens * plan.token_bytes,
@@ -59,18 +61,35 @@ def memory_facts(memory: RunMemory, device: str) -> dict[str, Any]:
     }
 
 
+def _expert_facts(plan: MemoryPlan) -> dict[str, Any]:
+    """Return what a cache of routed experts holds; nothing where all weights are loaded."""
+    if plan.experts is None or plan.slots is None:
+        return {}
+    return {
+        "expert_bytes": plan.slot_bytes,
+        "experts_in_memory": plan.slots,
+        "experts": plan.experts.number,
+        "token_read_bytes": plan.experts.row_picks * plan.experts.stored_bytes,
+        "holds_two_tokens": plan.holds_two_tokens,
+    }
+
+
 def _table(facts: dict[str, Any]) -> FiguresTable:
     table = FiguresTable()
     table.add_words("memory")
     table.add_figures("bytes")
     table.add_words("what")
-    rows = {
-        "weights": ("weight_bytes", _stored(facts)),
-        "cache": ("cache_bytes", f"{facts['cache_tokens']:,} tokens"),
-        "workspaces": ("working_bytes", "packages, and what is being read or computed"),
-    }
-    for name, (size, what) in rows.items():
-        table.add_row(name, format_bytes(facts[size]), what)
+    experts = facts.get("expert_bytes", 0)
+    rows = [("weights", facts["weight_bytes"] - experts, _stored(facts))]
+    if experts:
+        held = f"{facts['experts_in_memory']:,} of {facts['experts']:,} routed ones"
+        rows.append(("experts", experts, held))
+    rows += [
+        ("cache", facts["cache_bytes"], f"{facts['cache_tokens']:,} tokens"),
+        ("workspaces", facts["working_bytes"], "packages, and what is being read or computed"),
+    ]
+    for name, size, what in rows:
+        table.add_row(name, format_bytes(size), what)
     table.add_section()
     table.add_row("needed", format_bytes(facts["needed_bytes"]), "all together")
     if facts["free_bytes"] is not None:
@@ -92,4 +111,15 @@ def _lines(facts: dict[str, Any]) -> list[str]:
         False: "no",
         None: f"unknown, the memory of {facts['device']} is not compared",
     }[facts["fits"]]
-    return [f"Fits: {answer}. Nothing was loaded."]
+    return [*_expert_lines(facts), f"Fits: {answer}. Nothing was loaded."]
+
+
+def _expert_lines(facts: dict[str, Any]) -> list[str]:
+    """Return what a token reads where not all experts are in memory."""
+    if "experts" not in facts:
+        return []
+    most = format_bytes(facts["token_read_bytes"])
+    lines = [f"Other experts are read from disk when they are used: at most {most} a token."]
+    if not facts["holds_two_tokens"]:
+        lines.append("That is most of them: less than two tokens' experts are in memory.")
+    return lines

@@ -11,8 +11,17 @@ from typing import TYPE_CHECKING, Any
 from mtp_checkpoints.errors import UsageError
 from mtp_export.commands.garbage import gc_paused
 from mtp_export.commands.output import status
-from mtp_export.options import Access, Names, Panel, argument, option, parse_path, path_option
-from mtp_runtime.config import MAX_DRAFT_TOKENS, LLMOptions
+from mtp_export.options import (
+    Access,
+    Names,
+    Panel,
+    argument,
+    option,
+    parse_path,
+    parse_size,
+    path_option,
+)
+from mtp_runtime.config import MAX_DRAFT_TOKENS, EngineConfig, LLMOptions
 
 if TYPE_CHECKING:
     from mtp_runtime import LLM
@@ -154,6 +163,16 @@ class Runtime:
             low=1,
         ),
     )
+    max_memory: int | None = field(
+        default=None,
+        metadata=option(
+            "Resident memory: routed experts that do not fit are read from disk.",
+            Panel.PERFORMANCE,
+            metavar="SIZE",
+            parser=parse_size,
+            show_default=f"a cache of {EngineConfig.cache_tokens} tokens, or what fits",
+        ),
+    )
     parallel_mode: str | None = field(
         default=None,
         metadata=option(
@@ -197,6 +216,7 @@ class Runtime:
             dtype=self.dtype,
             deterministic=self.deterministic,
             max_model_len=self.max_model_len,
+            max_memory_bytes=self.max_memory,
             static_graph=self.static_graph,
             parallel_mode=self.parallel_mode,
             **vars(self.drafting),

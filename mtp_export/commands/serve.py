@@ -16,9 +16,9 @@ from mtp_export.commands.memory_plan import print_memory_plan
 from mtp_export.commands.output import DEBUG, Reporting, plain_console, remark
 from mtp_export.commands.runtime import BUNDLE, Runtime
 from mtp_export.commands.standard_streams import unblocked_stderr
-from mtp_export.options import Access, Panel, option, parse_path, parse_size
+from mtp_export.options import Access, Panel, option, parse_path
 from mtp_export.progress import counted
-from mtp_runtime.config import EngineConfig, LLMOptions
+from mtp_runtime.config import LLMOptions
 
 _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client")
 
@@ -114,16 +114,6 @@ class Limits:
             "Tokens per page of cache.", Panel.LIMITS, metavar="N", low=1, high=1 << 16
         ),
     )
-    max_memory: int | None = field(
-        default=None,
-        metadata=option(
-            "Resident memory: what the model leaves of it is cache.",
-            Panel.LIMITS,
-            metavar="SIZE",
-            parser=parse_size,
-            show_default=f"a cache of {EngineConfig.cache_tokens} tokens, or what fits",
-        ),
-    )
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -135,7 +125,6 @@ class Limits:
             "prefill_chunk": LLMOptions.prefill_chunk if chunked else self.max_tokens_per_batch,
             "prefix_cache": self.enable_prefix_cache,
             "page_size": self.block_size,
-            "max_memory_bytes": self.max_memory,
         }
 
 

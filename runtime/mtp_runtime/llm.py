@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from shlex import quote
 from threading import Lock
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -40,11 +40,14 @@ from mtp_runtime.models.model import Model
 from mtp_runtime.parallel.group import LONE, Group
 from mtp_runtime.prompts import are_ids, require_unicode
 from mtp_runtime.request import Request, RequestMetrics, TokenEvent
-from mtp_runtime.run_plan import draft_folder_of, load_options_of
+from mtp_runtime.run_plan import draft_folder_of, load_options_of, planned_memory
 from mtp_runtime.sampling import SamplingParams
 from mtp_runtime.static_graph.options import GraphOptions
 from mtp_runtime.static_graph.steps import pool_bytes
 from mtp_runtime.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from mtp_kernels.decoder.compiled_cpu.expert_cache import ExpertCache
 
 logger = logging.getLogger(__name__)
 Prompt = str | Sequence[int]
@@ -91,7 +94,11 @@ class LLM:
         folder = draft_folder_of(Path(bundle), config, given.draft_model)
         graphs = GraphOptions.of(given.static_graph, given.device, group)
         loading = load_options_of(given, config.speculation, graphs)
-        self._loaded = loaded or _load_within(given, Path(bundle), loading, group)
+        if loaded is None:
+            given, main = _with_expert_cache(given, Path(bundle), loading, group)
+            loaded = _load_within(given, Path(bundle), main, group)
+            config = given.engine()
+        self._loaded = loaded
         draft = None if folder is None else self._draft(folder, config, loading)
         self.engine = self._engine(config, given, draft, graphs)
         self.next_request_id, self._numbering = 0, Lock()
@@ -105,6 +112,11 @@ class LLM:
     def chat(self) -> Chat:
         """The bundle's chat template, which may be missing."""
         return Chat(self._loaded.folder)
+
+    @property
+    def expert_cache(self) -> ExpertCache | None:
+        """Cache of the routed experts, where they do not all fit into max_memory_bytes."""
+        return self._loaded.expert_cache
 
     @property
     def ledger(self) -> Ledger:
@@ -178,6 +190,8 @@ class LLM:
         if tokens > 0:
             self.generate([(0, 0)], SamplingParams(max_tokens=tokens, ignore_eos=True))
         self.engine.totals = RequestMetrics()
+        if self.expert_cache is not None:
+            self.expert_cache.restart_counts()
 
     def generate(
         self,
@@ -282,6 +296,23 @@ def _output(request: Request) -> RequestOutput:
         logprobs=tuple(request.logprobs),
         prompt_logprobs=tuple(request.prompt_logprobs),
     )
+
+
+def _with_expert_cache(
+    given: LLMOptions, bundle: Path, options: LoadOptions, group: Group
+) -> tuple[LLMOptions, LoadOptions]:
+    """Return the options with the limit of memory divided between cached tokens and routed experts,
+    where not all of these fit into it (ResourceError where too few do)."""
+    if given.max_memory_bytes is None or not options.compiled or not group.is_one:
+        return given, options
+    check_count("max_memory_bytes", given.max_memory_bytes, 1, 1 << 60)
+    memory = planned_memory(bundle, given)
+    if memory.refusal is not None:
+        raise memory.refusal
+    if memory.plan.slots is None:
+        return given, options
+    divided = replace(given, max_memory_bytes=None, cache_tokens=memory.cache_tokens)
+    return divided, replace(options, expert_bytes=memory.plan.slot_bytes)
 
 
 def _load_within(given: LLMOptions, bundle: Path, options: LoadOptions, group: Group) -> Loaded:

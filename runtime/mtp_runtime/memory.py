@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,9 +14,9 @@ import torch
 from mtp_checkpoints.errors import ResourceError, UsageError
 from mtp_checkpoints.free_memory import free_memory
 from mtp_runtime.cache import PageAllocator
+from mtp_runtime.models.memory_plan import FOR_CACHE, MemoryPlan, PageSizes
 
 logger = logging.getLogger(__name__)
-_FOR_CACHE = 0.9  # of what the model leaves; the rest is for what a step computes
 
 
 class Tensors(Protocol):
@@ -57,7 +58,7 @@ def cache_tokens_beside(
 
     Raises ResourceError where there is no room.
     """
-    count = int((max_memory_bytes - used_bytes) * _FOR_CACHE) // page_bytes
+    count = int((max_memory_bytes - used_bytes) * FOR_CACHE) // page_bytes
     if count < 1:
         raise ResourceError(
             "The model leaves no memory for the cache",
@@ -82,6 +83,42 @@ def cache_tokens_free(most: int, *, page_bytes: int, page_size: int, unread_byte
     if tokens < most:
         logger.warning("The cache has room for %d tokens, not for %d: memory is full", tokens, most)
     return tokens
+
+
+def fits_beside(used_bytes: int, max_memory_bytes: int, page_bytes: int) -> bool:
+    """Return whether there is room for any cache beside what is used."""
+    return int((max_memory_bytes - used_bytes) * FOR_CACHE) >= page_bytes
+
+
+def with_expert_cache(
+    plan: MemoryPlan,
+    sizes: PageSizes,
+    *,
+    used_bytes: int,
+    max_memory_bytes: int,
+) -> tuple[MemoryPlan, int]:
+    """Return the plan with as many routed experts in memory as a limit leaves room for, and the
+    tokens of cache beside them, as MemoryPlan.with_expert_cache.
+
+    Raises ResourceError where not even the experts of one token in one layer fit.
+    """
+    cached = plan.with_expert_cache(max_memory_bytes - used_bytes, sizes)
+    if cached is not None:
+        return cached
+    experts = plan.experts
+    assert experts is not None, "a model with routed experts"
+    least, usual = (
+        _mb(used_bytes + plan.bytes_with_experts(picks, sizes))
+        for picks in (experts.layer_picks, 2 * experts.row_picks)
+    )
+    raise ResourceError(
+        "The model does not fit into --max-memory, not even with its routed experts on disk",
+        expected=f"{least} at least, and {usual} to hold the experts of two tokens: what every"
+        f" token uses takes {_mb(plan.always_bytes)}",
+        found=f"--max-memory of {_mb(max_memory_bytes)}",
+        todo="No weight was read. Raise --max-memory, or leave the MTP module out by"
+        " --speculate-method none",
+    )
 
 
 def bytes_per_page(cached: Sequence[Cached], page_size: int) -> int:
@@ -121,3 +158,8 @@ def resident_bytes() -> int:
     """Return the resident memory of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _mb(size: int) -> str:
+    """Return a size in words, rounded up."""
+    return f"{math.ceil(size / 1e6):,} MB"

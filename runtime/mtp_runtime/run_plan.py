@@ -14,9 +14,15 @@ from mtp_runtime.acceptance import ACCEPTANCE_RULES
 from mtp_runtime.config import AUTO_DRAFTS, EngineConfig, LLMOptions, SpeculationConfig
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.loading.draft_folder import read_draft
-from mtp_runtime.memory import cache_tokens_beside, cache_tokens_free, resident_bytes
+from mtp_runtime.memory import (
+    cache_tokens_beside,
+    cache_tokens_free,
+    fits_beside,
+    resident_bytes,
+    with_expert_cache,
+)
 from mtp_runtime.models.load import LoadOptions, open_model
-from mtp_runtime.models.memory_plan import WORKING_BYTES, MemoryPlan
+from mtp_runtime.models.memory_plan import WORKING_BYTES, MemoryPlan, PageSizes
 from mtp_runtime.parallel.group import LONE, Group
 from mtp_runtime.static_graph.options import GraphOptions
 
@@ -51,10 +57,14 @@ class RunMemory:
             limits |= {"--max-memory": options.max_memory_bytes}
             working_bytes = resident_bytes() if is_cpu else 0
         try:
+            cached = _with_expert_cache(plan, config, options, working_bytes)
+            if cached is not None:
+                plan, given = cached
             if is_cpu:
                 plan.check(bundle, given)
-            tokens = _planned_tokens(plan, config, options, working_bytes)
-            return cls(plan, tokens, limits, working_bytes=working_bytes)
+            if cached is None:
+                given = _planned_tokens(plan, config, options, working_bytes)
+            return cls(plan, given, limits, working_bytes=working_bytes)
         except ResourceError as refusal:
             return cls(plan, given, limits, refusal, working_bytes)
 
@@ -78,6 +88,20 @@ def planned_memory(bundle: Path, options: LLMOptions, group: Group = LONE) -> Ru
         draft = open_model(folder, loading, group, packs=loading.compiled)
         plan = plan.beside(draft.memory_plan(loading))
     return RunMemory.of(plan, opened.folder, config, options)
+
+
+def _with_expert_cache(
+    plan: MemoryPlan, config: EngineConfig, options: LLMOptions, working_bytes: int
+) -> tuple[MemoryPlan, int] | None:
+    """Return the plan with as many routed experts in memory as a limit leaves room for, and tokens
+    of cache; None where there is no limit, or all of them fit (ResourceError where too few do)."""
+    limit, page_bytes = options.max_memory_bytes, plan.token_bytes * config.page_size
+    if limit is None or plan.experts is None:
+        return None
+    if fits_beside(working_bytes + plan.weight_bytes, limit, page_bytes):
+        return None
+    sizes = PageSizes(config.page_size, config.cache_tokens, options.cache_tokens)
+    return with_expert_cache(plan, sizes, used_bytes=working_bytes, max_memory_bytes=limit)
 
 
 def _planned_tokens(

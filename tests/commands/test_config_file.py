@@ -48,7 +48,7 @@ def test_the_command_line_goes_before_the_environment_and_that_before_the_file(
     words = ("serve", "bundle", "--config", path)
     assert run_program(*words).code == 0
     (first,) = taken
-    assert (first.server.port, first.limits.max_memory) == (9000, 2_000_000_000)
+    assert (first.server.port, first.runtime.max_memory) == (9000, 2_000_000_000)
     assert first.limits.enable_prefix_cache and not first.limits.enable_chunked_prefill
     assert first.runtime.drafting.k_schedule == ((1, 5), (16, 2))
     assert first.limits.block_size == 64

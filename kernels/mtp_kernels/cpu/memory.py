@@ -24,22 +24,28 @@ def floats(count: int) -> np.ndarray:
 
 
 class Arena:
-    """Bump allocator: arrays side by side in large chunks, each from a cache line on."""
+    """Bump allocator: arrays side by side, each from a cache line on.
 
-    def __init__(self) -> None:
-        self._chunk = floats(0)
+    memory: float32, of which all are taken; None: large chunks, as many as are needed.
+    """
+
+    def __init__(self, memory: np.ndarray | None = None) -> None:
+        self._chunk = floats(0) if memory is None else memory
+        self._grows = memory is None
         self._taking = threading.Lock()
 
     def take(self, *shape: int, dtype: type[np.generic] = np.float32) -> np.ndarray:
         """Return uninitialised memory of a dtype of at most four bytes.
 
-        Threads may call this at the same time.
+        Threads may call this at the same time. Raises ValueError where given memory is too small.
         """
         entries = math.prod(shape)
         count = -(-entries * np.dtype(dtype).itemsize // 4)
         size = -(-count // LINE) * LINE
         with self._taking:
             if size > len(self._chunk):
+                if not self._grows:
+                    raise ValueError(f"memory: expected {size} floats, found {len(self._chunk)}")
                 self._chunk = floats(max(size, CHUNK_FLOATS))
             place, self._chunk = self._chunk[:count], self._chunk[size:]
         return place.view(dtype)[:entries].reshape(shape)

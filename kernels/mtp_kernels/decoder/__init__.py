@@ -6,7 +6,7 @@ mixture-of-experts MLP, norms and projections. The tests hold each to a definiti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Any, Protocol, cast, runtime_checkable
@@ -144,9 +144,34 @@ class LayerWeights:
         attention = own.pop("attention")
         return {field.name: getattr(attention, field.name) for field in fields(attention)} | own
 
-    def shapes(self) -> Shapes:
-        """Return the shape of every tensor by its field's name, None where there is none."""
-        return {name: None if t is None else tuple(t.shape) for name, t in self.tensors.items()}
+    def shapes(self, absent: int = 0) -> Shapes:
+        """Return the shape of every tensor by its field's name, None where there is none; of
+        experts with those of some that are absent."""
+        shapes: Shapes = {n: None if t is None else tuple(t.shape) for n, t in self.tensors.items()}
+        for name in ("gate_up", "expert_down") if absent else ():
+            number, *rest = shapes[name] or ()
+            shapes[name] = (number + absent, *rest)
+        return shapes
+
+
+@dataclass(frozen=True)
+class RoutedExperts:
+    """Routed experts of a layer that stay in their files: so many, each with gate_up [1, 2*i, d]
+    and down [1, d, i], which are read when they are packed. form: what experts have in common that
+    take equally much memory."""
+
+    number: int
+    matrices: Callable[[int], tuple[Matrix, Matrix]]
+    form: Callable[[int], Hashable]
+
+
+@dataclass(frozen=True)
+class OffloadedLayer:
+    """A sparse layer whose routed experts are read when rows pick them; weights have the shared
+    ones alone, if there are any."""
+
+    weights: LayerWeights
+    experts: RoutedExperts
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,8 @@ class WeightSource:
 
     The state of one loading: the names that were read so far, for the ledger. keep_dense: linears
     are dequantized when they are loaded. on_demand: routed experts, heads and embeddings are read
-    when they are used. contract is that of the MTP modules. values: tensors in place of stored
+    when they are used. once: bytes are read past the page cache. contract is that of the MTP
+    modules. values: tensors in place of stored
     weights, by their released names, as a training has them. parallel: the ranks that divide a
     model among them; each reads its own part. group_experts: routed experts are multiplied in one
     call. packs: linears stay in their files until compiled kernels pack them. advance takes the
@@ -89,6 +90,7 @@ class WeightSource:
     parallel: TensorParallel = ALONE
     group_experts: bool = False
     packs: bool = False
+    once: bool = False
     advance: Advance = int
 
     @property
@@ -186,7 +188,7 @@ class WeightSource:
             return EmbeddingTable(kept, self.dtype)
         self._note(name)
         self._check_plain(name)
-        return EmbeddingOnDemand(self._on_disk(name), self.dtype, self.device, self._readers)
+        return EmbeddingOnDemand(self._on_disk(name), self.dtype, self.device, self.readers)
 
     def head(self, module: str) -> Linear:
         """Return the linear layer of a head, the largest of a model."""
@@ -195,7 +197,7 @@ class WeightSource:
         if self.split.size > 1 or not self.on_demand or self.stored(name).transposed:
             return self.column_parallel(module)
         self._note(name)
-        return Linear(WeightOnDemand(self._on_disk(name), self.device, self._readers))
+        return Linear(WeightOnDemand(self._on_disk(name), self.device, self.readers))
 
     def column_parallel(self, module: str) -> Linear:
         """Return a linear layer that takes whole inputs; every rank has some of its outputs.
@@ -241,7 +243,7 @@ class WeightSource:
             grouped = GroupedExperts.of(held, len(names)) if self.group_experts else None
             return grouped or held
         in_mtp = self._spec(f"{names[0].down}.weight").mtp_layer is not None
-        return StoredExperts(names, load, shared, self._readers, kept={} if in_mtp else None)
+        return StoredExperts(names, load, shared, self.readers, kept={} if in_mtp else None)
 
     def elsewhere(self, modules: Iterable[str]) -> None:
         """Note weights of linears that other ranks read (InvalidInputError for missing ones)."""
@@ -254,7 +256,7 @@ class WeightSource:
         if not self._has(copy_name):
             return True
         copy, original = map(self._on_disk, (copy_name, main))
-        equal = is_copy(copy, original, self._readers, self.parallel.group)
+        equal = is_copy(copy, original, self.readers, self.parallel.group)
         if equal:
             self.tied.add(copy_name)
         else:
@@ -283,7 +285,8 @@ class WeightSource:
         return Ledger(*map(self._released_names, (self.owners, self.loaded, skipped, self.tied)))
 
     @cached_property
-    def _readers(self) -> ThreadPoolExecutor:
+    def readers(self) -> ThreadPoolExecutor:
+        """Threads that read what is used before all is loaded."""
         return ThreadPoolExecutor(READERS)
 
     @property
@@ -354,13 +357,13 @@ class WeightSource:
         return WeightOnDisk(weight, tuple(tensors[tensor.name] for tensor in weight.tensors))
 
     def _read(self, tensor: TensorInfo, device: torch.device) -> torch.Tensor:
-        with TensorReader(tensor, once=self.on_demand) as reader:
+        with TensorReader(tensor, once=self.once) as reader:
             values = reader.rows(0, tensor.shape[0] if tensor.shape else 1)
         self.advance(values.nbytes)
         return values.to(device)
 
     def _read_window(self, tensor: TensorInfo, rows: range, columns: range | None) -> torch.Tensor:
-        with TensorReader(tensor) as reader:
+        with TensorReader(tensor, once=self.once) as reader:
             if columns is None:
                 values = reader.rows(rows.start, rows.stop)
             else:

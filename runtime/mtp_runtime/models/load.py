@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -31,8 +32,12 @@ from mtp_runtime.models.execution import Execution, Head, Outputs, TorchExecutio
 from mtp_runtime.models.layer_types import LayerLoader, layer_type, load_layer
 from mtp_runtime.models.memory_plan import MemoryPlan, planned
 from mtp_runtime.models.model import Model, MtpModule
+from mtp_runtime.models.offloaded import OffloadedExecution
 from mtp_runtime.models.sharded import ShardedExecution
 from mtp_runtime.parallel.group import LONE, Group
+
+if TYPE_CHECKING:
+    from mtp_kernels.decoder.compiled_cpu.expert_cache import ExpertCache
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEVICES = {"cpu": "CPU", "cuda": "CUDA device", "npu": "NPU (torch_npu beside CANN)"}
@@ -56,6 +61,8 @@ class LoadOptions:
     else reduce.
     mtp_folder: checkpoint with the MTP modules, where they are not beside the main part.
     static_graph: torch runs all layers, and nothing of a step is read back to the host.
+    expert_bytes: memory for routed experts of main layers, of which the others stay in their files
+    until rows pick them; None: all of them are loaded.
     """
 
     device: str = "cpu"
@@ -70,6 +77,7 @@ class LoadOptions:
     parallel_mode: str | None = None
     static_graph: bool = False
     mtp_folder: Path | None = None
+    expert_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -158,7 +166,8 @@ class Loaded:
     """A model ready to run, the ledger of its tensors, and the folder of its tokenizer.
 
     parallel: the ranks that divide it, and how they join their parts. announced_mtp_layers: those
-    that its config.json counts, loaded or not.
+    that its config.json counts, loaded or not. expert_cache: that of routed experts which do not
+    all fit into memory.
     """
 
     model: Model
@@ -166,6 +175,7 @@ class Loaded:
     folder: Path
     parallel: TensorParallel = ALONE
     announced_mtp_layers: int = 0
+    expert_cache: ExpertCache | None = None
 
 
 @dataclass(frozen=True)
@@ -198,21 +208,27 @@ class OpenedModel:
         dense = DTYPES[options.dtype] if options.keeps_dense else None
         with_mtp = self.contract is not None and self.source.has_mtp
         positions = self.config.max_positions
-        return planned(self.source, self.spec, dense, with_mtp=with_mtp, max_positions=positions)
+        plan = planned(self.source, self.spec, dense, with_mtp=with_mtp, max_positions=positions)
+        if options.expert_bytes is None or plan.experts is None:
+            return plan
+        return plan.with_slots(options.expert_bytes // plan.experts.slot_bytes)
 
     @cached_property
     def loader(self) -> LayerLoader:
         """Loader of the model's layers."""
         return LayerLoader(self.source, self.config.norm_eps, self.config.max_positions)
 
-    def model(self, execution: Execution, layers: int | None = None) -> Model:
+    def model(
+        self, execution: Execution, layers: int | None = None, of_main: Execution | None = None
+    ) -> Model:
         """Load the model, with its first `layers` main layers where that is given, and with its
-        MTP modules where there is a contract for them."""
+        MTP modules where there is a contract for them. of_main: another execution of main layers.
+        """
         source, spec, contract = self.source, self.spec, self.contract
         embedding = source.embedding(weight_name(spec.embedding))
         head = Head(self.loader.norm(spec.norm), Outputs(source.head(spec.head), execution))
         count = self.config.layers if layers is None else layers
-        main = execution.layers(map(self.layer, range(count)))
+        main = (of_main or execution).layers(map(self.layer, range(count)))
         modules: tuple[MtpModule, ...] = ()
         if contract is not None and source.has_mtp:
             model = Model(self.config, embedding, main, head)
@@ -283,9 +299,15 @@ def load_model(
     read_bytes = 0 if options.on_demand else opened.size_bytes // group.split.size
     with show_loading(path, read_bytes) as advance, torch_threads_for(opened.config.hidden):
         opened.source.advance = advance
-        model = opened.model(options.execution(group))
+        execution, offloaded = options.execution(group), None
+        if options.expert_bytes is not None:
+            offloaded = OffloadedExecution.of(
+                execution, opened.spec, options.expert_bytes, opened.source.readers
+            )
+        model = opened.model(execution, of_main=offloaded)
         model.make()  # on every rank, and of files that are there
-        opened.source.advance = int
+        cache = None if offloaded is None else offloaded.opened_cache()
+        opened.source.advance = int if cache is None else cache.note_read
     if options.deterministic:
         refuse_torch_layers(model, opened.folder)
     return Loaded(
@@ -294,6 +316,7 @@ def load_model(
         opened.folder,
         parallel=options.parallel(group),
         announced_mtp_layers=len(opened.spec.mtp),
+        expert_cache=cache,
     )
 
 
@@ -325,6 +348,7 @@ def open_model(
         parallel=options.parallel(group),
         group_experts=options.groups_experts and group.is_one,
         packs=packs,
+        once=options.on_demand or options.expert_bytes is not None,
     )
     if options.requires_mtp and not source.has_mtp:
         raise no_module_to_draft_with(path)

@@ -93,8 +93,11 @@ def shared_by(layer: DecoderLayer) -> Shared:
     return Shared(config, attention.rope)
 
 
-def weights_of(layer: DecoderLayer, experts: Sequence[Mlp]) -> kernels.LayerWeights:
-    """Return a layer's weights with some experts, or none, as the kernels take them."""
+def weights_of(
+    layer: DecoderLayer, experts: Sequence[Mlp], like: Mlp | None = None
+) -> kernels.LayerWeights:
+    """Return a layer's weights with some experts, or none, as the kernels take them. like: an
+    expert whose sizes they have where there are none."""
     attention = attention_of(layer)
     router: torch.Tensor | None = None
     bias: torch.Tensor | None = None
@@ -104,6 +107,8 @@ def weights_of(layer: DecoderLayer, experts: Sequence[Mlp]) -> kernels.LayerWeig
     hidden = len(layer.post_norm.weight)
     gate_up: kernels.Matrix = torch.empty(0, 2, hidden)
     down: kernels.Matrix = torch.empty(0, hidden, 1)
+    if like is not None:
+        gate_up, down = (Rows((), (0, *one.weight.shape)) for one in (like.gate_up, like.down))
     if experts:
         gate_up = Rows.stacked([expert.gate_up for expert in experts])
         down = Rows.stacked([expert.down for expert in experts])

@@ -8,6 +8,7 @@ bits depend on neither its batch nor the number of threads.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Executor
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from mtp_kernels.decoder import (
     LayerShard,
     LayerWeights,
     Matrix,
+    OffloadedLayer,
     RecursionParts,
     Rope,
 )
@@ -33,6 +35,12 @@ from mtp_kernels.decoder.checks import (
     check_weights,
 )
 from mtp_kernels.decoder.compiled_cpu.attention import Scratch
+from mtp_kernels.decoder.compiled_cpu.expert_cache import ExpertCache
+from mtp_kernels.decoder.compiled_cpu.offloaded import (
+    OffloadedDecoder,
+    PackedOffloaded,
+    pack_offloaded,
+)
 from mtp_kernels.decoder.compiled_cpu.packing import FLOATS, Packer
 from mtp_kernels.decoder.compiled_cpu.passes import Norm, Projection, best_product, whole_product
 from mtp_kernels.decoder.compiled_cpu.recursion import (
@@ -86,6 +94,30 @@ class Backend:
     ) -> ShardedDecoder:
         """Join parts of layers."""
         return ShardedDecoder(config, layers, rope)
+
+    def expert_cache(self, size_bytes: int, picked: int, pool: Executor) -> ExpertCache:
+        """Make a cache of routed experts, of which a row picks so many in a layer; pool: threads
+        that read them."""
+        return ExpertCache(size_bytes, self._packer.dtype, picked, pool)
+
+    def pack_offloaded(
+        self, layer: LayerWeights | OffloadedLayer, cache: ExpertCache
+    ) -> PackedOffloaded:
+        """Pack a layer, but for routed experts that stay in their files."""
+        if isinstance(layer, LayerWeights):
+            return PackedOffloaded(self.pack(layer))
+        check_weights(layer.weights)
+        return pack_offloaded(layer, self._packer, cache)
+
+    def offloaded_decoder(
+        self,
+        config: DecoderConfig,
+        layers: Sequence[PackedOffloaded],
+        rope: Rope,
+        cache: ExpertCache,
+    ) -> OffloadedDecoder:
+        """Join layers, some of which have routed experts in a cache."""
+        return OffloadedDecoder(config, layers, rope, cache)
 
     def norm(self, weight: torch.Tensor, eps: float) -> Norm:
         """Return an RMS norm."""

@@ -38,9 +38,10 @@ def feed_forward(member: Any, layer: Any, sizes: Any, scratch: Any, x: Any) -> N
     route(member, layer, sizes, scratch, x)
     wait(member)
     rows, places, ends = sort_by_expert(layer, scratch.picked, x.shape[0])
-    make_inner(member, layer, sizes, scratch, rows, ends)
+    experts = picked_by_any(ends)
+    make_inner(member, layer, sizes, scratch, rows, ends, experts)
     wait(member)
-    add_experts(member, layer, sizes, scratch, rows, places, ends, x)
+    add_experts(member, layer, sizes, scratch, rows, places, ends, experts, x)
     wait(member)
 
 
@@ -141,17 +142,29 @@ def sort_by_expert(layer: Any, picked: Any, count: Any) -> Any:
 
 
 @inner
-def make_inner(member: Any, layer: Any, sizes: Any, scratch: Any, rows: Any, ends: Any) -> None:
-    """Compute silu(gate) * up of every pair, shared out by expert and panel."""
+def picked_by_any(ends: Any) -> Any:
+    """Return the numbers of the experts that have pairs, ascending."""
+    experts, count = np.empty(ends.size - 1, np.int64), 0
+    for expert in range(ends.size - 1):
+        if ends[expert + 1] > ends[expert]:
+            experts[count] = expert
+            count += 1
+    return experts[:count]
+
+
+@inner
+def make_inner(
+    member: Any, layer: Any, sizes: Any, scratch: Any, rows: Any, ends: Any, experts: Any
+) -> None:
+    """Compute silu(gate) * up of every pair of some experts, shared out by expert and panel."""
     panels = panels_of(layer.inner)
-    hit = 0
-    for expert in range(ends.size - 1):
-        hit += ends[expert + 1] > ends[expert]
-    total, done = (rows.size + hit * READ_COST) * panels, 0
-    for expert in range(ends.size - 1):
+    total, done = 0, 0
+    for expert in experts:
+        total += (ends[expert + 1] - ends[expert] + READ_COST) * panels
+    for expert in experts:
         first, last = ends[expert], ends[expert + 1]
         cost = last - first + READ_COST
-        for panel in range(panels if last > first else 0):
+        for panel in range(panels):
             if owns(member, done, cost, total):
                 weight = panel_in(layer.gate_up, expert, 2 * panel, sizes.hidden)
                 gate_panel(weight, scratch.normed, rows[first:last], scratch.inner[first:], panel)
@@ -178,9 +191,10 @@ def gate_panel(weight: Any, normed: Any, rows: Any, out: Any, panel: Any) -> Non
 
 @inner
 def add_experts(
-    member: Any, layer: Any, sizes: Any, scratch: Any, rows: Any, places: Any, ends: Any, x: Any
-) -> None:
-    """Add weight * down(inner) to x, expert by expert, by panels of x."""
+    member: Any, layer: Any, sizes: Any, scratch: Any, rows: Any, places: Any, ends: Any,
+    experts: Any, x: Any,
+) -> None:  # fmt: skip
+    """Add weight * down(inner) of some experts to x, one after the other, by panels of x."""
     hidden, panels = sizes.hidden, panels_of(sizes.hidden)
     made = np.empty((BLOCK_ROWS, STRIP), np.float32)
     weights, inputs = scratch.weights.reshape(-1), rows_of(scratch.inner)
@@ -188,7 +202,7 @@ def add_experts(
     for panel in range(first, last, STRIP_PANELS):
         column, count = panel * PANEL, min(STRIP_PANELS, last - panel)
         size = min(count * PANEL, hidden - column)
-        for expert in range(ends.size - 1):
+        for expert in experts:
             packed = panel_in(layer.expert_down, expert, panel, layer.inner)
             for start in range(ends[expert], ends[expert + 1], BLOCK_ROWS):
                 block = block_of(inputs, start, ends[expert + 1])

@@ -17,7 +17,7 @@ from mtp_kernels.cpu.vectors import address, rows_of
 from mtp_kernels.decoder import LayerShard, Matrix, Pairs
 from mtp_kernels.decoder.checks import check_pass
 from mtp_kernels.decoder.compiled_cpu.attention import attend
-from mtp_kernels.decoder.compiled_cpu.experts import make_inner, route
+from mtp_kernels.decoder.compiled_cpu.experts import make_inner, picked_by_any, route
 from mtp_kernels.decoder.compiled_cpu.packing import PackedStack, Packer
 from mtp_kernels.decoder.compiled_cpu.passes import Projection
 from mtp_kernels.decoder.compiled_cpu.rows import (
@@ -200,7 +200,7 @@ def run_route(member: Any, table: Any, sizes: Any, scratch: Any, x: Any) -> None
 @compiled
 def run_inner(member: Any, table: Any, sizes: Any, scratch: Any, rows: Any, ends: Any) -> None:
     """Compute silu(gate) * up of pairs [ends[e], ends[e+1]) of every expert of table[0]."""
-    make_inner(member, table[0], sizes, scratch, rows, ends)
+    make_inner(member, table[0], sizes, scratch, rows, ends, picked_by_any(ends))
 
 
 @compiled

@@ -109,8 +109,11 @@ class PackedLayers(Generic[Layer]):
         return type(self)(self.config, self.layers[first:stop], self._rope)
 
 
-def pack_layer(weights: LayerWeights, packer: Packer) -> PackedLayer:
-    """Pack one layer; its own tensors may then be dropped."""
+def pack_layer(weights: LayerWeights, packer: Packer, absent: int = 0) -> PackedLayer:
+    """Pack one layer; its own tensors may then be dropped.
+
+    absent: routed experts that weights have not; the stacks' tables have zeros for them.
+    """
     given = weights.tensors
     stacks = {
         "gate_up": packer.stack(given.pop("gate_up"), parts=2),
@@ -133,17 +136,18 @@ def pack_layer(weights: LayerWeights, packer: Packer) -> PackedLayer:
         record["key_group"] = transposes.group
     for name, matrix in made.items():
         record[name], record[f"{name}_form"] = matrix.panels.ctypes.data, matrix.form
-    tables = {name: stack.table for name, stack in stacks.items()}
+    none = np.zeros((absent, 2), np.int64)
+    tables = {name: np.concatenate([none, stack.table]) for name, stack in stacks.items()}
     for name, array in (vectors | tables).items():
         record[name] = array.ctypes.data
     routed = 0 if weights.router is None else len(weights.router)
-    record["routed"], record["shared"] = routed, weights.gate_up.shape[0] - routed
+    record["routed"], record["shared"] = routed, weights.gate_up.shape[0] + absent - routed
     record["inner"] = weights.gate_up.shape[1] // 2
     arrays = [matrix.panels for matrix in made.values()]
     for stack in stacks.values():
         arrays += stack.panels
     owned = *arrays, *vectors.values(), *tables.values()
-    return PackedLayer(weights.shapes(), owned, record)
+    return PackedLayer(weights.shapes(absent), owned, record)
 
 
 def table_of(layers: Sequence[PackedLayer]) -> np.ndarray:
