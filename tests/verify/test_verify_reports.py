@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from cases import edit_json, export, read_json, run_program
+from cases import edit_json, export, quantize, read_json, run_program
 from faults import planting
 from faults.small_model import write_dense, write_fp8, write_row
 from mtp_checkpoints.errors import VerificationError
@@ -36,6 +36,7 @@ from mtp_export.verify.report.verdict import raise_if_failed
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = (ROOT / "docs/verify.md").read_text()
+DOCS_OF_CI = (ROOT / "docs/ci.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -356,12 +357,26 @@ def test_linked_shards_are_compared_with_the_source(reports: Path, tmp_path: Pat
     assert "--source compares their bytes from level weights on" in without.out
 
 
+def test_a_failed_job_logs_what_the_ci_page_shows(
+    trained_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fixtures").symlink_to(ROOT / "fixtures")
+    monkeypatch.chdir(tmp_path)
+    schemes = ("--base-quant", "weight_only_int8", "--mtp-quant", "weight_only_int8", "--quiet")
+    assert quantize(trained_bundle, Path("release"), *schemes).code == 0
+    edit_json(Path("release/main/config.json"), lambda config: config.update(rope_theta=123.0))
+    planting.flip_a_byte(planting.only_shard(Path("release/mtp")), -500)
+    source = ("--source", "fixtures/deepseek-v3-tiny", "--level", "weights")
+    outcome = run_program("verify", "release", *source, "--quiet")
+    shown = re.search(r"```\n(mtp-export: error: .*?)```", DOCS_OF_CI, re.S)
+    assert shown is not None and (outcome.code, outcome.err) == (7, shown[1])
+
+
 @pytest.mark.nightly  # a demo of every push runs the same checks
 @pytest.mark.timeout(900)  # a whole run of a whole model
 def test_the_pipeline_of_the_ci_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (ROOT / "docs/ci.md").read_text()
-    checkpoint = re.search(r"CHECKPOINT: (\S+)", page)
-    commands = re.findall(r"run: (mtp-export .*)", page)
+    checkpoint = re.search(r"CHECKPOINT: (\S+)", DOCS_OF_CI)
+    commands = re.findall(r"run: (mtp-export .*)", DOCS_OF_CI)
     assert checkpoint is not None and len(commands) == 4
     (tmp_path / "fixtures").symlink_to(ROOT / "fixtures")
     monkeypatch.chdir(tmp_path)
@@ -374,6 +389,6 @@ def test_the_pipeline_of_the_ci_page_runs(tmp_path: Path, monkeypatch: pytest.Mo
     ran = {check["name"] for check in report["checks"] if check["status"] == "pass"}
     assert ran == set(CHECKS) - {"stream"}
     assert (tmp_path / "summary.md").read_text().startswith("### Verification of release: passed")
-    kept = re.findall(r"^ {12}(\S+)$", page.split("path: |")[1].split("- name")[0], re.M)
+    kept = re.findall(r"^ {12}(\S+)$", DOCS_OF_CI.split("path: |")[1].split("- name")[0], re.M)
     for pattern in kept:
         assert list(tmp_path.glob(pattern)), pattern
