@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtp_checkpoints.errors import IoError, OutputExistsError, UsageError
+from mtp_checkpoints.tensors.bundle_folder import require_model
 from mtp_export.commands.garbage import gc_paused
 from mtp_export.commands.output import (
     FiguresTable,
@@ -58,6 +59,7 @@ def compile(options: CompileCommand) -> None:
     """Compile a bundle's decode step for this CPU by AOTInductor, and time it."""
     bundle, output = options.bundle, options.output
     _check(output, overwrite=options.overwrite)
+    require_model(bundle)  # before torch is imported, which takes seconds
     from mtp_export.commands.progress_bar import Standby, loading_bars
 
     with gc_paused(), Standby() as standby, loading_bars(standby=standby):

@@ -15,6 +15,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from mtp_checkpoints.errors import UsageError
+from mtp_checkpoints.tensors.bundle_folder import require_model
 from mtp_export.commands.decoding_figures import (
     Elapsed,
     Stopwatch,
@@ -146,6 +147,7 @@ def generate(options: GenerateCommand, context: typer.Context) -> None:
         )
     if options.chat:
         _require_texts(asked)
+    require_model(options.bundle)  # before torch is imported, which takes seconds
     with gc_paused():
         from mtp_runtime import SamplingParams
 

@@ -12,6 +12,7 @@ from typing import Any
 import typer
 
 from mtp_checkpoints.errors import UnsupportedError, UsageError
+from mtp_checkpoints.tensors.bundle_folder import require_model
 from mtp_export.commands.memory_plan import print_memory_plan
 from mtp_export.commands.output import DEBUG, Reporting, plain_console, remark
 from mtp_export.commands.runtime import BUNDLE, Runtime
@@ -153,6 +154,7 @@ class ServeCommand:
 def serve(options: ServeCommand, context: typer.Context) -> None:
     """Serve a bundle over OpenAI's protocol, with speculation, metrics and a page to watch it."""
     _require_packages()
+    require_model(options.bundle)  # before torch is imported, which takes seconds
     from mtp_export.serve.app import Server, ServerOptions
     from mtp_export.serve.run import Address, run_server
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_export.verify.check import (
@@ -20,9 +21,10 @@ from mtp_export.verify.check import (
     ended_by,
     not_tested,
 )
-from mtp_export.verify.context import Context
-from mtp_export.verify.files.repair import unfinished, with_repair
 from mtp_kernels.cpu.torch_threads import torch_threads_for
+
+if TYPE_CHECKING:
+    from mtp_export.verify.context import Context
 
 _OF_VALUES = (
     *("weights.value_checks", "weights.zero_points", "weights.word_order"),
@@ -75,6 +77,8 @@ def run_checks(context: Context) -> Iterator[CheckResult]:
 
 def check_result(name: str, check: Check, context: Context) -> CheckResult:
     """The result of one check. An exception becomes an item; only what it ended is left out."""
+    from mtp_export.verify.files.repair import with_repair  # help and errors need none of it
+
     start = time.monotonic()
     bundle = context.options.bundle
     items = _collected(_left_out(check, context), bundle)
@@ -101,6 +105,8 @@ def _collected(items: Iterable[Item], bundle: Place) -> list[Item]:
 
 def _left_out(check: Check, context: Context) -> Iterator[Item]:
     """The item of a check that does not run at all, with the reason."""
+    from mtp_export.verify.files.repair import unfinished
+
     if check.level > context.options.level:
         requested = context.options.level.name.lower()
         why = f"--level {requested} leaves it out"

@@ -66,6 +66,13 @@ for name, (arguments, more) in commands.items():
     assert exit_code(arguments) == 0
     imported = {module for module in (*heavy, *more) if module in sys.modules}
     assert not imported, (name, imported)
+nowhere = f"{output}-nowhere"
+package = ("--output", f"{output}.pt2")
+for name, *more in (("generate", "text"), ("serve",), ("compile", *package)):
+    assert exit_code([name, nowhere, *more]) == 3
+    assert "torch" not in sys.modules, name
+assert exit_code(["verify", "--help"]) == 0
+assert not {"torch", "mtp_export.verify.context"} & {*sys.modules}
 pair = ["--base-quant", "weight_only_int4", "--mtp-quant", "weight_only_int8"]
 for name, options in (("quantize", ["quantize", *pair]), ("xllm", ["--target", "xllm"])):
     folders = ["--input-dir", whole, "--output-dir", f"{output}-{name}"]

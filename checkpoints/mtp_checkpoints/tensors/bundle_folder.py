@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from mtp_checkpoints.containers import is_checkpoint
 from mtp_checkpoints.containers.base import CONFIG_NAME
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.sources.byte_source import Place
@@ -32,8 +33,14 @@ def is_bundle(folder: Path) -> bool:
     return parts and not (folder / CONFIG_NAME).exists()
 
 
-def open_parts(folder: Path) -> BundleParts:
-    """Open the parts of a bundle in any layout; raises what Checkpoint.open does."""
+def require_model(folder: Path) -> None:
+    """Refuse a folder that is neither a checkpoint nor a bundle with a main part, before anything
+    of it is read (InvalidInputError)."""
+    if not (folder.is_dir() and is_checkpoint(LocalFolder(folder))):
+        _require_main(folder)
+
+
+def _require_main(folder: Path) -> None:
     if not (folder / MAIN / CONFIG_NAME).exists():
         if (folder / MTP / CONFIG_NAME).exists():
             raise InvalidInputError(
@@ -48,6 +55,11 @@ def open_parts(folder: Path) -> BundleParts:
             expected=f"{CONFIG_NAME}, or {CONFIG_NAME} in {MAIN} and in {MTP}",
             todo="Point at the output folder of an export, or at a Hugging Face checkpoint",
         )
+
+
+def open_parts(folder: Path) -> BundleParts:
+    """Open the parts of a bundle in any layout; raises what Checkpoint.open does."""
+    _require_main(folder)
     main = Checkpoint.open(folder / MAIN)
     return BundleParts(main, Checkpoint.open(folder / MTP) if (folder / MTP).is_dir() else None)
 
