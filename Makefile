@@ -1,6 +1,8 @@
 # make demo and make test do all the set-up themselves; nothing else is needed on a fresh machine.
 PYTHON ?= python3
 BIN := .venv/bin
+# Bytecode is kept: tests start a hundred processes, and each would compile torch anew.
+unexport PYTHONDONTWRITEBYTECODE
 # Every core, and the ten slowest at the end; scripts/check runs the architecture's tests beside.
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal --durations 10 --ignore tests/test_architecture.py
 beside_checks = mkdir -p build; scripts/check >build/check.log 2>&1 & check=$$!; \
@@ -23,7 +25,7 @@ test: .venv/installed-dev
 
 # With what only repeats at larger scale, or takes minutes, or needs the package index.
 test-all: .venv/installed-dev .venv-stores/installed
-	@$(call beside_checks,$(PYTEST) --timeout 1800 -m "nightly or not nightly")
+	@$(call beside_checks,$(PYTEST) --timeout 1800 --fuzz-seconds 60 -m "nightly or not nightly")
 
 # Half an hour of mutated inputs; a failure prints the command that runs its input again.
 FUZZ_SEED := $(shell date +%s)

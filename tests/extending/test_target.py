@@ -92,34 +92,54 @@ def test_a_new_engine_that_reads_integers(source: Path, output: Path) -> None:
     assert launched.out == f"toy serve {output}/main --draft {output}/mtp\n"
 
 
+# Runs commands in a process that has the engine before any of them is imported.
+WITH_TOY = """
+import json, sys
+sys.path[:0] = json.loads(sys.argv[1])
+from extending.test_target import TARGETS, TOY
+TARGETS[TOY.name] = TOY
+from cases import run_program
+outcomes = [run_program(*words) for words in json.loads(sys.argv[2])]
+print(json.dumps([outcome.out + outcome.err for outcome in outcomes]))
+"""
+
+
 def test_help_tables_and_refusals_name_a_new_engine(source: Path, tmp_path: Path) -> None:
     """Of a program that has the engine from its start, as its file and its line have it."""
-    main = Path(__file__).parents[1]
-    program = (
-        f"import sys; sys.path[:0] = [{str(main)!r}, {str(main.parent)!r}]\n"
-        "from extending.test_target import TARGETS, TOY\n"
-        "TARGETS[TOY.name] = TOY\n"
-        "from mtp_export.cli import main\n"
-        "main(sys.argv[1:])\n"
+    folders = ("--input-dir", source, "--output-dir", tmp_path / "pair")
+    parts = ("--main", source, "--mtp", tmp_path / "mtp", "--output-dir", tmp_path / "graft")
+    engine, target, listed, refused, grafted = run_with_toy(
+        ("launch", "--help"),
+        ("quantize", "--help"),
+        ("quantize", "--list", "--json"),
+        ("quantize", *folders, "--base-quant", "a8w8_fp8", "--mtp-quant", "bf16"),
+        ("graft", *parts, "--target", "lightllm"),
     )
-
-    def run(*arguments: object) -> str:
-        line = [sys.executable, "-c", program, *map(str, arguments)]
-        wide = os.environ | {"COLUMNS": "400"}
-        ended = subprocess.run(line, capture_output=True, text=True, check=False, env=wide)
-        return ended.stdout + ended.stderr
-
-    for command, option in (("launch", "--engine"), ("quantize", "--target")):
-        shown = run(command, "--help").splitlines()
+    for page, option in ((engine, "--engine"), (target, "--target")):
+        shown = page.splitlines()
         (words,) = (line for line in shown if line.startswith("│") and f"{option} " in line)
         assert re.search(r"\btoy\b", words), words
-    rows = json.loads(run("quantize", "--list", "--json"))["pairs"]
+    rows = json.loads(listed)["pairs"]
     assert [row["engines"][-1] for row in rows] == ["Toy", "Toy", "Toy", "Toy", "all"]
-    options = ("--base-quant", "a8w8_fp8", "--mtp-quant", "bf16")
-    refused = run("quantize", "--input-dir", source, "--output-dir", tmp_path / "pair", *options)
     assert "a8w8_fp8 goes with --mtp-quant a8w8_fp8" in refused
-    parts = ("--main", source, "--mtp", tmp_path / "mtp", "--output-dir", tmp_path / "graft")
-    assert "vllm, sglang or toy" in run("graft", *parts, "--target", "lightllm")
+    assert "vllm, sglang or toy" in grafted
+
+
+def run_with_toy(*commands: tuple[object, ...]) -> list[str]:
+    """Return what each command writes."""
+    tests = Path(__file__).parents[1]
+    paths = json.dumps([str(tests), str(tests.parent)])
+    words = json.dumps([list(map(str, command)) for command in commands])
+    ended = subprocess.run(
+        [sys.executable, "-c", WITH_TOY, paths, words],
+        env=os.environ | {"COLUMNS": "400"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    written: list[str] = json.loads(ended.stdout)
+    return written
 
 
 def test_what_the_engine_does_not_read_is_refused(source: Path, output: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from mtp_export.serve import limits, run
 from mtp_runtime import LLM
+from mtp_runtime.engine import Engine
 from mtp_runtime.models.load import Loaded
 from serve.conftest import FIXTURE
 from serve.running import Running, running, wait_for
@@ -18,7 +19,9 @@ from serve.running import Running, running, wait_for
 MOST = 4
 SECONDS = 60.0  # that a test waits at most
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-LONG = {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True}
+# An answer that takes 2 seconds at least, each of its passes being late.
+LONG = {"prompt": "Once upon a time", "max_tokens": 40, "ignore_eos": True}
+LATE_SECONDS = 0.05
 
 
 @pytest.fixture
@@ -135,7 +138,7 @@ def test_the_bound_follows_the_files_that_may_be_open(monkeypatch: pytest.Monkey
 def test_a_connection_without_a_request_is_closed(
     sent: bytes, answered: bool, server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "HEAD_SECONDS", 2.0)
+    monkeypatch.setattr(run, "HEAD_SECONDS", 1.0)
     connection = connected(server)
     if answered:
         connection.sendall(HEALTH)
@@ -146,7 +149,9 @@ def test_a_connection_without_a_request_is_closed(
 
 def test_an_answer_may_take_longer(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Than a connection may be without a request; the next one is served by the same connection."""
-    monkeypatch.setattr(run, "HEAD_SECONDS", 2.0)
+    real = Engine._pass
+    monkeypatch.setattr(Engine, "_pass", lambda own: time.sleep(LATE_SECONDS) or real(own))
+    monkeypatch.setattr(run, "HEAD_SECONDS", 1.0)
     client = server.client()
     chunks = [*client.stream("/v1/completions", **LONG)]
     assert chunks[-1]["choices"][0]["finish_reason"] == "length"
