@@ -62,7 +62,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, str]:
         or str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "mtp-export")),
         "PYTHONPATH": os.pathsep.join(map(str, roots)),
     }
-    bundle = ROOT / "fixtures/deepseek-v3-tiny"
+    bundle = ROOT / "fixtures/glm4-moe-tiny"  # of few layers
     done = subprocess.run(
         [sys.executable, HERE / "interpreted_report.py", folder / "out", bundle],
         env=environment, capture_output=True, text=True,
