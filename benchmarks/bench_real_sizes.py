@@ -4,7 +4,8 @@
 
 Writes GLM-4.7-Flash's shapes with fewer layers and random weights to SCRATCH, as bundles and, by
 the package gguf, as GGUF files; runs each in a process of its own, in turn and several times, and
-keeps the best of each: neighbours on the machine disturb single runs. FOLDER holds llama.cpp's
+keeps the best of each: neighbours on the machine disturb single runs. Bundles are run with both
+kinds of activations, as llama.cpp takes int8 alone. FOLDER holds llama.cpp's
 llama-batched-bench. Files that SCRATCH already holds are used again.
 """
 
@@ -18,8 +19,8 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,10 @@ PROMPT, TOKENS = 512, 32
 CACHE_TOKENS = 4096
 READ_ELEMENTS = 1 << 27
 POOL_BYTES = 64 << 20
+ACTIVATIONS = ("float32", "int8")
 PAIRS = {"int4-linears": "Q4_0", "int8-head": "Q8_0"}  # ours, and what llama.cpp has beside it
+
+Run = Callable[[], dict[str, Any]]
 
 
 def random_content(tensor: OutputTensor) -> Iterator[memoryview]:
@@ -99,10 +103,11 @@ def models(scratch: Path, layers: int, kinds: dict[str, str]) -> dict[str, Path]
     return made
 
 
-def run_ours(folder: Path) -> dict[str, Any]:
+def run_ours(folder: Path, activations: str) -> dict[str, Any]:
     """Load a bundle in this process; return its seconds, memory, and tokens per second."""
     begun = time.perf_counter()
-    llm = LLM(folder, speculate_method="none", cache_tokens=CACHE_TOKENS)
+    given = {"speculate_method": "none", "cache_tokens": CACHE_TOKENS, "activations": activations}
+    llm = LLM(folder, **given)
     load = time.perf_counter() - begun
     llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2, ignore_eos=True))
     prompt = _seconds(llm, [[*range(3, 3 + PROMPT)]], 1)
@@ -144,17 +149,30 @@ def better(one: Any, other: Any, name: str = "") -> Any:
     return (min if name in ("load", "peak_bytes") else max)(one, other)
 
 
-def in_turns(made: dict[str, Path], programs: Path, turns: int) -> dict[str, Any]:
+def cases(made: dict[str, Path], programs: Path) -> Iterator[tuple[str, Path, Run]]:
+    """Yield the name, the model and the call of every row."""
+    for name, path in made.items():
+        if path.is_file():
+            yield name, path, partial(speeds, programs, path, PROMPT, TOKENS, BATCHES)
+            continue
+        for activations in ACTIVATIONS:
+            yield f"{name}, {activations}", path, partial(in_a_process, path, activations)
+
+
+def in_a_process(folder: Path, activations: str) -> dict[str, Any]:
+    """Return what run_ours does, from a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.bench_real_sizes", "--run", str(folder)]
+    command += ["--activations", activations]
+    found: dict[str, Any] = json.loads(subprocess.check_output(command, text=True).splitlines()[-1])
+    return found
+
+
+def in_turns(runs: Sequence[tuple[str, Path, Run]], turns: int) -> dict[str, Any]:
     """Run all models one after the other, several times; return the best of each."""
     best: dict[str, Any] = {}
     for turn in range(turns):
-        for name, path in made.items():
-            if path.is_file():
-                found = speeds(programs, path, PROMPT, TOKENS, BATCHES)
-            else:
-                command = [sys.executable, "-m", "benchmarks.bench_real_sizes", "--run", str(path)]
-                found = json.loads(subprocess.check_output(command, text=True).splitlines()[-1])
-            found["read_bandwidth"] = read_bandwidth()
+        for name, _, run in runs:
+            found = run() | {"read_bandwidth": read_bandwidth()}
             best[name] = better(best[name], found) if name in best else found
             print(f"turn {turn + 1}, {name}: {json.dumps(found)}", file=sys.stderr, flush=True)
     return best
@@ -169,17 +187,18 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--only", choices=[*PAIRS], help="one pair of precisions")
     parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--activations", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run:
-        print(json.dumps(run_ours(options.run)))
+        print(json.dumps(run_ours(options.run, options.activations)))
         return
     if None in (options.scratch, options.output, options.llama_cpp):
         parser.error("expected SCRATCH, OUTPUT and --llama-cpp")
     kinds = {options.only: PAIRS[options.only]} if options.only else PAIRS
-    made = models(options.scratch, options.layers, kinds)
-    rows = in_turns(made, options.llama_cpp, options.turns)
-    for name, row in rows.items():
-        row["stored_bytes"] = stored_bytes(made[name])
+    runs = [*cases(models(options.scratch, options.layers, kinds), options.llama_cpp)]
+    rows = in_turns(runs, options.turns)
+    for name, path, _ in runs:
+        rows[name]["stored_bytes"] = stored_bytes(path)
     result = {"layers": options.layers, "machine": machine(), "rows": rows}
     options.output.write_text(json.dumps(result, indent=2) + "\n")
 

@@ -59,6 +59,7 @@ class Names(StrEnum):
     DEVICE = "device"
     TORCH_DEVICE = "torch device"
     DTYPE = "dtype"
+    ACTIVATIONS = "activations"
     JOIN_MODE = "mode"
     ADDRESS = "address"
 

@@ -150,6 +150,15 @@ class Runtime:
         ),
     )
     dtype: str = field(default=LLMOptions.dtype, metadata=DTYPE)
+    activations: str = field(
+        default=LLMOptions.activations,
+        metadata=option(
+            "Multiply weights of int8 and int4 with activations of: {names}.",
+            Panel.PERFORMANCE,
+            metavar="DTYPE",
+            values=Names.ACTIVATIONS,
+        ),
+    )
     deterministic: bool = field(
         default=False,
         metadata=option("Make tokens independent of batch and drafts.", Panel.PERFORMANCE),
@@ -214,6 +223,7 @@ class Runtime:
         return LLMOptions(
             device=self.device,
             dtype=self.dtype,
+            activations=self.activations,
             deterministic=self.deterministic,
             max_model_len=self.max_model_len,
             max_memory_bytes=self.max_memory,

@@ -310,7 +310,18 @@ class Context:
         """The reason why the model is not run as a whole here, None if it is."""
         if self.options.stream and self.why_not_opened is None:
             return "--stream never holds the whole model"
-        return self.why_not_opened or why_too_large(self.folder, self.mtp_folder)
+        from mtp_runtime.models.load import LoadOptions
+
+        if self.why_not_opened is not None:
+            return self.why_not_opened
+        reason = why_too_large(self.folder, LoadOptions(mtp_folder=self.mtp_folder))
+        return None if reason is None else f"{reason}: use verify --stream"
+
+    def why_not_loaded(self, options: LoadOptions) -> str | None:
+        """The reason why the model is not loaded with options beside those that are: None if there
+        is room, or if it is loaded."""
+        own = replace(options, mtp_folder=self.mtp_folder)
+        return None if own in self._loaded else why_too_large(self.folder, own)
 
     @cached_property
     def prompts(self) -> tuple[Prompt, ...]:

@@ -57,7 +57,8 @@ class VerifyOptions:
     with a checkpoint's main model. engine: the one that will serve it; how others read the draft
     is not tested then.
 
-    max_new_tokens: per prompt. ks: numbers of draft tokens per step. checksums False: no tensor's
+    max_new_tokens: per prompt. ks: numbers of draft tokens per step. activations: of a second run
+    whose acceptance is shown beside the usual one. checksums False: no tensor's
     bytes are read for level files. stream: run the model layer by layer, for one that does not fit
     into memory. workdir: where a streamed pass keeps its state to resume from, and shares of a
     verification what they found.
@@ -125,6 +126,15 @@ class VerifyOptions:
             metavar="NAME",
             values=Names.TORCH_DEVICE,
             takes_others=True,
+        ),
+    )
+    activations: str = field(
+        default="float32",
+        metadata=option(
+            "Measure acceptance with activations of this dtype too: {names}.",
+            Panel.DECODING,
+            metavar="DTYPE",
+            values=Names.ACTIVATIONS,
         ),
     )
     checksums: bool = field(

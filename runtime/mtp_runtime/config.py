@@ -219,7 +219,8 @@ class LLMOptions:
     draft_model: folder of a second model, or of a draft that is none, for methods that need one;
     without it such a draft is looked for in the bundle's folder of the method's name.
     deterministic (layers that compiled kernels run): tokens do not depend on batch or drafter, with
-    either dtype, which is that of the weights there.
+    either dtype, which is that of the weights there. activations: what those kernels multiply
+    weights of int8 and int4 with, float32 or int8.
     max_model_len: tokens of prompt and output together; above index_topk, torch computes
     DeepSeek-V3.2's and GLM-5's sparse attention. cache_tokens None: EngineConfig's, or as many as
     main memory has room for. max_memory_bytes: bound on resident memory, or on
@@ -236,6 +237,7 @@ class LLMOptions:
 
     device: str = "cpu"
     dtype: str = "float32"
+    activations: str = "float32"
     deterministic: bool = False
     draft_model: Path | str | None = None
     contract: MtpContract | None = None

@@ -177,6 +177,7 @@ def load_options_of(
     return LoadOptions(
         device=options.device,
         dtype=options.dtype,
+        activations=options.activations,
         deterministic=options.deterministic,
         dequantize_at_load=options.dequantize_at_load,
         with_mtp=is_auto or DRAFTERS[speculation.method].needs_mtp,

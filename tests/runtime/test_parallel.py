@@ -17,7 +17,7 @@ import torch
 
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.tensors.reader import Checkpoint
-from mtp_kernels.cpu.panels import PANEL
+from mtp_kernels.cpu.panel_forms import PANEL
 from mtp_runtime.cache import CachedSequence, PageAllocator, lay_out
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import TargetDraft

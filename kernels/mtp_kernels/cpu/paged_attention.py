@@ -15,7 +15,8 @@ from numba import carray
 
 from mtp_kernels.cpu.elementwise import exponential
 from mtp_kernels.cpu.jit import inner
-from mtp_kernels.cpu.panels import PANEL, multiply
+from mtp_kernels.cpu.panel_forms import PANEL
+from mtp_kernels.cpu.panels import multiply
 from mtp_kernels.cpu.team import owns
 from mtp_kernels.cpu.vectors import BLOCK, Rows, address, block_max, block_sum, dot_rows, floats
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic, register_jitable
+from numba.extending import intrinsic
 
 from mtp_kernels.cpu.code import (
     FLOAT,
@@ -36,73 +36,27 @@ from mtp_kernels.cpu.code import (
     widened,
 )
 from mtp_kernels.cpu.jit import inner
+from mtp_kernels.cpu.panel_forms import (
+    BF16,
+    FLOAT32,
+    FP8,
+    INT4,
+    INT8,
+    PANEL,
+    SCALE_BYTES,
+    STEP_ROWS,
+    group_bytes,
+    group_of,
+    kind_of,
+)
 from mtp_kernels.cpu.vectors import Rows, from_row
 
-PANEL = 2 * LANES  # columns of a packed weight that one product makes
-SCALE_BYTES = PANEL * FLOAT_BYTES  # of a group
 AHEAD = 16  # steps before which rows of a weight are asked for
-
-# Kinds of panels. Of codes, rows [g, 32] of a group follow the group's scales [32] in float32.
-FLOAT32 = 0
-BF16 = 1  # a row holds its two vectors entry by entry, in pairs
-INT8 = 2  # two's complement
-FP8 = 3  # e4m3
-INT4 = 4  # two's complement; 8 rows are two vectors of words, the first row in the lowest bits
-_KIND_BITS = 3
 
 _LINE_BYTES = 64  # of a cache
 _BYTES = ir.VectorType(ir.IntType(8), LANES)
 _E4M3_BITS = 0x87F00000  # sign, exponent and mantissa where float32 has them
 _E4M3_FACTOR = 2.0**120  # between the biases of both exponents
-
-
-class Panel(NamedTuple):
-    """PANEL columns of a packed weight: their address, the number of rows, and their form."""
-
-    at: Any
-    count: Any
-    form: Any
-
-
-def form_of(kind: int, group: int = 0) -> int:
-    """Return the form of panels of a kind; codes have scales for each group of rows."""
-    return kind | group << _KIND_BITS
-
-
-@register_jitable
-def kind_of(form: int) -> int:
-    """Return the kind of a form."""
-    return form & ((1 << _KIND_BITS) - 1)
-
-
-@register_jitable
-def group_of(form: int) -> int:
-    """Return the rows of codes that share a scale."""
-    return form >> _KIND_BITS
-
-
-@register_jitable
-def row_bytes(kind: int) -> int:
-    """Return the bytes of a row of a panel."""
-    if kind == FLOAT32:
-        return 4 * PANEL
-    if kind == BF16:
-        return 2 * PANEL
-    return PANEL // 2 if kind == INT4 else PANEL
-
-
-@register_jitable
-def group_bytes(form: int) -> int:
-    """Return the bytes of a group of codes and its scales."""
-    return SCALE_BYTES + group_of(form) * row_bytes(kind_of(form))
-
-
-@register_jitable
-def panel_bytes(form: int, depth: int) -> int:
-    """Return the bytes of a panel of a number of rows; the last group of codes is a whole one."""
-    if kind_of(form) <= BF16:
-        return depth * row_bytes(kind_of(form))
-    return -(-depth // group_of(form)) * group_bytes(form)
 
 
 Columns = list[tuple[Any, Any]]  # both vectors of each row
@@ -132,22 +86,6 @@ def _read_bf16(builder: Any, at: Any) -> Columns:
     return [widened(builder, load(builder, at, PAIRS))]
 
 
-def _read_bytes(builder: Any, at: Any, number: Callable[[Any, Any], Any]) -> Columns:
-    """Read four rows of bytes, each extended with its sign, as numbers."""
-    columns = []
-    for start in range(0, 4 * PANEL, PANEL):
-        halves = [
-            builder.sext(load(builder, builder.add(at, integer(start + half)), _BYTES), PAIRS)
-            for half in (0, LANES)
-        ]
-        columns.append((number(builder, halves[0]), number(builder, halves[1])))
-    return columns
-
-
-def _integers(builder: Any, codes: Any) -> Any:
-    return builder.sitofp(codes, VECTOR)
-
-
 def _e4m3(builder: Any, codes: Any) -> Any:
     """Values of codes: the factor comes before any sum, which subnormal numbers would not bear."""
     bits = builder.and_(builder.shl(codes, _all(20)), _all(_E4M3_BITS))
@@ -156,16 +94,35 @@ def _e4m3(builder: Any, codes: Any) -> Any:
 
 
 def _read_int8(builder: Any, at: Any) -> Columns:
-    return _read_bytes(builder, at, _integers)
+    """Read four rows, whose codes are the bytes of words, the first in the lowest bits."""
+    words = _words(builder, at)
+    columns = []
+    for row in range(4):
+        moved = [builder.shl(word, _all(24 - 8 * row)) if row < 3 else word for word in words]
+        first, second = (builder.sitofp(builder.ashr(word, _all(24)), VECTOR) for word in moved)
+        columns.append((first, second))
+    return columns
 
 
 def _read_fp8(builder: Any, at: Any) -> Columns:
-    return _read_bytes(builder, at, _e4m3)
+    """Read four rows of bytes."""
+    columns = []
+    for start in range(0, 4 * PANEL, PANEL):
+        first, second = (
+            builder.sext(load(builder, builder.add(at, integer(start + half)), _BYTES), PAIRS)
+            for half in (0, LANES)
+        )
+        columns.append((_e4m3(builder, first), _e4m3(builder, second)))
+    return columns
+
+
+def _words(builder: Any, at: Any) -> list[Any]:
+    return [load(builder, builder.add(at, integer(c * FLOAT_BYTES)), PAIRS) for c in (0, LANES)]
 
 
 def _read_int4(builder: Any, at: Any) -> Columns:
     """Read eight rows, whose codes are the lowest bits of words that move down."""
-    words = [load(builder, builder.add(at, integer(c * FLOAT_BYTES)), PAIRS) for c in (0, LANES)]
+    words = _words(builder, at)
     columns = []
     for row in range(8):
         moved = [builder.lshr(word, _all(4 * row)) if row else word for word in words]
@@ -196,14 +153,9 @@ _FLOATS, _PAIRS, _INT8, _FP8, _INT4 = (
 _STORED = {
     types.float32: _Stored(1, 4 * PANEL, _read_floats, has_scales=False),
     types.uint16: _Stored(1, 2 * PANEL, _read_bf16, has_scales=False),
-    types.int8: _Stored(4, 4 * PANEL, _read_int8),
-    types.uint8: _Stored(4, 4 * PANEL, _read_fp8),
-    types.int16: _Stored(8, 4 * PANEL, _read_int4),
-}
-# Rows of codes that are multiplied in one step, of which panels and groups have a multiple.
-STEP_ROWS = {
-    kind: _STORED[stored].rows
-    for kind, stored in ((INT8, types.int8), (FP8, types.uint8), (INT4, types.int16))
+    types.int8: _Stored(STEP_ROWS[INT8], 4 * PANEL, _read_int8),
+    types.uint8: _Stored(STEP_ROWS[FP8], 4 * PANEL, _read_fp8),
+    types.int16: _Stored(STEP_ROWS[INT4], 4 * PANEL, _read_int4),
 }
 
 

@@ -121,6 +121,8 @@ floats: Any = _pointer(types.float32, FLOAT)
 integers: Any = _pointer(types.int64, INT)
 words: Any = _pointer(types.uint32, ir.IntType(32))
 halves: Any = _pointer(types.uint16, ir.IntType(16))
+bytes_at: Any = _pointer(types.int8, ir.IntType(8))
+octets: Any = _pointer(types.uint64, ir.IntType(64))
 
 
 def _address(typing: Any, array: Any) -> Any:

@@ -17,11 +17,13 @@ from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.quantize.row_codes import RowCodes
 from mtp_kernels.sizes import ONE_EXPERT, GroupedSizes, LatentSizes, Routing, Shapes
 
-# Loaded on first use. A backend is a module with a class `Backend`, which takes a dtype of DTYPES.
+# Loaded on first use. A backend is a module with a class `Backend`, which takes a dtype of DTYPES
+# and one of ACTIVATIONS.
 BACKENDS = {"compiled_cpu": "mtp_kernels.decoder.compiled_cpu"}
 # The backend that "auto" means on each torch device type.
 AUTO = {"cpu": "compiled_cpu"}
 DTYPES = (torch.float32, torch.bfloat16)
+ACTIVATIONS = (torch.float32, torch.int8)
 
 RowStep = Callable[[torch.Tensor], torch.Tensor]  # of every row [T, in] -> [T, out] by itself
 
@@ -311,7 +313,8 @@ class Backend(Protocol):
     """A decoder backend: one object packs the parts of one model, which may then be dropped.
 
     It keeps stored matrices as codes or bf16 where they are, others, but for routers', in the dtype
-    that it was made with, and computes in float32.
+    that it was made with, and computes in float32; where activations are int8, each row is encoded
+    for its products with matrices of int8 and int4, with a scale for every group of inputs.
     """
 
     def runs(self, kind: LayerKind) -> bool:
@@ -344,16 +347,22 @@ class Backend(Protocol):
 
 
 def make_backend(
-    name: str = "auto", device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    name: str = "auto",
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    activations: torch.dtype = torch.float32,
 ) -> Backend:
     """Return a new backend for the parts of one model; "auto" goes by the device.
 
-    dtype: in which float32 matrices are kept, but for routers'; all is computed in float32. Raises
-    ValueError for a name that is not in BACKENDS, a dtype that is not in DTYPES, and for "auto" on
-    a device without a backend.
+    dtype: in which float32 matrices are kept, but for routers'; all is computed in float32.
+    activations: those that matrices of int8 and int4 are multiplied with. Raises ValueError for a
+    name that is not in BACKENDS, a dtype that is not in DTYPES, activations that are not in
+    ACTIVATIONS, and for "auto" on a device without a backend.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype: expected one of {DTYPES}, found {dtype}")
+    if activations not in ACTIVATIONS:
+        raise ValueError(f"activations: expected one of {ACTIVATIONS}, found {activations}")
     kind = torch.device(device).type
     if name == "auto":
         if kind not in AUTO:
@@ -361,4 +370,4 @@ def make_backend(
         name = AUTO[kind]
     if name not in BACKENDS:
         raise ValueError(f"backend: expected auto or one of {sorted(BACKENDS)}, found {name!r}")
-    return cast(Backend, import_module(BACKENDS[name]).Backend(dtype))
+    return cast(Backend, import_module(BACKENDS[name]).Backend(dtype, activations))

@@ -23,6 +23,7 @@ from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.decode import Decoded
 from mtp_export.verify.evidence.extra_drafts import ExtraDraft
 from mtp_export.verify.evidence.statistics import Estimate, ratio
+from mtp_runtime.models.load import LoadOptions
 
 # Acceptance of a draft over that of the one before it, both given that all before were accepted.
 LEAST_KEPT = 0.6
@@ -38,8 +39,38 @@ def run(context: Context) -> Iterator[Item]:
     better = best_of(tried)
     known = None if better is None else better.explained
     yield _no_collapse(corpus, max(context.options.ks), known)
+    yield from _with_activations(context, max(context.options.ks))
     yield from drafter_items(corpus, max(context.options.ks))
     yield from diagnosed(corpus, tried, damage=context.named_damage)
+
+
+def _with_activations(context: Context, k: int) -> Iterator[Item]:
+    """Acceptance with --activations, beside the usual one."""
+    kind = context.options.activations
+    options = LoadOptions(context.options.device, activations=kind)
+    if options == LoadOptions(context.options.device):
+        return
+    if reason := context.why_not_loaded(options):
+        yield not_tested(f"activations {kind}", reason)
+        return
+    usual = context.corpus.speculative(k)
+    other = Corpus(
+        context.loaded(options).model,
+        context.prompts,
+        context.options.max_new_tokens,
+        show_count=context.show_count,
+    ).speculative(k)
+    equal = sum(a == b for a, b in zip(usual.outputs, other.outputs, strict=True))
+    data: dict[str, object] = {"k": k, "activations": kind}
+    for position in range(k):
+        given, before = conditional(other, position), conditional(usual, position)
+        if given is None or before is None:
+            continue
+        figure = f"{given.shown()} of {given.count}, {given.value - before.value:+.3f}"
+        own = {"position": position + 1, "conditional": given.as_json()}
+        yield measured(f"activations {kind}, k={k}, draft {position + 1}", figure, data | own)
+    figure = f"{equal} of {len(usual.outputs)} as with float32"
+    yield measured(f"activations {kind}, k={k}, texts", figure, data | {"equal_texts": equal})
 
 
 def extra_drafts(context: Context) -> Iterator[Item]:

@@ -285,15 +285,18 @@ def _in_fp32(context: Context) -> Item:
 
 def _in_bf16(context: Context, new_tokens: int) -> Item:
     """Some of the prompts in bf16."""
-    model = context.loaded(LoadOptions(context.options.device, "bfloat16")).model
+    k = max(context.options.ks)
+    name, options = f"bf16, mtp, k={k}", LoadOptions(context.options.device, "bfloat16")
+    if reason := context.why_not_loaded(options):
+        return not_tested(name, reason)
+    model = context.loaded(options).model
     params = SamplingParams(max_tokens=new_tokens)
     prompts = list(context.corpus.prompts[:_PROMPTS])
-    k = max(context.options.ks)
     tokens = 2 * len(prompts) * new_tokens
     with context.show_count("greedy, in bf16", tokens, "tokens") as advance:
         plain = decode(model, prompts, params, advance=advance)
         other = decode(model, prompts, params, method="mtp", k=k, advance=advance)
-    return _classified(Reference(model, plain), other, f"bf16, mtp, k={k}")
+    return _classified(Reference(model, plain), other, name)
 
 
 def _classified(reference: Reference, other: Decoded, name: str) -> Item:

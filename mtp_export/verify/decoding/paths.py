@@ -89,6 +89,8 @@ def _attention(
     """The model run by torch, its attention by the kernel's float64 reference."""
     name = "attention kernel or its reference"
     options = LoadOptions(context.options.device, dequantize_at_load=False)
+    if reason := context.why_not_loaded(options):
+        return not_tested(name, reason)
     model = context.loaded(options).model
     assert isinstance(model.layers, TorchLayers)
     attentions = [layer.attention for layer in model.layers.layers]

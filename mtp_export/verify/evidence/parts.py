@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mtp_checkpoints.containers import is_checkpoint
 from mtp_checkpoints.containers.base import CONFIG_NAME
@@ -22,6 +22,9 @@ from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP, RELEASED
 from mtp_checkpoints.tensors.manifest import MANIFEST_NAME, manifest_sha256, read_manifest
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.progress import format_bytes
+
+if TYPE_CHECKING:
+    from mtp_runtime.models.load import LoadOptions
 
 
 @dataclass(frozen=True)
@@ -148,12 +151,11 @@ def layer_count(checkpoints: Iterable[Checkpoint]) -> int:
     return 1
 
 
-def why_too_large(folder: Path, mtp_folder: Path | None) -> str | None:
-    """The reason why the model does not fit into memory in float32, None if it does, or if it
+def why_too_large(folder: Path, options: LoadOptions) -> str | None:
+    """The reason why a model does not fit into the memory that is free, None if it does, or if it
     cannot be opened: what loads it says why."""
-    from mtp_runtime.models.load import LoadOptions, open_model
+    from mtp_runtime.models.load import open_model
 
-    options = LoadOptions(mtp_folder=mtp_folder)
     try:
         plan = open_model(folder, options, packs=options.compiled).memory_plan(options)
     except MtpExportError:
@@ -163,5 +165,5 @@ def why_too_large(folder: Path, mtp_folder: Path | None) -> str | None:
         return None
     return (
         f"the weights take {format_bytes(plan.weight_bytes)} in {plan.dtype_name} and"
-        f" {format_bytes(shortage[1])} of memory are free: use verify --stream"
+        f" {format_bytes(shortage[1])} of memory are free"
     )

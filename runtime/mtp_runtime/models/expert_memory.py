@@ -30,7 +30,7 @@ class MatrixMemory:
     @property
     def panel_bytes(self) -> int:
         """Bytes in whole panels."""
-        from mtp_kernels.cpu.panels import PANEL  # which needs numba, as packing does
+        from mtp_kernels.cpu.panel_forms import PANEL  # which needs numba, as packing does
 
         return -(-self.outputs // PANEL) * PANEL * self.stride_bytes
 

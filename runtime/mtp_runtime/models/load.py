@@ -17,7 +17,7 @@ from mtp_checkpoints.families.spec import Input, ModelSpec, MtpSpec
 from mtp_checkpoints.formats import unquantized
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_kernels.cpu.torch_threads import torch_threads_for
-from mtp_kernels.decoder import Backend, make_backend
+from mtp_kernels.decoder import make_backend
 from mtp_runtime.config import ModelConfig, check_count, check_flag
 from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.embedding import Embedding
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from mtp_kernels.decoder.compiled_cpu.expert_cache import ExpertCache
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ACTIVATIONS = {"float32": torch.float32, "int8": torch.int8}
 DEVICES = {"cpu": "CPU", "cuda": "CUDA device", "npu": "NPU (torch_npu beside CANN)"}
 
 
@@ -47,10 +48,11 @@ DEVICES = {"cpu": "CPU", "cuda": "CUDA device", "npu": "NPU (torch_npu beside CA
 class LoadOptions:
     """Options of loading.
 
-    dtype: of activations and dense weights; where compiled kernels run, of dense weights alone,
-    and activations are float32. dequantize_at_load: have weights ready for compiled kernels, which
-    multiply them as they are stored where they can, or dense where torch runs the layer; False
-    leaves the stored ones to torch; None: True on a CPU alone.
+    dtype: of activations and dense weights; where compiled kernels run, of dense weights alone.
+    activations: those that compiled kernels multiply weights of int8 and int4 with, or encode.
+    dequantize_at_load: have weights ready for compiled kernels, which multiply them as they are
+    stored where they can, or dense where torch runs the layer; False leaves the stored ones to
+    torch; None: True on a CPU alone.
     on_demand: routed experts, heads and embeddings are read when they are used.
     with_mtp False leaves the MTP modules out; requires_mtp: one that is not there is an error.
     contract None: as the MTP part's config.json records it, or else the family's.
@@ -60,13 +62,14 @@ class LoadOptions:
     parallel_mode: way in which several ranks join their parts, of MODES; None: gather in float32,
     else reduce.
     mtp_folder: checkpoint with the MTP modules, where they are not beside the main part.
-    static_graph: torch runs all layers, and nothing of a step is read back to the host.
+    static_graph: torch runs all layers, and no step waits for the host.
     expert_bytes: memory for routed experts of main layers, of which the others stay in their files
     until rows pick them; None: all of them are loaded.
     """
 
     device: str = "cpu"
     dtype: str = "float32"
+    activations: str = "float32"
     deterministic: bool = False
     dequantize_at_load: bool | None = None
     on_demand: bool = False
@@ -80,12 +83,12 @@ class LoadOptions:
     expert_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise UnsupportedError(
-                "The runtime does not compute in this dtype",
-                expected=" or ".join(DTYPES),
-                found=self.dtype,
-            )
+        for words, given, names in (
+            ("The runtime does not compute in this dtype", self.dtype, DTYPES),
+            ("There are no activations of this kind", self.activations, ACTIVATIONS),
+        ):
+            if given not in names:
+                raise UnsupportedError(words, expected=" or ".join(names), found=given)
         if self.parallel_mode not in (None, *MODES):
             raise UsageError(
                 "There is no parallel mode of this name",
@@ -99,13 +102,18 @@ class LoadOptions:
             check_count("max_model_len", self.max_model_len, 0, 1 << 40)
         if _kind(self.device) == "npu":
             self._check_npu()
-        if self.deterministic and not self.compiled:
-            raise UnsupportedError(
-                "Only the compiled kernels are deterministic",
-                expected="device cpu, weights dequantized at load, no static graph",
-                found=f"{self.device}, dequantize_at_load {self.keeps_dense}, "
-                f"static_graph {self.static_graph}",
-            )
+        needs_kernels = {
+            "Only the compiled kernels encode activations": self.activations != "float32",
+            "Only the compiled kernels are deterministic": self.deterministic,
+        }
+        for words, needed in needs_kernels.items():
+            if needed and not self.compiled:
+                raise UnsupportedError(
+                    words,
+                    expected="device cpu, weights dequantized at load, no static graph",
+                    found=f"{self.device}, dequantize_at_load {self.keeps_dense}, "
+                    f"static_graph {self.static_graph}",
+                )
 
     def _check_npu(self) -> None:
         """Refuse what an NPU does not compute: attention in 32 bits, products with stored codes."""
@@ -147,13 +155,11 @@ class LoadOptions:
         """Return a new backend for the parts of a model."""
         if not self.compiled:
             return TorchExecution()
+        activations = ACTIVATIONS[self.activations]
+        backend = make_backend(dtype=DTYPES[self.dtype], activations=activations)
         if group.is_one:
-            return CompiledExecution(self._backend)
-        return ShardedExecution(self._backend, parallel=self.parallel(group))
-
-    @property
-    def _backend(self) -> Backend:
-        return make_backend(dtype=DTYPES[self.dtype])
+            return CompiledExecution(backend)
+        return ShardedExecution(backend, parallel=self.parallel(group))
 
     @property
     def computed_dtype(self) -> torch.dtype:

@@ -10,7 +10,7 @@ import torch
 
 from mtp_kernels import decoder, quantize
 from mtp_kernels.cpu.memory import Arena
-from mtp_kernels.cpu.panels import (
+from mtp_kernels.cpu.panel_forms import (
     BF16,
     FP8,
     INT4,

@@ -45,7 +45,8 @@ Weights = TypeVar("Weights", bound=LayerWeights | LatentWeights | GroupedWeights
 class Backend:
     """Keeps the given tensors as they are, matrices rounded to a dtype."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, activations: torch.dtype = torch.float32) -> None:
+        assert activations is torch.float32
         self._dtype = dtype
 
     def runs(self, kind: LayerKind) -> bool:

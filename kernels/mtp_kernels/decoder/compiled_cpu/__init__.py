@@ -15,7 +15,7 @@ import torch
 
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.cpu.memory import Arena
-from mtp_kernels.cpu.panels import PANEL, Panel, form_of
+from mtp_kernels.cpu.panel_forms import PANEL, Panel, form_of
 from mtp_kernels.cpu.team import process_team
 from mtp_kernels.decoder import (
     DecoderConfig,
@@ -67,8 +67,8 @@ from mtp_kernels.tensor_checks import check_shape
 class Backend:
     """Packs the parts of one model side by side into one arena."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._packer = Packer(Arena(), dtype)
+    def __init__(self, dtype: torch.dtype, activations: torch.dtype = torch.float32) -> None:
+        self._packer = Packer(Arena(), dtype, activations)
 
     def runs(self, kind: LayerKind) -> bool:
         """Return True for latent or grouped-query attention with a dense or mixture-of-experts
@@ -98,7 +98,7 @@ class Backend:
     def expert_cache(self, size_bytes: int, picked: int, pool: Executor) -> ExpertCache:
         """Make a cache of routed experts, of which a row picks so many in a layer; pool: threads
         that read them."""
-        return ExpertCache(size_bytes, self._packer.dtype, picked, pool)
+        return ExpertCache(size_bytes, self._packer, picked, pool)
 
     def pack_offloaded(
         self, layer: LayerWeights | OffloadedLayer, cache: ExpertCache

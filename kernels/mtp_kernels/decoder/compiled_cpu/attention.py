@@ -9,7 +9,7 @@ from numba.extending import overload
 
 from mtp_kernels.cpu.jit import compiled, inner
 from mtp_kernels.cpu.paged_attention import Keys, Queries, attend_wave, plan, query_places
-from mtp_kernels.cpu.panels import PANEL
+from mtp_kernels.cpu.panel_forms import PANEL
 from mtp_kernels.cpu.team import share, wait
 from mtp_kernels.cpu.vectors import address, rows_of
 from mtp_kernels.decoder.compiled_cpu.grouped import (

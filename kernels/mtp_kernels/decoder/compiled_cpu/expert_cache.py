@@ -9,11 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 
 import numpy as np
-import torch
 
 from mtp_kernels.cpu.memory import LINE, LINE_BYTES, Arena, floats
 from mtp_kernels.decoder import RoutedExperts
@@ -67,9 +66,9 @@ class ExpertCache:
     size_bytes: of all slots. picked: experts that a row picks in a layer. pool: threads that read.
     """
 
-    def __init__(self, size_bytes: int, dtype: torch.dtype, picked: int, pool: Executor) -> None:
+    def __init__(self, size_bytes: int, packer: Packer, picked: int, pool: Executor) -> None:
         self.size_bytes, self.counts, self.passing = size_bytes, ExpertCounts(), Lock()
-        self._dtype, self._picked, self._pool = dtype, picked, pool
+        self._packer, self._picked, self._pool = packer, picked, pool
         self._layers: list[CachedExperts] = []
         self._counting = Lock()
 
@@ -164,7 +163,7 @@ class ExpertCache:
     def _read(self, layer: CachedExperts, number: int, slot: int) -> Reading:
         first = slot * self._slot_floats
         memory = self._memory[first : first + self._slot_floats]
-        packer = Packer(Arena(memory), self._dtype)
+        packer = replace(self._packer, arena=Arena(memory))
         gate_up, down = layer.experts.matrices(number)
         return Reading(
             number,
@@ -174,7 +173,7 @@ class ExpertCache:
 
     def _packed_bytes(self, experts: RoutedExperts, number: int) -> int:
         """Return the memory that an expert takes, which is read for it."""
-        packer = Packer(Arena(), self._dtype)
+        packer = replace(self._packer, arena=Arena())
         gate_up, down = experts.matrices(number)
         stacks = packer.stack(gate_up, parts=2), packer.stack(down)
         return sum(map(_taken_bytes, stacks))

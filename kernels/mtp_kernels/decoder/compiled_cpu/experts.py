@@ -11,7 +11,7 @@ import numpy as np
 
 from mtp_kernels.cpu.elementwise import sigmoid
 from mtp_kernels.cpu.jit import inner
-from mtp_kernels.cpu.panels import FLOAT32, PANEL
+from mtp_kernels.cpu.panel_forms import FLOAT32, PANEL
 from mtp_kernels.cpu.team import owns, share, wait
 from mtp_kernels.cpu.vectors import address, first_rows, rows_of
 from mtp_kernels.decoder.compiled_cpu.rows import (
@@ -163,30 +163,40 @@ def make_inner(
         total += (ends[expert + 1] - ends[expert] + READ_COST) * panels
     for expert in experts:
         first, last = ends[expert], ends[expert + 1]
-        cost = last - first + READ_COST
-        for panel in range(panels):
-            if owns(member, done, cost, total):
+        cost, panel = last - first + READ_COST, 0
+        while panel < panels:
+            count = 0
+            while count < STRIP_PANELS // 2 and panel + count < panels:
+                if not owns(member, done + count * cost, cost, total):
+                    break
+                count += 1
+            if count:
                 weight = panel_in(layer.gate_up, expert, 2 * panel, sizes.hidden)
-                gate_panel(weight, scratch.normed, rows[first:last], scratch.inner[first:], panel)
-            done += cost
+                out = scratch.inner[first:last, panel * PANEL : (panel + count) * PANEL]
+                gate_panels(weight, scratch.normed, rows[first:last], out)
+            panel, done = panel + max(1, count), done + max(1, count) * cost
 
 
 @inner
-def gate_panel(weight: Any, normed: Any, rows: Any, out: Any, panel: Any) -> None:
-    """Write one panel of an expert's inner values [>= rows, i]; weight is gate, up behind it."""
+def gate_panels(weight: Any, normed: Any, rows: Any, out: Any) -> None:
+    """Write some panels of an expert's inner values [rows, panels]; weight is the first of them,
+    a panel of gate and one of up in turn."""
+    panels, width = out.shape[1] // PANEL, 2 * out.shape[1]
     gathered = np.empty((BLOCK_ROWS, normed.shape[1]), np.float32)
-    both = np.empty((BLOCK_ROWS, 2 * PANEL), np.float32)
+    both = np.empty((BLOCK_ROWS, width), np.float32)
     for start in range(0, rows.size, BLOCK_ROWS):
         size = min(BLOCK_ROWS, rows.size - start)
         for r in range(size):
             copy(normed[rows[start + r]], gathered[r])
         block = first_rows(rows_of(gathered), size)
-        project(block, weight, (0, 2), address(both), 2 * PANEL)
+        project(block, weight, (0, 2 * panels), address(both), width)
         for r in range(size):
-            line = out[start + r, panel * PANEL : (panel + 1) * PANEL]
-            for c in range(PANEL):
-                gate = both[r, c]
-                line[c] = gate * sigmoid(gate) * both[r, PANEL + c]
+            for panel in range(panels):
+                line = out[start + r, panel * PANEL : (panel + 1) * PANEL]
+                pair = both[r, 2 * panel * PANEL : 2 * (panel + 1) * PANEL]
+                for c in range(PANEL):
+                    gate = pair[c]
+                    line[c] = gate * sigmoid(gate) * pair[PANEL + c]
 
 
 @inner

@@ -9,7 +9,7 @@ import numpy as np
 from mtp_kernels.cpu.code import FLOAT_BYTES
 from mtp_kernels.cpu.jit import inner
 from mtp_kernels.cpu.paged_attention import TILE_ROWS, merge_parts
-from mtp_kernels.cpu.panels import PANEL
+from mtp_kernels.cpu.panel_forms import PANEL
 from mtp_kernels.cpu.team import share
 from mtp_kernels.cpu.vectors import Rows, address, first_rows, rows_of
 from mtp_kernels.decoder.compiled_cpu.rows import (

@@ -16,7 +16,7 @@ import torch
 
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.cpu.jit import compiled
-from mtp_kernels.cpu.panels import PANEL
+from mtp_kernels.cpu.panel_forms import PANEL
 from mtp_kernels.cpu.team import process_team, wait
 from mtp_kernels.decoder import DecoderConfig, OffloadedLayer, Rope
 from mtp_kernels.decoder.checks import check_layers, check_pass

@@ -18,7 +18,7 @@ import torch
 from mtp_kernels.cpu.code import LANES
 from mtp_kernels.cpu.jit import compiled
 from mtp_kernels.cpu.memory import Arena
-from mtp_kernels.cpu.panels import (
+from mtp_kernels.cpu.panel_forms import (
     BF16,
     FLOAT32,
     FP8,
@@ -40,7 +40,7 @@ from mtp_kernels.quantize.row_codes import RowCodes
 # Kinds of panels by the dtype of what they hold.
 FLOATS = {torch.float32: FLOAT32, torch.bfloat16: BF16}
 _CODES = {torch.int8: INT8, torch.float8_e4m3fn: FP8, torch.int32: INT4}
-_WORDS = {INT4: np.int32}  # in which codes are moved; others as bytes
+_WORDS = {INT4: np.int32, INT8: np.int32}  # in which codes are moved; others as bytes
 _BLOCK_WORDS = 64  # of each row that are moved together: their columns stay in cache
 _MOVE_COST = 4  # multiplications that take as long as to move a word
 
@@ -75,10 +75,14 @@ class PackedStack:
 @dataclass(frozen=True)
 class Packer:
     """Packs matrices side by side into an arena; those that are float32 in a dtype, float32 or bf16
-    (rounded to nearest)."""
+    (rounded to nearest).
+
+    activations: what matrices of int8 and int4 are multiplied with, float32 or int8.
+    """
 
     arena: Arena
     dtype: torch.dtype
+    activations: torch.dtype = torch.float32
 
     def matrix(self, matrix: Matrix) -> PackedMatrix:
         """Return [..., out, in] as panels [..., out / 32, bytes], zeros past the last output."""
@@ -138,7 +142,8 @@ class Packer:
         if isinstance(first, RowCodes):
             kind = _CODES[first.codes.dtype]
             if columns % STEP_ROWS[kind] == 0 == first.group % STEP_ROWS[kind]:
-                return form_of(kind, first.group), pieces
+                integers = self.activations is torch.int8 and kind in (INT8, INT4)
+                return form_of(kind, first.group, integers=integers), pieces
             pieces = map(_dense, pieces)
         elif first.dtype is torch.bfloat16:
             return form_of(BF16), pieces

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from mtp_kernels.cpu.jit import compiled, inner
-from mtp_kernels.cpu.panels import PANEL, Panel
+from mtp_kernels.cpu.panel_forms import PANEL, Panel
 from mtp_kernels.cpu.team import process_team, share
 from mtp_kernels.cpu.vectors import address, rows_of
 from mtp_kernels.decoder import Matrix

@@ -16,7 +16,7 @@ from numba import carray
 from mtp_kernels.cpu.code import FLOAT_BYTES
 from mtp_kernels.cpu.jit import compiled, inner
 from mtp_kernels.cpu.paged_attention import MAX_PARTS, TILE
-from mtp_kernels.cpu.panels import FLOAT32, Panel
+from mtp_kernels.cpu.panel_forms import FLOAT32, Panel
 from mtp_kernels.cpu.team import share, wait
 from mtp_kernels.cpu.vectors import BLOCK, address, halves, words
 from mtp_kernels.decoder.compiled_cpu.attention import Batch, Scratch, plan_pass

@@ -9,19 +9,14 @@ import numpy as np
 from numba import carray
 from numba.extending import register_jitable
 
+from mtp_kernels.cpu.integer_panels import encode_rows, groups_in, multiply_codes
 from mtp_kernels.cpu.jit import inner
-from mtp_kernels.cpu.panels import (
-    PANEL,
-    Panel,
-    goes_in_pairs,
-    multiply_pair,
-    multiply_panel,
-    panel_bytes,
-)
+from mtp_kernels.cpu.panel_forms import PANEL, Panel, panel_bytes, takes_codes
+from mtp_kernels.cpu.panels import goes_in_pairs, multiply_pair, multiply_panel
 from mtp_kernels.cpu.vectors import Rows, address, dot_row, first_rows, floats, from_row, integers
 
 BLOCK_ROWS = 32  # rows that go through a weight together
-STRIP_PANELS = 2  # that a block is multiplied with before the next ones
+STRIP_PANELS = 16  # that a block is multiplied with before the next ones
 STRIP = STRIP_PANELS * PANEL
 
 
@@ -94,6 +89,9 @@ def project(x: Any, weight: Any, panels: Any, out: Any, out_stride: Any) -> None
 
     Every panel goes to its own columns of the rows at address `out`.
     """
+    if takes_codes(weight.form):
+        project_codes(x, weight, panels, out, out_stride)
+        return
     panel, pairs = panels[0], goes_in_pairs(x, weight.form)
     while panel < panels[1]:
         own = panel_of(weight.at, weight.form, panel, weight.count)
@@ -105,6 +103,18 @@ def project(x: Any, weight: Any, panels: Any, out: Any, out_stride: Any) -> None
         else:
             multiply_panel(x, own, at, out_stride)
             panel += 1
+
+
+@inner
+def project_codes(x: Any, weight: Any, panels: Any, out: Any, out_stride: Any) -> None:
+    """Project Rows x as codes of 8 bits."""
+    groups = groups_in(weight.form, weight.count)
+    codes = np.empty((x.count, weight.count), np.int8)
+    scales, starts = np.empty((x.count, groups), np.float32), np.empty((x.count, groups), np.int32)
+    encoded = encode_rows(x, weight, codes, scales, starts)
+    for panel in range(panels[0], panels[1]):
+        own = panel_of(weight.at, weight.form, panel, weight.count)
+        multiply_codes(encoded, own, out + 4 * panel * PANEL, out_stride)
 
 
 @inner

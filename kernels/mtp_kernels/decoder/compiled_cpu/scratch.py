@@ -12,7 +12,7 @@ import torch
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.cpu.memory import LINE, floats
 from mtp_kernels.cpu.paged_attention import Parts
-from mtp_kernels.cpu.panels import PANEL
+from mtp_kernels.cpu.panel_forms import PANEL
 from mtp_kernels.decoder import DecoderConfig
 from mtp_kernels.decoder.compiled_cpu.attention import Batch, Scratch, plan_pass
 from mtp_kernels.decoder.compiled_cpu.rows import panels_of

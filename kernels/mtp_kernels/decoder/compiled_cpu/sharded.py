@@ -11,7 +11,7 @@ import torch
 
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.cpu.jit import compiled
-from mtp_kernels.cpu.panels import PANEL, Panel
+from mtp_kernels.cpu.panel_forms import PANEL, Panel
 from mtp_kernels.cpu.team import process_team, share
 from mtp_kernels.cpu.vectors import address, rows_of
 from mtp_kernels.decoder import LayerShard, Matrix, Pairs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Generic, NamedTuple, Self, TypeVar, cast
 
 import numpy as np
@@ -125,7 +125,7 @@ def pack_layer(weights: LayerWeights, packer: Packer, absent: int = 0) -> Packed
     for name, tensor in given.items():
         if tensor is None:
             continue
-        exact = Packer(packer.arena, torch.float32) if name == "router" else packer
+        exact = replace(packer, dtype=torch.float32) if name == "router" else packer
         if len(tensor.shape) > 1:
             made[name] = exact.matrix(tensor)
         else:

@@ -1,0 +1,81 @@
+"""Forms of packed weights: what a panel of 32 outputs holds, and how many bytes that takes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from numba.extending import register_jitable
+
+from mtp_kernels.cpu.code import FLOAT_BYTES, LANES
+
+PANEL = 2 * LANES  # columns of a packed weight that one product makes
+SCALE_BYTES = PANEL * FLOAT_BYTES  # of a group
+
+# Kinds of panels. Of codes, rows [g, 32] of a group follow the group's scales [32] in float32.
+FLOAT32 = 0
+BF16 = 1  # a row holds its two vectors entry by entry, in pairs
+INT8 = 2  # two's complement; 4 rows are two vectors of words, the first row in the lowest bits
+FP8 = 3  # e4m3
+INT4 = 4  # two's complement; 8 rows are two vectors of words, the first row in the lowest bits
+STEP_ROWS = {INT8: 4, FP8: 4, INT4: 8}  # multiplied in one step: panels and groups have a multiple
+_KIND_BITS = 3
+_INTEGERS = 1 << _KIND_BITS  # codes of a panel are multiplied with codes of inputs
+_GROUP = _KIND_BITS + 1
+
+
+class Panel(NamedTuple):
+    """PANEL columns of a packed weight: their address, the number of rows, and their form."""
+
+    at: Any
+    count: Any
+    form: Any
+
+
+def form_of(kind: int, group: int = 0, *, integers: bool = False) -> int:
+    """Return the form of panels of a kind; codes have scales for each group of rows.
+
+    integers: inputs are multiplied as codes too.
+    """
+    return kind | _INTEGERS * integers | group << _GROUP
+
+
+@register_jitable
+def kind_of(form: int) -> int:
+    """Return the kind of a form."""
+    return form & ((1 << _KIND_BITS) - 1)
+
+
+@register_jitable
+def group_of(form: int) -> int:
+    """Return the rows of codes that share a scale."""
+    return form >> _GROUP
+
+
+@register_jitable
+def takes_codes(form: int) -> bool:
+    """Return True where inputs are multiplied as codes."""
+    return form & _INTEGERS != 0
+
+
+@register_jitable
+def row_bytes(kind: int) -> int:
+    """Return the bytes of a row of a panel."""
+    if kind == FLOAT32:
+        return 4 * PANEL
+    if kind == BF16:
+        return 2 * PANEL
+    return PANEL // 2 if kind == INT4 else PANEL
+
+
+@register_jitable
+def group_bytes(form: int) -> int:
+    """Return the bytes of a group of codes and its scales."""
+    return SCALE_BYTES + group_of(form) * row_bytes(kind_of(form))
+
+
+@register_jitable
+def panel_bytes(form: int, depth: int) -> int:
+    """Return the bytes of a panel of a number of rows; the last group of codes is a whole one."""
+    if kind_of(form) <= BF16:
+        return depth * row_bytes(kind_of(form))
+    return -(-depth // group_of(form)) * group_bytes(form)

@@ -1,0 +1,133 @@
+"""Products of encoded inputs with packed codes, against float64 on what was encoded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numba import types
+from numba.extending import intrinsic
+
+from kernels.cpu.test_panels import DEPTH, STORED, Stored, error_of, values
+from mtp_kernels import quantize
+from mtp_kernels.cpu import integer_panels
+from mtp_kernels.cpu.code import PAIRS, load, store
+from mtp_kernels.cpu.integer_panels import GROUP
+from mtp_kernels.cpu.jit import compiled
+from mtp_kernels.cpu.memory import Arena
+from mtp_kernels.cpu.panel_forms import takes_codes
+from mtp_kernels.cpu.vectors import address
+from mtp_kernels.decoder.compiled_cpu.packing import Packer
+from mtp_kernels.decoder.compiled_cpu.passes import Projection
+from mtp_kernels.quantize.layouts import QuantizedWeight
+from mtp_kernels.quantize.row_codes import row_codes
+from mtp_kernels.stored_linear import dequantize
+
+INTEGERS = [name for name in STORED if not name.startswith("fp8")]
+
+
+def packed(weight: QuantizedWeight) -> Projection:
+    codes = row_codes(weight)
+    packer = Packer(Arena(), torch.float32, torch.int8)
+    projection = Projection.packed(Stored(codes[:40], codes[40:]), packer)
+    assert takes_codes(projection.first_panel.form)
+    return projection
+
+
+def encoded(x: torch.Tensor, group: int) -> torch.Tensor:
+    """Return the numbers multiplied in place of x: groups of at most
+    GROUP, under one scale of the weight, rounded to multiples of a 127th of its largest number."""
+    parts = []
+    for start in range(0, x.shape[1], group):
+        for part in x[:, start : start + group].split(GROUP, dim=1):
+            largest = part.abs().amax(dim=1, keepdim=True)
+            codes = torch.round(part * torch.where(largest > 0, 127 / largest, 0))
+            parts.append(codes.double() * (largest / 127).double())
+    return torch.cat(parts, dim=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "depth"), [*((name, DEPTH) for name in INTEGERS), ("int8_channel", 200)]
+)
+def test_codes_are_multiplied_with_codes(name: str, depth: int) -> None:
+    make, _, group = STORED[name]
+    weight = make(values(depth=depth))
+    projection = packed(weight)
+    x = torch.randn(23, depth, generator=torch.Generator().manual_seed(1))
+    x[2, :GROUP] = 0
+    whole = projection(x)
+    wanted = encoded(x, min(group, depth))
+    assert error_of(whole, wanted, dequantize(weight, torch.float32)) < 1e-6
+    assert (wanted - x).norm() < 0.01 * x.norm()
+    for count in range(1, 23):
+        assert torch.equal(projection(x[:count]), whole[:count])
+
+
+def test_extreme_codes_do_not_overflow() -> None:
+    """The least code of a weight and the largest inputs of either sign, added up over a group."""
+    weight = quantize.quantize_int8_channel(values())[0]
+    weight.packed.fill_(0)  # -128, as it is stored
+    x = torch.ones(3, DEPTH)
+    x[1] = -1
+    found = packed(weight)(x)
+    assert error_of(found, x, dequantize(weight, torch.float32)) < 1e-6
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_is_that_of_its_row(wrong: float) -> None:
+    projection = packed(quantize.quantize_int4_group(values(), group_size=32)[0])
+    x = values(3)
+    clean = projection(x)
+    x[1, 77] = wrong
+    found = projection(x)
+    assert found[1].isnan().all()
+    assert torch.equal(found[::2], clean[::2])
+
+
+def test_numbers_too_small_for_a_scale_are_zeros() -> None:
+    projection = packed(quantize.quantize_int8_channel(values())[0])
+    assert torch.equal(projection(torch.full((1, DEPTH), 1e-42)), torch.zeros(1, len(values())))
+
+
+def _sums(dot: Callable[..., Any]) -> Any:
+    """Code that writes dot of 16 words at each of two addresses, added to those at a third."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        first, second, total = (load(builder, at, PAIRS) for at in arguments)
+        store(builder, dot(builder, total, first, second), arguments[2])
+        return context.get_dummy_value()
+
+    def sums(typing: Any, first: Any, second: Any, total: Any) -> Any:
+        return types.void(*[types.int64] * 3), codegen
+
+    return intrinsic(sums)
+
+
+_OWN, _PLAIN = _sums(integer_panels._dot), _sums(integer_panels._plain_dot)
+
+
+@compiled
+def own_dot(member: Any, first: Any, second: Any, total: Any) -> None:
+    _OWN(address(first), address(second), address(total))
+
+
+@compiled
+def plain_dot(member: Any, first: Any, second: Any, total: Any) -> None:
+    _PLAIN(address(first), address(second), address(total))
+
+
+def test_cpus_without_the_instruction_have_the_same_sums() -> None:
+    generator = np.random.default_rng(0)
+    unsigned = generator.integers(0, 256, 64, dtype=np.uint8)
+    signed = generator.integers(-128, 128, 64, dtype=np.int8)
+    start = generator.integers(-1000, 1000, 16, dtype=np.int32)
+    products = unsigned.astype(np.int32) * signed
+    wanted = start + products.reshape(16, 4).sum(axis=1)
+    for dot in (own_dot, plain_dot):
+        found = start.copy()
+        dot(0, unsigned.view(np.int32), signed.view(np.int32), found)
+        assert np.array_equal(found, wanted)
