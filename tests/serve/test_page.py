@@ -97,6 +97,33 @@ def test_a_refusal_is_shown(browser: Browser, served: Running) -> None:
     assert "positions" in browser.run("document.getElementById('note').textContent")
 
 
+@pytest.mark.nightly
+def test_a_server_that_is_gone_is_said_to_be(browser: Browser, served: Running) -> None:
+    """Beside the buttons, above a long answer."""
+    browser.open(served.url)
+    wait_until(browser, "document.getElementById('model').textContent === 'tiny'")
+    browser.run("window.fetch = () => Promise.reject(new TypeError('Failed to fetch'))")
+    browser.run("document.getElementById('send').click()")
+    wait_until(browser, "document.getElementById('note').className === 'bad'")
+    assert text_of(browser, "note") == "The server is not reached: its terminal says why."
+    above = """document.getElementById('note').getBoundingClientRect().bottom
+      <= document.getElementById('answer').getBoundingClientRect().top"""
+    assert browser.run(above)
+
+
+@pytest.mark.nightly
+def test_a_wrong_key_is_told_from_none(browser: Browser, served: Running) -> None:
+    browser.open(served.url)
+    wait_until(browser, "document.getElementById('model').textContent === 'tiny'")
+    browser.run("window.fetch = () => Promise.resolve(new Response('', { status: 401 }))")
+    said = []
+    for key in ("", "wrong"):
+        browser.run(f"document.getElementById('key').value = {key!r}")
+        browser.run("introduce()")
+        said.append(text_of(browser, "note"))
+    assert said == ["This server wants an API key.", "This is not the server's API key."]
+
+
 def wait_until(browser: Browser, condition: str) -> None:
     """Wait until an expression of the page is true."""
     browser.run(f"new Promise(done => setInterval(() => {{ if ({condition}) done(); }}, 20))")
@@ -127,7 +154,7 @@ def test_everything_can_be_read(scheme: str, width: int, browser: Browser, serve
     assert browser.run("document.documentElement.scrollWidth <= innerWidth")
     if folder := os.environ.get("PICTURES"):
         browser.picture(Path(folder) / f"page-{scheme}-{width}.png")
-    browser.run("note('The server is not reached.', true)")
+    browser.run("note(unreached, true)")
     assert browser.run(FLAWS) == []
     browser.run("document.getElementById('note').style.color = '#777f89'")
     assert len(browser.run(FLAWS)) == 1  # it can fail
