@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,9 +17,12 @@ from benchmarks.gpu_report.stages import OutOfTime, Report, Row, Stage
 
 
 def apart(
-    make: Callable[..., Iterator[Row]], *arguments: Any, left: float = 100.0, limit: float = 60.0
+    make: Callable[..., Iterator[Row]], *arguments: Any, later: float = 100.0, limit: float = 60.0
 ) -> Iterator[Row]:
-    return rows_apart(make, arguments, seconds_left=lambda: left, row_seconds=limit)
+    """Rows of a report that has 100 seconds left before the first, in which a process starts, and
+    others later."""
+    left = itertools.chain([100.0], itertools.repeat(later))
+    return rows_apart(make, arguments, seconds_left=lambda: next(left), row_seconds=limit)
 
 
 def test_rows_are_those_of_another_process() -> None:
@@ -51,12 +55,12 @@ def test_what_goes_wrong_is_said_and_costs_no_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("left", "limit", "error"), [(100.0, 6.0, TimeoutError), (6.0, 100.0, OutOfTime)]
+    ("later", "limit", "error"), [(100.0, 6.0, TimeoutError), (0.2, 100.0, OutOfTime)]
 )
 def test_a_hang_ends_with_the_time_of_its_row_or_of_the_report(
-    left: float, limit: float, error: type[Exception]
+    later: float, limit: float, error: type[Exception]
 ) -> None:
-    made = apart(hanging, left=left, limit=limit)
+    made = apart(hanging, later=later, limit=limit)
     process = next(made)["process"]
     with pytest.raises(error):
         next(made)
@@ -65,6 +69,6 @@ def test_a_hang_ends_with_the_time_of_its_row_or_of_the_report(
 
 def test_a_report_whose_time_ends_within_a_row_has_not_failed(tmp_path: Path) -> None:
     report = Report(tmp_path / "report.json", {})
-    report.run([Stage("hanging", 1, partial(apart, hanging, left=6.0))], 1000.0)
+    report.run([Stage("hanging", 1, partial(apart, hanging, later=0.2))], 1000.0)
     assert report.failed == [] and not report.stages["hanging"]["complete"]
     assert len(report.rows("hanging")) == 1

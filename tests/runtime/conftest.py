@@ -39,6 +39,12 @@ def trained() -> Path:
 
 
 @pytest.fixture(scope="session")
+def trained_glm() -> Path:
+    """A trained fixture of three layers, for all who load one often."""
+    return FIXTURE.parent / "glm4-moe-tiny"
+
+
+@pytest.fixture(scope="session")
 def trained_model(trained: Path) -> Model:
     """It on compiled kernels, for all who only run it."""
     return load(trained)

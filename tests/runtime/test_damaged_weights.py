@@ -10,22 +10,30 @@ from pathlib import Path
 import pytest
 import torch
 
-from cases import run_program
+from cases import export, run_program
 from faults import planting
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_runtime.models.load import LoadOptions, load_model
 from runtime.harness import Walk
 
-EXPERTS, ATTENTION = "model.layers.10.mlp.experts.", "model.layers.1.self_attn.q_a_proj."
+EXPERTS, ATTENTION = "model.layers.2.mlp.experts.", "model.layers.1.self_attn.q_a_proj."
 HELD = {
     "compiled": LoadOptions(),
     "by torch": LoadOptions(dequantize_at_load=False),
 }
 
 
-def damaged(trained_bundle: Path, folder: Path, module: str) -> Path:
+@pytest.fixture(scope="module")
+def fp8_bundle(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A good bundle in fp8 blocks, of few layers."""
+    folder = tmp_path_factory.mktemp("fp8") / "bundle"
+    assert export(pristine, folder, "--link", "copy", "--quiet").code == 0
+    return folder
+
+
+def damaged(fp8_bundle: Path, folder: Path, module: str) -> Path:
     """A bundle with scales that are zero."""
-    bundle = Path(shutil.copytree(trained_bundle, folder / "a bundle"))
+    bundle = Path(shutil.copytree(fp8_bundle, folder / "a bundle"))
     scales = planting.names(bundle / "main", module, "weight_scale_inv")
     planting.change_all(bundle / "main", scales, torch.zeros_like)
     return bundle
@@ -34,9 +42,9 @@ def damaged(trained_bundle: Path, folder: Path, module: str) -> Path:
 @pytest.mark.parametrize("held", HELD)
 @pytest.mark.parametrize("module", [ATTENTION, EXPERTS])
 def test_the_tensor_and_its_file_are_named(
-    module: str, held: str, trained_bundle: Path, tmp_path: Path
+    module: str, held: str, fp8_bundle: Path, tmp_path: Path
 ) -> None:
-    bundle = damaged(trained_bundle, tmp_path, module)
+    bundle = damaged(fp8_bundle, tmp_path, module)
     with pytest.raises(InvalidInputError) as refused:
         Walk(load_model(bundle, HELD[held]).model).feed(range(2, 60))
     said = str(refused.value)
@@ -47,7 +55,7 @@ def test_the_tensor_and_its_file_are_named(
     assert f"by mtp-export verify '{bundle}' --level weights." in said
 
 
-def test_generate_ends_with_it(trained_bundle: Path, tmp_path: Path) -> None:
-    bundle = damaged(trained_bundle, tmp_path, EXPERTS)
+def test_generate_ends_with_it(fp8_bundle: Path, tmp_path: Path) -> None:
+    bundle = damaged(fp8_bundle, tmp_path, EXPERTS)
     outcome = run_program("generate", bundle, "--prompt", "a", "--max-new-tokens", "4")
     assert outcome.code == 3 and outcome.err.count("cannot be dequantized") == 1

@@ -19,7 +19,7 @@ from runtime.checkpoints import write_checkpoint
 from runtime.harness import prompts_of
 from runtime.ranks import ranks
 
-GREEDY = SamplingParams(max_tokens=10, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=5, ignore_eos=True)
 EAGLE: dict[str, Any] = {
     "speculate_method": "eagle",
     "speculate_max_draft_token_num": 2,
@@ -44,7 +44,7 @@ def test_requests_come_and_go(group: Group, tmp_path: Path) -> None:
         outputs = [o.token_ids for o in llm.generate(prompts, params)]
         assert outputs == [o.token_ids for o in alone.generate(prompts, params)]
 
-    sampled = SamplingParams(max_tokens=10, ignore_eos=True, temperature=1.0)
+    sampled = SamplingParams(max_tokens=5, ignore_eos=True, temperature=1.0)
     (left, kept) = llm.requests(prompts_of([5, 7], 96, seed=1), [sampled] * 2)
     with closing(llm.engine.run([left])) as events:
         llm.engine.add(kept)
@@ -56,17 +56,17 @@ def test_requests_come_and_go(group: Group, tmp_path: Path) -> None:
         llm.engine.step()
         steps += 1
     assert group.calls["message from rank 0"] - before == steps, "one message a step"
-    seeded = SamplingParams(max_tokens=10, ignore_eos=True, temperature=1.0, seed=kept.seed)
+    seeded = SamplingParams(max_tokens=5, ignore_eos=True, temperature=1.0, seed=kept.seed)
     assert tuple(kept.output) == alone.generate([kept.prompt], seeded)[0].token_ids
     pages = llm.engine.pages
     assert pages.free_pages == pages.pages
 
 
-def test_drafts_by_measured_times_and_an_end_by_text(group: Group, trained: Path) -> None:
+def test_drafts_by_measured_times_and_an_end_by_text(group: Group, trained_glm: Path) -> None:
     """Rank 0's times choose the number of drafts, and its text ends a request, on every rank."""
     options = LLMOptions(speculate_method="mtp", adaptive=True, speculate_max_draft_token_num=3)
-    llm = group.everywhere(llm_of, trained, options)
-    alone = LLM(trained, speculate_method="none")
+    llm = group.everywhere(llm_of, trained_glm, options)
+    alone = LLM(trained_glm, speculate_method="none")
     prompts = ["Once upon a time", "def add(a, b):", "The cat"]
     (whole, *_) = alone.generate(prompts[:1], SamplingParams(max_tokens=24))
     params = SamplingParams(max_tokens=24, stop=whole.text[len(whole.text) // 2 :][:3])

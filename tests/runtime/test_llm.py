@@ -1,4 +1,4 @@
-"""LLM and mtp-export generate, on the trained fixture with its tokenizer."""
+"""LLM and mtp-export generate, on a trained miniature with its tokenizer."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ PROMPTS = ["Once upon a time", "def add(a, b):"]
 
 
 @pytest.fixture(scope="module")
-def llm(trained: Path) -> LLM:
-    return LLM(trained, speculate_method="mtp", speculate_max_draft_token_num=2)
+def llm(trained_glm: Path) -> LLM:
+    return LLM(trained_glm, speculate_method="mtp", speculate_max_draft_token_num=2)
 
 
 def test_one_output_a_prompt_and_every_token_streamed(llm: LLM) -> None:
@@ -113,11 +113,11 @@ def test_a_call_runs_while_another_one_is_under_way(llm: LLM) -> None:
 
 
 def test_a_lost_mtp_layer_is_said_once(
-    trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    trained_glm: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where drafts were left to the model, and its config.json announces a layer to draft with."""
     bundle = tmp_path / "my bundle"
-    assert export(trained, bundle, "--part", "main", "--quiet").code == 0
+    assert export(trained_glm, bundle, "--part", "main", "--quiet").code == 0
     llm = LLM(bundle, speculate_method="auto")
     assert caplog.messages == [
         "Decoding without drafts: config.json announces an MTP layer, and there is none. See"
@@ -127,18 +127,18 @@ def test_a_lost_mtp_layer_is_said_once(
     assert told.code == 7 and "mtp-export graft" in told.out
     caplog.clear()
     LLM(bundle, speculate_method="none")  # as was asked for
-    LLM(trained, speculate_method="auto")
+    LLM(trained_glm, speculate_method="auto")
     LLM(bundle, speculate_method="inference_with_reference")
     edit_json(bundle / "main/config.json", lambda c: c.update(num_nextn_predict_layers=0))
     LLM(bundle, speculate_method="auto")
     assert not caplog.messages and llm.engine.config.speculation.draft_tokens == 0
 
 
-def test_options_that_make_no_sense(trained: Path, llm: LLM) -> None:
+def test_options_that_make_no_sense(trained_glm: Path, llm: LLM) -> None:
     with pytest.raises(UsageError, match="speculate_method"):
-        LLM(trained, speculate_method="eagel")
+        LLM(trained_glm, speculate_method="eagel")
     with pytest.raises(UsageError, match="acceptance"):
-        LLM(trained, acceptance="typical")
+        LLM(trained_glm, acceptance="typical")
     with pytest.raises(UsageError, match="one SamplingParams per prompt"):
         llm.generate(PROMPTS, [SamplingParams()])
     with pytest.raises(UsageError, match="temperature"):
@@ -146,7 +146,7 @@ def test_options_that_make_no_sense(trained: Path, llm: LLM) -> None:
     with pytest.raises(UsageError, match="seed"):
         SamplingParams(seed=-1)
     with pytest.raises(UsageError, match="speculate_method"):
-        LLM(trained, speculate_method="mtp", draft_model=trained)
+        LLM(trained_glm, speculate_method="mtp", draft_model=trained_glm)
     with pytest.raises(UsageError, match="no prompt"):
         llm.generate([{"prompt": PROMPTS[0]}])  # type: ignore[list-item]
     for prompts in (b"abc", [b"abc"], [bytearray(b"abc")], [5, "a"], [5, True]):
@@ -155,7 +155,7 @@ def test_options_that_make_no_sense(trained: Path, llm: LLM) -> None:
     assert llm.generate([]) == []
 
 
-def test_options_of_other_kinds_are_refused(trained: Path) -> None:
+def test_options_of_other_kinds_are_refused(trained_glm: Path) -> None:
     for options, words in (
         ({"max_model_len": 1.5}, "max_model_len is no whole number"),
         ({"max_model_len": "9"}, "max_model_len is no number"),
@@ -168,7 +168,7 @@ def test_options_of_other_kinds_are_refused(trained: Path) -> None:
         ({"static_graph": 1}, "static_graph cannot be read"),
     ):
         with pytest.raises(UsageError, match=words):
-            LLM(trained, **options)  # type: ignore[arg-type]
+            LLM(trained_glm, **options)  # type: ignore[arg-type]
 
 
 def test_an_option_that_there_is_not_is_refused_before_loading(tmp_path: Path) -> None:
@@ -254,11 +254,11 @@ def invoke(*arguments: str) -> str:
     return outcome.out
 
 
-def test_generate_command_json(trained: Path, tmp_path: Path) -> None:
+def test_generate_command_json(trained_glm: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "Once upon a time"}\n{"prompt_token_ids": [5, 6, 7]}\n')
     options = ["--speculate-method", "mtp", "--max-new-tokens", "6", "--json"]
-    facts = json.loads(invoke(str(trained), "--prompts", str(prompts), *options))
+    facts = json.loads(invoke(str(trained_glm), "--prompts", str(prompts), *options))
     assert [output["prompt"] for output in facts["outputs"]] == ["Once upon a time", [5, 6, 7]]
     assert all(len(output["token_ids"]) <= 6 for output in facts["outputs"])
     assert facts["summary"]["acceptance"][0]["verified"] > 0
@@ -266,12 +266,12 @@ def test_generate_command_json(trained: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("waited", "busy"), [(0.9, True), (0.1, False), (0.0, False)])
 def test_generate_says_that_the_machine_is_busy(
-    waited: float, busy: bool, trained: Path, monkeypatch: pytest.MonkeyPatch
+    waited: float, busy: bool, trained_glm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By what its threads waited for processors beside two seconds of computing."""
     seconds = iter([(5.0, 7.0), (7.0, 7.0 + waited)] * 2)
     monkeypatch.setattr(decoding_figures, "processor_seconds", lambda: next(seconds))
-    options = (str(trained), "--prompt", "a b", "--max-new-tokens", "4")
+    options = (str(trained_glm), "--prompt", "a b", "--max-new-tokens", "4")
     assert ("too busy to tell" in invoke(*options)) is busy
     facts = json.loads(invoke(*options, "--json"))
     assert facts["waiting_for_processors"] == pytest.approx(waited / (2 + waited))
@@ -287,8 +287,9 @@ def test_the_kernel_tells_what_threads_computed() -> None:
     assert decoding_figures.processor_seconds()[0] - before[0] > 0.02
 
 
-def test_generate_drafts_where_there_is_a_module(trained: Path, trained_bundle: Path) -> None:
-    for bundle, method in ((trained, "mtp"), (trained_bundle / "main", "none")):
+def test_generate_drafts_where_there_is_a_module(trained_glm: Path, tmp_path: Path) -> None:
+    assert export(trained_glm, tmp_path / "bundle", "--quiet").code == 0
+    for bundle, method in ((trained_glm, "mtp"), (tmp_path / "bundle/main", "none")):
         facts = json.loads(
             invoke(str(bundle), "--prompt", "a b", "--max-new-tokens", "6", "--json")
         )
@@ -296,8 +297,8 @@ def test_generate_drafts_where_there_is_a_module(trained: Path, trained_bundle: 
         assert bool(facts["summary"]["acceptance"]) == (method == "mtp")
 
 
-def test_generate_names_the_seeds_that_repeat_it(trained: Path) -> None:
-    options = [str(trained), "--prompt", "a b", "--prompt", "a b", "--temperature", "1.5"]
+def test_generate_names_the_seeds_that_repeat_it(trained_glm: Path) -> None:
+    options = [str(trained_glm), "--prompt", "a b", "--prompt", "a b", "--temperature", "1.5"]
     options += ["--max-new-tokens", "12", "--json"]
     first = json.loads(invoke(*options))["outputs"]
     seeds = [output["seed"] for output in first]
@@ -307,9 +308,9 @@ def test_generate_names_the_seeds_that_repeat_it(trained: Path) -> None:
     assert first[0]["token_ids"] != first[1]["token_ids"]
 
 
-def test_generate_chat(trained: Path, llm: LLM, tmp_path: Path) -> None:
+def test_generate_chat(trained_glm: Path, llm: LLM, tmp_path: Path) -> None:
     facts = json.loads(
-        invoke(str(trained), "--chat", "--prompt", "Tell me", "--max-new-tokens", "8", "--json")
+        invoke(str(trained_glm), "--chat", "--prompt", "Tell me", "--max-new-tokens", "8", "--json")
     )
     tokens = llm.chat_prompt([{"role": "user", "content": "Tell me"}])
     (expected,) = llm.generate([tokens], SamplingParams(max_tokens=8))
@@ -318,22 +319,23 @@ def test_generate_chat(trained: Path, llm: LLM, tmp_path: Path) -> None:
     assert output["metrics"]["prompt_tokens"] == len(tokens)
     ids = tmp_path / "ids.jsonl"
     ids.write_text('{"prompt_token_ids": [5]}\n')
-    refused = run_program("generate", trained, "--chat", "--prompts", ids)
+    refused = run_program("generate", trained_glm, "--chat", "--prompts", ids)
     assert refused.code == 2 and "--chat" in refused.err
 
 
-def test_a_limit_of_memory_sizes_the_cache(trained: Path, llm: LLM) -> None:
-    loaded = load_model(trained, LoadOptions())
+def test_a_limit_of_memory_sizes_the_cache(trained_glm: Path, llm: LLM) -> None:
+    loaded = load_model(trained_glm, LoadOptions())
     limits = [resident_bytes() + (size << 20) for size in (100, 300)]
     small, large = (
-        LLM(trained, loaded=loaded, max_memory_bytes=limit).engine.pages.pages for limit in limits
+        LLM(trained_glm, loaded=loaded, max_memory_bytes=limit).engine.pages.pages
+        for limit in limits
     )
     page_bytes = sum(
         tensor[:1].numel() * tensor.element_size() for tensor in llm.engine.cache.tensors
     )
     assert 0 < small < large < (300 << 20) / page_bytes
     with pytest.raises(MtpExportError, match="no memory for the cache"):
-        LLM(trained, loaded=loaded, max_memory_bytes=1 << 20)
+        LLM(trained_glm, loaded=loaded, max_memory_bytes=1 << 20)
 
 
 def test_a_limit_of_a_gpu_s_memory_sizes_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,7 +363,7 @@ def test_a_limit_of_a_gpu_s_memory_sizes_the_cache(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_limit_bounds_the_gpu_of_every_rank(
-    trained: Path, monkeypatch: pytest.MonkeyPatch
+    trained_glm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each its own, before anything is loaded."""
 
@@ -374,21 +376,21 @@ def test_a_limit_bounds_the_gpu_of_every_rank(
     for number in range(2):
         group = Group(Split(number, 2), torch.device("cuda", number))
         with pytest.raises(InterruptedError):
-            LLM(trained, device="cuda", max_memory_bytes=9, group=group)
+            LLM(trained_glm, device="cuda", max_memory_bytes=9, group=group)
     assert bounds == [(torch.device("cuda", number), 9) for number in range(2)]
 
 
-def test_generate_command_text(trained: Path) -> None:
-    options = ["--speculate-method", "inference_with_reference", "--max-new-tokens", "6"]
-    out = invoke(str(trained), "--prompt", "a b a b a b", *options)
+def test_generate_command_text(trained_glm: Path) -> None:
+    options = ["--speculate-method", "inference_with_reference", "--max-new-tokens", "12"]
+    out = invoke(str(trained_glm), "--prompt", "a b a b a b", *options)
     assert "tokens per step (plain: 1)" in out
     sampled = ("--temperature", "1", "--seed", "41")
-    out = invoke(str(trained), "--prompt", "a b a b", "--prompt", "x", *options, *sampled)
+    out = invoke(str(trained_glm), "--prompt", "a b a b", "--prompt", "x", *options, *sampled)
     assert "[1]" in out and "[2]" in out and "41" in out
 
 
-def test_generate_command_refusals(trained: Path, tmp_path: Path) -> None:
+def test_generate_command_refusals(trained_glm: Path, tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": 1}\n')
     for arguments in ([], ["--prompts", str(bad)], ["--prompts", str(tmp_path / "none.jsonl")]):
-        assert run_program("generate", trained, *arguments).code > 1, arguments
+        assert run_program("generate", trained_glm, *arguments).code > 1, arguments

@@ -15,6 +15,7 @@ import pytest
 from benchmarks.load_plan import Plan, coverage, planned
 from benchmarks.make_bundle import SCHEMES, make_bundle
 from benchmarks.make_checkpoint import REAL_CONFIG, make_checkpoint, make_released
+from cases import nightly_but
 from mtp_checkpoints.errors import ResourceError
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.formats.base import BLOCK
@@ -63,8 +64,13 @@ def bundles_of(source: Path) -> Folders:
     return folder
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("scheme", [FP8, *SCHEMES])
+# Every scheme where sums are divided too, and one of each storage where outputs alone are.
+EVERY_PUSH = [*product([FP8, *SCHEMES], ["reduce"]), *product([FP8, "int8", "int4"], ["gather"])]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "mode"), nightly_but(EVERY_PUSH, product([FP8, *SCHEMES], MODES))
+)
 def test_ranks_read_layers_once_together(shortened: Folders, scheme: str, mode: str) -> None:
     check(planned(shortened(scheme), 16, mode, GPU_BYTES), 16, mode)
 

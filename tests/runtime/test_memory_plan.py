@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.load_plan import held_bytes
-from cases import run_program
+from cases import nightly_but, run_program
 from mtp_checkpoints.errors import ResourceError
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_runtime import LLM
@@ -24,7 +25,7 @@ from runtime.checkpoints import SMALL_CONFIGS, write_checkpoint
 from runtime.harness import Walk
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
-V3 = FIXTURES / "deepseek-v3-tiny"
+V3, GLM = FIXTURES / "deepseek-v3-tiny", FIXTURES / "glm4-moe-tiny"
 # Of rotations and other tables, which WORKING_BYTES has room for.
 TABLES = 64 << 20
 ARENA = 32 << 20  # of packed matrices, at least
@@ -39,8 +40,11 @@ def with_free(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(memory_plan, "free_memory", lambda: {"available memory": size})
 
 
-@pytest.mark.parametrize("with_mtp", [True, False])
-@pytest.mark.parametrize("folder", [V3, FIXTURES / "glm4-moe-tiny"], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    ("folder", "with_mtp"),
+    nightly_but([(V3, True), (GLM, False)], product([V3, GLM], [True, False])),
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_a_plan_is_what_is_held(folder: Path, with_mtp: bool) -> None:
     held, plans = {}, {}
     for dtype in ("float32", "bfloat16"):
@@ -96,15 +100,15 @@ def test_layers_that_torch_runs_become_float32(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused_before_a_weight_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plan = plan_of(V3, LoadOptions(with_mtp=False))
+    plan = plan_of(GLM, LoadOptions(with_mtp=False))
     needed = plan.needed_bytes(1024)
     assert needed == plan.weight_bytes + 1024 * plan.token_bytes + WORKING_BYTES
     with_free(monkeypatch, needed)
-    assert LLM(V3, cache_tokens=1024, speculate_method="none").generate([[5]])
+    assert LLM(GLM, cache_tokens=1024, speculate_method="none").generate([[5]])
     with_free(monkeypatch, needed - 1)
     monkeypatch.setattr("mtp_runtime.models.load.OpenedModel.model", lambda *_: pytest.fail())
     with pytest.raises(ResourceError, match="The model does not fit into memory"):
-        LLM(V3, cache_tokens=1024, speculate_method="none")
+        LLM(GLM, cache_tokens=1024, speculate_method="none")
 
 
 def test_the_refusal_says_what_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,16 +142,16 @@ def test_generate_says_so_in_one_paragraph(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_usual_cache_takes_no_more_than_there_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plan = plan_of(V3, LoadOptions(with_mtp=False))
+    plan = plan_of(GLM, LoadOptions(with_mtp=False))
     monkeypatch.setattr("mtp_runtime.memory.free_memory", lambda: {"x": 1000 * plan.token_bytes})
-    llm = LLM(V3, speculate_method="none")
+    llm = LLM(GLM, speculate_method="none")
     assert llm.engine.config.cache_tokens == 900 // 64 * 64
     assert caplog.messages == ["The cache has room for 896 tokens, not for 32768: memory is full"]
     monkeypatch.setattr("mtp_runtime.memory.free_memory", lambda: {"x": 1 << 50})
-    assert LLM(V3, loaded=llm._loaded).engine.config.cache_tokens == EngineConfig.cache_tokens
-    assert LLM(V3, loaded=llm._loaded, cache_tokens=64).engine.config.cache_tokens == 64
+    assert LLM(GLM, loaded=llm._loaded).engine.config.cache_tokens == EngineConfig.cache_tokens
+    assert LLM(GLM, loaded=llm._loaded, cache_tokens=64).engine.config.cache_tokens == 64
     monkeypatch.setattr("mtp_runtime.memory.free_memory", dict)
-    assert LLM(V3, loaded=llm._loaded).engine.config.cache_tokens == EngineConfig.cache_tokens
+    assert LLM(GLM, loaded=llm._loaded).engine.config.cache_tokens == EngineConfig.cache_tokens
 
 
 def test_a_limit_that_is_unknown_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,7 @@ from mtp_runtime.models.load import Loaded
 from serve.conftest import FIXTURE
 from serve.running import Client, Running, announced_port, running, wait_for
 
+FEW_LAYERS = FIXTURE.parent / "glm4-moe-tiny"  # for servers that are started anew
 LONG = {"prompt": "Once upon a time", "max_tokens": 3000, "ignore_eos": True}
 
 
@@ -286,7 +287,7 @@ def in_a_process(*options: str, before: str = "") -> Iterator[tuple[subprocess.P
     # A shell in the background has its commands ignore Ctrl-C.
     heeded = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
     program = f"import sys, threading\n{heeded}{HANG}{before}{SERVE}"
-    command = [sys.executable, "-c", program, "serve", str(FIXTURE), "--port", "0", *options]
+    command = [sys.executable, "-c", program, "serve", str(FEW_LAYERS), "--port", "0", *options]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     try:
@@ -329,7 +330,7 @@ def default_interrupts() -> Iterator[None]:
 def test_sigterm_drains_and_ends() -> None:
     """Requests under way end whole, nothing new is taken, and the exit code is 0."""
     with in_a_process("--enable-prefix-cache") as (process, port):
-        stream = Client(port).stream("/v1/completions", **LONG | {"max_tokens": 200})
+        stream = Client(port).stream("/v1/completions", **LONG | {"max_tokens": 1000})
         chunks = [next(stream)]
         process.send_signal(signal.SIGTERM)
         chunks += stream

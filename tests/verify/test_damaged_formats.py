@@ -7,12 +7,14 @@ import copy
 import functools
 import tempfile
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from cases import nightly_but
 from faults.matrix import no_progress
 from mtp_export.verify import CHECKS, check_result
 from mtp_export.verify.check import Item, Level, Status
@@ -159,8 +161,18 @@ def subjects_of(item: Item) -> list[str]:
     return [problem["subject"] for problem in problems]
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("source", [GLM, DEEPSEEK], ids=lambda path: path.name)
+# Every form in one family, and one of each kind in the other.
+EVERY_PUSH = [
+    *product([GLM], FORMS),
+    *product([DEEPSEEK], ("bf16", "fp8", "compressed-tensors, int4", "awq")),
+]
+
+
+@pytest.mark.parametrize(
+    ("source", "form"),
+    nightly_but(EVERY_PUSH, product([GLM, DEEPSEEK], FORMS)),
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_each_damage_is_found_in_its_tensor(tmp_path: Path, source: Path, form: str) -> None:
     assert failed_items(sound(source, form), tmp_path / "sound") == []
     damaged = sound(source, form)
