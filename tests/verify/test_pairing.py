@@ -15,7 +15,8 @@ from faults import planting
 from mtp_checkpoints.tensors.model_identity import recorded_main_identity
 
 MAIN, PAIR = "main: the model that was exported", "draft and main of one bundle"
-FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"
+FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/glm4-moe-tiny"  # of few layers
+DEEPSEEK = FIXTURE.parent / "deepseek-v3-tiny"
 INDEX = "model.safetensors.index.json"
 
 
@@ -30,9 +31,17 @@ def failed(items: dict[str, dict[str, Any]]) -> set[str]:
     return {name for name, item in items.items() if item["status"] == "fail"}
 
 
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle whose files are its own; not to be changed."""
+    folder = tmp_path_factory.mktemp("good") / "bundle"
+    assert export(FIXTURE, folder, "--link", "copy", "--quiet").code == 0
+    return folder
+
+
 @pytest.fixture
-def bundle(trained_bundle: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(trained_bundle, tmp_path / "bundle"))
+def bundle(good: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(good, tmp_path / "bundle"))
 
 
 def other_main(folder: Path, bundle: Path) -> Path:
@@ -43,11 +52,11 @@ def other_main(folder: Path, bundle: Path) -> Path:
     return other
 
 
-def test_a_whole_bundle_passes(trained_bundle: Path) -> None:
-    items = items_of(trained_bundle)
+def test_a_whole_bundle_passes(good: Path) -> None:
+    items = items_of(good)
     assert not failed(items)
-    identity = read_json(trained_bundle / "mtp_export.json")["main_identity"]
-    assert recorded_main_identity(trained_bundle / "mtp") == identity
+    identity = read_json(good / "mtp_export.json")["main_identity"]
+    assert recorded_main_identity(good / "mtp") == identity
     for name in (MAIN, PAIR):
         assert (items[name]["status"], items[name]["figure"]) == ("pass", identity[:16])
 
@@ -55,7 +64,7 @@ def test_a_whole_bundle_passes(trained_bundle: Path) -> None:
 def test_links_and_shard_sizes_do_not_matter(trained_bundle: Path, tmp_path: Path) -> None:
     """A linked export of the bundle's own parts, and its quantization without a change of main."""
     identity = read_json(trained_bundle / "mtp_export.json")["main_identity"]
-    copied = shutil.copytree(FIXTURE, tmp_path / "source")
+    copied = shutil.copytree(DEEPSEEK, tmp_path / "source")
     made = export(copied, tmp_path / "linked", "--link", "hardlink", "--target", "lightllm")
     assert made.code == 0, made.err
     rows = ("--base-quant", "keep", "--mtp-quant", "bf16", "--allow-untested-pair")
@@ -119,22 +128,22 @@ def test_a_draft_that_records_none(bundle: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def alone(trained_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The MTP part of the trained miniature, exported alone."""
+def alone(good: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The MTP part, exported alone."""
     folder = tmp_path_factory.mktemp("alone") / "bundle"
     made = export(FIXTURE, folder, "--part", "mtp", "--quiet")
     assert made.code == 0, made.err
     return folder
 
 
-def test_parts_that_are_alone(tmp_path: Path, trained_bundle: Path, alone: Path) -> None:
+def test_parts_that_are_alone(tmp_path: Path, good: Path, alone: Path) -> None:
     """Both have the identity of the main model; beside a draft alone, verify says that it is
     missing."""
-    made = export(trained_bundle, tmp_path / "main", "--part", "main", "--quiet")
+    made = export(good, tmp_path / "main", "--part", "main", "--quiet")
     assert made.code == 0, made.err
     assert items_of(tmp_path / "main")[MAIN]["status"] == "pass"
     assert PAIR not in items_of(tmp_path / "main")
-    identity = read_json(trained_bundle / "mtp_export.json")["main_identity"]
+    identity = read_json(good / "mtp_export.json")["main_identity"]
     assert read_json(alone / "mtp_export.json")["main_identity"] == identity
     assert recorded_main_identity(alone / "mtp") == identity
     for place in (alone, alone / "mtp"):  # as a bundle, and the folder of its draft
@@ -143,13 +152,11 @@ def test_parts_that_are_alone(tmp_path: Path, trained_bundle: Path, alone: Path)
         assert f"{identity[:16]}…, is not here" in items[PAIR]["cause"]
 
 
-def test_a_draft_alone_beside_a_main_model(
-    alone: Path, trained_bundle: Path, tmp_path: Path
-) -> None:
+def test_a_draft_alone_beside_a_main_model(alone: Path, good: Path, tmp_path: Path) -> None:
     """Its own, one that was trained further, and nothing but headers."""
     draft = ("--mtp", str(alone / "mtp"))
     assert items_of(FIXTURE, *draft)[PAIR]["status"] == "pass"
-    items = items_of(other_main(tmp_path / "other", trained_bundle) / "main", *draft)
+    items = items_of(other_main(tmp_path / "other", good) / "main", *draft)
     assert items[PAIR]["status"] == "not tested" and PAIR not in failed(items)
     assert "the draft was made with the main model" in items[PAIR]["cause"]
     assert "--no-checksums" in items_of(FIXTURE, *draft, "--no-checksums")[PAIR]["cause"]
