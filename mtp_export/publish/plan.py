@@ -7,12 +7,14 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 
 from huggingface_hub import CommitOperationCopy, get_token
 from huggingface_hub.hf_api import RepoFile
 
 from mtp_checkpoints.errors import (
     InvalidInputError,
+    IoError,
     OutputExistsError,
     UsageError,
     VerificationError,
@@ -226,20 +228,32 @@ def _check_free(repository: Repository, in_the_way: Sequence[str]) -> None:
     )
 
 
+_REPORT = Path("report.json")  # its name where none is given
+
+
 def evidence(bundle: Path, report: Path | None, *, unverified: bool) -> Report | None:
     """Return the report of a bundle's verification; None without one, if that is wanted.
 
     Raises UsageError without a report, InvalidInputError for one of another bundle and
     VerificationError for one that did not pass. unverified allows no report, or one that failed.
     """
+    verify = f"mtp-export verify {quote(str(bundle))} --report {quote(str(report or _REPORT))}"
     if report is None:
         if unverified:
             return None
         raise UsageError(
             "Nothing says that this bundle is verified",
             where=bundle,
-            expected="--report FILE.json, as mtp-export verify BUNDLE --report FILE.json writes it",
-            todo="Verify it first, or push it with --unverified, which the model card then says",
+            expected="--report FILE.json, the report of its verification",
+            todo=f"Verify it first: {verify}. Or push it with --unverified, which the model card"
+            " then says",
+        )
+    if not report.exists():
+        raise IoError(
+            "The report cannot be read",
+            where=report,
+            found="no such file",
+            todo=f"Verify the bundle, which writes it: {verify}",
         )
     found = read_report(report)
     named, own = found.facts.get("manifest_sha256"), manifest_sha256(bundle)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -42,6 +43,8 @@ from mtp_export.progress import ProgressCallback
 BRANCH = constants.DEFAULT_REVISION
 _EXISTS, _MOVED = 409, 412
 _COPY_ROUTE = "/lfs-files/duplicate"
+_REFUSALS = (402, 403, 413)  # that may be for want of room
+_OF_ROOM = re.compile(r"\bstorage\b|\bquota\b", re.IGNORECASE)
 
 Operation = CommitOperationAdd | CommitOperationCopy | CommitOperationDelete
 T = TypeVar("T")
@@ -125,7 +128,7 @@ class Repository:
         except InvalidInputError as error:
             if _status(error.__cause__) == 404:
                 return False
-            raise of.NOT_WRITABLE.at(self.address, f"HTTP {_status(error.__cause__)}") from error
+            raise _refusal(error.__cause__, self.address) from error
         return True
 
     def upload(self, operations: Sequence[CommitOperationAdd]) -> None:
@@ -177,13 +180,26 @@ class Repository:
         try:
             return self.client.patiently(attempt, self.address)
         except InvalidInputError as error:
-            raise of.NOT_WRITABLE.at(self.address, f"HTTP {_status(error.__cause__)}") from error
+            raise _refusal(error.__cause__, self.address) from error
         except (ValueError, RuntimeError) as error:  # answers that huggingface_hub cannot read
             raise upload_failure(error, self.address, self.client.endpoint) from error
 
 
 def _status(error: BaseException | None) -> int | None:
     return error.response.status_code if isinstance(error, HfHubHTTPError) else None
+
+
+def _refusal(error: BaseException | None, where: Address) -> MtpExportError:
+    """Return the error of a write that the Hub refuses: to the token, or for want of room."""
+    kind = of.ACCOUNT_IS_FULL if _tells_of_room(error) else of.NOT_WRITABLE
+    return kind.at(where, f"HTTP {_status(error)}")
+
+
+def _tells_of_room(error: BaseException | None) -> bool:
+    """True for a refusal whose words, which are not repeated, are about the account's storage."""
+    if not isinstance(error, HfHubHTTPError) or error.response.status_code not in _REFUSALS:
+        return False
+    return _OF_ROOM.search(error.server_message or "") is not None
 
 
 def upload_failure(error: Exception, where: Address, endpoint: str) -> MtpExportError:
@@ -194,8 +210,8 @@ def upload_failure(error: Exception, where: Address, endpoint: str) -> MtpExport
         status, url = error.response.status_code, str(error.response.request.url)
         if not url.startswith(f"{endpoint}/"):
             return of.STORAGE_TAKES_NOTHING.at(where, f"HTTP {status}")
-        if status in NO_ACCESS:
-            return of.NOT_WRITABLE.at(where, f"HTTP {status}")
+        if status in NO_ACCESS or _tells_of_room(error):
+            return _refusal(error, where)
     if isinstance(error, HfHubHTTPError | httpx2.RequestError | OfflineModeIsEnabled):
         return failure(error, where)
     return IoError(

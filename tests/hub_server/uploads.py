@@ -25,7 +25,7 @@ ATTRIBUTES = b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"
 UPLOAD_FAULTS = (
     *("upload refused", "upload unavailable", "upload cut", "upload stalled", "wrong upload"),
     *("commit unavailable", "commit lost", "commit conflict", "no copies", "other listing"),
-    *("preupload refused", "odd answer", "hidden"),
+    *("preupload refused", "odd answer", "hidden", "account full"),
 )
 
 
@@ -104,6 +104,10 @@ class Uploads(BaseHTTPRequestHandler):
             return
         if self.server.meets("preupload refused"):
             self._error(403, "")
+            return
+        if self.server.meets("account full"):
+            words = "Private repository storage limit reached, please upgrade your plan"
+            self._error(403, "", {"X-Error-Message": words})
             return
         if self.server.meets("odd answer"):
             self._json({"files": "none"})

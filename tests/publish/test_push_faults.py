@@ -35,6 +35,7 @@ ENDED = [
     ("commit unavailable", 6, "HTTP 503"),
     ("commit conflict", 6, "Somebody else changed the repository"),
     ("preupload refused", 3, "may not write"),
+    ("account full", 6, "the account's storage is used up"),
     ("odd answer", 6, "An upload failed"),
 ]
 

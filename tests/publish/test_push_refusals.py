@@ -121,6 +121,10 @@ def test_addresses(address: str, code: int, words: str, hub: HubServer, exported
 def test_an_unverified_bundle_is_refused_unless_told(hub: HubServer, exported: Path) -> None:
     outcome = run_program("push", exported / "bundle", NAME, "--quiet")
     assert_refused(outcome, 2, "--unverified", hub)
+    verify = f"mtp-export verify {exported / 'bundle'} --report"
+    assert f"Verify it first: {verify} report.json. Or push" in outcome.err
+    missing = run_program("push", exported / "bundle", NAME, "--report", exported / "no.json")
+    assert_refused(missing, 6, f"which writes it: {verify} {exported / 'no.json'}.", hub)
     assert push(exported, "--unverified", "--quiet").code == 0
 
 

@@ -115,6 +115,13 @@ NOT_WRITABLE = Failure(
     "a token with write access to it, or to its organisation",
     f"Check the name, and use another token: {LOG_IN}",
 )
+ACCOUNT_IS_FULL = Failure(
+    IoError,
+    "The Hub has no room for this: the account's storage is used up",
+    "storage for all files of the bundle",
+    "Delete what is not needed, or raise the limit in the account's settings on the Hub. Then run"
+    " the same command again: what was uploaded stays there",
+)
 # A commit on a branch that somebody else changed.
 REPOSITORY_MOVED = Failure(
     IoError,

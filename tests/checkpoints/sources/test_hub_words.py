@@ -41,6 +41,13 @@ def answer(
     return kind("secret words", response=httpx2.Response(status, request=request))
 
 
+def full(status: int, words: str) -> HfHubHTTPError:
+    """A refusal with the server's own words."""
+    error = answer(status)
+    error.server_message = words
+    return error
+
+
 def unknown_name() -> Exception:
     """The error of a lookup that failed, as the HTTP client wraps it."""
     try:
@@ -136,6 +143,28 @@ UPLOADS: dict[str, tuple[Exception, Kind, str, str]] = {
         )
         for status in (401, 403, 404)
     },
+    **{
+        f"{status}: {words}": (
+            full(status, words),
+            IoError,
+            "The Hub has no room for this: the account's storage is used up",
+            f"HTTP {status}",
+        )
+        for status in (402, 403, 413)
+        for words in ("secret storage limit reached", "Secret Quota")
+    },
+    "no room on the Hub's side": (
+        full(500, "secret storage"),
+        IoError,
+        "The Hub answers with an error",
+        "HTTP 500",
+    ),
+    "a refusal of a restorage": (
+        full(403, "secretstorage"),
+        InvalidInputError,
+        "The token may not write to this repository",
+        "HTTP 403",
+    ),
     "the storage's": (
         answer(403, url=f"{ENDPOINT}.elsewhere/bucket"),
         IoError,
@@ -192,6 +221,11 @@ ADVICE: dict[str, tuple[str, str]] = {
     "The token may not write to this repository": (
         "a token with write access to it, or to its organisation",
         f"Check the name, and use another token: {LOG_IN}",
+    ),
+    "The Hub has no room for this: the account's storage is used up": (
+        "storage for all files of the bundle",
+        "Delete what is not needed, or raise the limit in the account's settings on the Hub. Then"
+        " run the same command again: what was uploaded stays there",
     ),
     "Somebody else changed the repository meanwhile": (
         "the commit that was looked at",
