@@ -68,7 +68,7 @@ class Server:
         self._started = int(time.time())
         self._tell = options.tell
         self._page = (files("mtp_export.serve") / "page.html").read_text(encoding="utf-8")
-        self.metrics = ServerMetrics(llm.engine, options.model_name)
+        self.metrics = ServerMetrics(llm.engine, options.model_name, llm.expert_cache)
         most = llm.engine.config.max_batch_size + options.max_queued_requests
         self.engine = EngineThread(llm.engine, self.metrics, most)
         # One large body is parsed and tokenized at a time, and one chat, as there is one process

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -11,17 +12,20 @@ from prometheus_client.registry import Collector
 from mtp_runtime.engine import Engine
 from mtp_runtime.request import Request
 
+if TYPE_CHECKING:
+    from mtp_kernels.decoder.compiled_cpu.expert_cache import ExpertCache
+
 _LABELS = ("model_name", "engine")
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 
 class ServerMetrics:
-    """Metrics of one server with one engine."""
+    """Metrics of one server with one engine. experts: the model's cache of them, if it has one."""
 
-    def __init__(self, engine: Engine, model_name: str) -> None:
+    def __init__(self, engine: Engine, model_name: str, experts: ExpertCache | None = None) -> None:
         self.registry = CollectorRegistry()
         self.served = 0  # requests that ended by themselves, each choice of them for one
-        self.registry.register(_EngineCounts(engine, model_name))
+        self.registry.register(_EngineCounts(engine, model_name, experts))
         own = (model_name, "0")
         self._finished = self._counter("request_success", "Requests that ended.", "finished_reason")
         self._rejected = self._counter("admission_rejections", "Requests refused.", "reason")
@@ -66,8 +70,8 @@ class ServerMetrics:
 class _EngineCounts(Collector):
     """Counters and gauges that are the engine's own state."""
 
-    def __init__(self, engine: Engine, model_name: str) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, model_name: str, experts: ExpertCache | None) -> None:
+        self._engine, self._experts = engine, experts
         self._own = (model_name, "0")
 
     def collect(self) -> Iterator[Metric]:
@@ -86,6 +90,7 @@ class _EngineCounts(Collector):
             ("spec_decode_num_drafts", "Verified blocks of drafts.", sum(drafted[:1])),
             ("spec_decode_num_draft_tokens", "Verified drafts.", sum(drafted)),
             ("spec_decode_num_accepted_tokens", "Accepted drafts.", sum(accepted)),
+            *self._expert_counts(),
         ):
             family = CounterMetricFamily(f"vllm:{name}", words, labels=_LABELS)
             family.add_metric(self._own, value)
@@ -98,6 +103,18 @@ class _EngineCounts(Collector):
         for position, count in enumerate(accepted):
             positions.add_metric((*self._own, str(position)), count)
         yield positions
+
+    def _expert_counts(self) -> list[tuple[str, str, float]]:
+        """Return the counts of a cache of routed experts; none without one."""
+        if self._experts is None:
+            return []
+        counts = self._experts.counts
+        return [
+            ("expert_cache_queries", "Experts that passes asked layers for.", counts.requested),
+            ("expert_cache_hits", "Those of them that were in memory.", counts.held),
+            ("expert_cache_read_bytes", "Bytes of the others, as read.", counts.read_bytes),
+            ("expert_cache_wait_seconds", "Computation waiting for them.", counts.waited_seconds),
+        ]
 
     def _gauge(self, name: str, words: str, value: float) -> GaugeMetricFamily:
         gauge = GaugeMetricFamily(f"vllm:{name}", words, labels=_LABELS)

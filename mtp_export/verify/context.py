@@ -25,13 +25,13 @@ from mtp_export.paths import refuse_overlaps
 from mtp_export.progress import ShowCount, ShowProgress, format_bytes, uncounted
 from mtp_export.schemes.scheme import GRAFTED
 from mtp_export.verify.check import Item, Level, Status
+from mtp_export.verify.evidence.memory_room import MemoryRoom, memory_room
 from mtp_export.verify.evidence.parts import (
     OpenedPlace,
     Part,
     PartLayout,
     layer_count,
     layout_of,
-    why_too_large,
 )
 from mtp_export.verify.evidence.prompts import (
     GivenText,
@@ -310,18 +310,16 @@ class Context:
         """The reason why the model is not run as a whole here, None if it is."""
         if self.options.stream and self.why_not_opened is None:
             return "--stream never holds the whole model"
-        from mtp_runtime.models.load import LoadOptions
-
-        if self.why_not_opened is not None:
-            return self.why_not_opened
-        reason = why_too_large(self.folder, LoadOptions(mtp_folder=self.mtp_folder))
-        return None if reason is None else f"{reason}: use verify --stream"
+        return self.why_not_opened or self.memory.why_too_little
 
     def why_not_loaded(self, options: LoadOptions) -> str | None:
-        """The reason why the model is not loaded with options beside those that are: None if there
-        is room, or if it is loaded."""
-        own = replace(options, mtp_folder=self.mtp_folder)
-        return None if own in self._loaded else why_too_large(self.folder, own)
+        """The reason why no model is loaded with options too, None if there is room or it is."""
+        own = self._usual(options)
+        return None if own in self._loaded else self.memory.why_not_beside(self.folder, own)
+
+    @cached_property
+    def memory(self) -> MemoryRoom:
+        return memory_room(self.folder, self.mtp_folder, self.options)
 
     @cached_property
     def prompts(self) -> tuple[Prompt, ...]:
@@ -380,19 +378,21 @@ class Context:
         return ""
 
     def loaded(self, options: LoadOptions) -> Loaded:
-        """The bundle's model, loaded once per options. Raises what load_model raises.
-
-        A deterministic one is the usual one, if that has no layer to refuse.
-        """
+        """The bundle's model, loaded once per options; a deterministic one is the usual, if that
+        has no layer to refuse. Raises what load_model raises."""
         from mtp_runtime.loading import weight_source
         from mtp_runtime.models.compiled import refuse_torch_layers
         from mtp_runtime.models.load import load_model
 
-        usual = replace(options, deterministic=False, mtp_folder=self.mtp_folder)
+        usual = self._usual(options)
         if usual not in self._loaded:
             with quieted(weight_source.__name__, logging.ERROR):  # check ledger says it of copies
                 self._loaded[usual] = load_model(self.folder, usual)
-        loaded = self._loaded[usual]
         if options.deterministic:
-            refuse_torch_layers(loaded.model, loaded.folder)
-        return loaded
+            refuse_torch_layers(self._loaded[usual].model, self._loaded[usual].folder)
+        return self._loaded[usual]
+
+    def _usual(self, options: LoadOptions) -> LoadOptions:
+        """The options by which a model is loaded; one that is deterministic is the usual one."""
+        mtp, size = self.mtp_folder, self.memory.expert_bytes
+        return replace(options, deterministic=False, mtp_folder=mtp, expert_bytes=size)

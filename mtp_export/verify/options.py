@@ -11,7 +11,16 @@ from mtp_checkpoints.layouts import names_that_read_drafts
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.suggestions import did_you_mean
 from mtp_export.bundle.options import MAX_WORKERS
-from mtp_export.options import Access, Names, Panel, argument, option, parse_source, path_option
+from mtp_export.options import (
+    Access,
+    Names,
+    Panel,
+    argument,
+    option,
+    parse_size,
+    parse_source,
+    path_option,
+)
 from mtp_export.verify.check import Level
 
 MAX_DRAFTS = 5
@@ -146,6 +155,15 @@ class VerifyOptions:
     stream: bool = field(
         default=False,
         metadata=option("Run the model layer by layer, in little memory.", Panel.PERFORMANCE),
+    )
+    max_memory: int | None = field(
+        default=None,
+        metadata=option(
+            "Resident memory for level run: routed experts that do not fit are read from disk.",
+            Panel.PERFORMANCE,
+            metavar="SIZE",
+            parser=parse_size,
+        ),
     )
     workdir: Path | None = field(
         default=None,

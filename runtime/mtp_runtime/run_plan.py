@@ -90,6 +90,13 @@ def planned_memory(bundle: Path, options: LLMOptions, group: Group = LONE) -> Ru
     return RunMemory.of(plan, opened.folder, config, options)
 
 
+def within_limit(plan: MemoryPlan, options: LLMOptions) -> MemoryPlan:
+    """Return the plan with a cache of routed experts, where not all of them fit into the limit of
+    memory that options have (ResourceError where too few do)."""
+    cached = _with_expert_cache(plan, options.engine(), options, resident_bytes())
+    return plan if cached is None else cached[0]
+
+
 def _with_expert_cache(
     plan: MemoryPlan, config: EngineConfig, options: LLMOptions, working_bytes: int
 ) -> tuple[MemoryPlan, int] | None:

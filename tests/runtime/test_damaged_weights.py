@@ -20,6 +20,7 @@ EXPERTS, ATTENTION = "model.layers.2.mlp.experts.", "model.layers.1.self_attn.q_
 HELD = {
     "compiled": LoadOptions(),
     "by torch": LoadOptions(dequantize_at_load=False),
+    "read when they are used": LoadOptions(expert_bytes=1 << 22),
 }
 
 

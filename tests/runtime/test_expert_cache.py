@@ -3,6 +3,9 @@ loaded whole, whatever a cache holds."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -11,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
+from mtp_checkpoints.errors import InvalidInputError, IoError, UnsupportedError
 from mtp_kernels.decoder.compiled_cpu.expert_cache import ExpertCache
 from mtp_runtime import LLM
 from mtp_runtime.loading.weight_source import WeightSource
@@ -128,10 +131,11 @@ def test_stored_formats_compute_the_same_logits(
     row: str, kind: str, row_bundle: Callable[[str, str], Path]
 ) -> None:
     bundle = row_bundle(row, kind)
-    expected = logits_of(load_model(bundle, LoadOptions()))
-    for slots in (8, 3):
-        found = logits_of(with_slots(bundle, slots))
-        assert all(map(torch.equal, found, expected))
+    for activations in ("float32", "int8"):
+        expected = logits_of(load_model(bundle, LoadOptions(activations=activations)))
+        for slots in (8, 3):
+            found = logits_of(with_slots(bundle, slots, activations=activations))
+            assert all(map(torch.equal, found, expected))
 
 
 def test_a_read_that_fails_leaves_nothing_half_read(
@@ -154,6 +158,42 @@ def test_a_read_that_fails_leaves_nothing_half_read(
     fails[0] = False
     for ours, theirs in zip(logits_of(loaded), logits_of(whole), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_no_read_goes_on_behind_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its slot will be another expert's."""
+    loaded = with_slots(GLM, 8)
+    read, begun, ended = WeightSource._read_window, [0], [0]
+
+    def read_window(source: WeightSource, tensor: Any, *place: Any) -> torch.Tensor:
+        if ".down_proj" in tensor.name:
+            raise InvalidInputError("Planted", where=tensor.name)
+        begun[0] += 1
+        time.sleep(0.02)
+        ended[0] += 1
+        return read(source, tensor, *place)
+
+    monkeypatch.setattr(WeightSource, "_read_window", read_window)
+    with pytest.raises(InvalidInputError, match="Planted"):
+        Walk(loaded.model).feed([5, 6, 7, 8, 9, 10, 11])
+    assert begun == ended
+
+
+def test_a_file_that_shrinks_ends_what_reads_it_alone(tmp_path: Path) -> None:
+    """The engine goes on once the file is whole again."""
+    folder = Path(shutil.copytree(GLM, tmp_path / "copy"))
+    loaded = with_slots(folder, 4, with_mtp=False)
+    llm = LLM(folder, loaded=loaded, cache_tokens=1024)
+    expected = llm.generate([(5, 6, 7)], GREEDY)[0].token_ids
+    shards = sorted(folder.glob("*.safetensors"))
+    contents = [shard.read_bytes() for shard in shards]
+    for shard in shards:
+        os.truncate(shard, 1 << 16)
+    with pytest.raises(IoError, match="A file ends early"):
+        llm.generate([(40, 41, 42)], GREEDY)
+    for shard, content in zip(shards, contents, strict=True):
+        shard.write_bytes(content)
+    assert llm.generate([(5, 6, 7)], GREEDY)[0].token_ids == expected
 
 
 def test_ctrl_c_while_experts_are_read_leaves_nothing_half_read(

@@ -69,6 +69,9 @@ def run(context: Context) -> Iterator[Item]:
     if context.options.source is None:
         yield not_tested(WHOLE_CHECK, "no --source was given")
         return
+    if context.memory.why_one_model is not None:
+        yield not_tested(WHOLE_CHECK, context.memory.why_one_model)
+        return
     corpus = context.corpus
     options = LoadOptions(context.options.device)
     source = load_model(context.options.source, options).model

@@ -59,6 +59,9 @@ def _parallel(
 ) -> Iterator[Item]:
     """The model divided over the processes of this run, in either mode."""
     group = context.ranks
+    if context.memory.why_one_model is not None and not group.is_one:
+        yield not_tested(f"tensor parallel 1 or {group.size}", context.memory.why_one_model)
+        return
     if group.is_one:
         yield not_tested(
             "tensor parallel 1 or n",

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mtp_checkpoints.containers import is_checkpoint
 from mtp_checkpoints.containers.base import CONFIG_NAME
-from mtp_checkpoints.errors import InvalidInputError, MtpExportError
+from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.families.signs import main_layers, mtp_modules
 from mtp_checkpoints.layouts import likely_target
 from mtp_checkpoints.layouts.base import Target
@@ -21,10 +21,6 @@ from mtp_checkpoints.sources.byte_source import ByteSource, Place, local_path
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP, RELEASED
 from mtp_checkpoints.tensors.manifest import MANIFEST_NAME, manifest_sha256, read_manifest
 from mtp_checkpoints.tensors.reader import Checkpoint
-from mtp_export.progress import format_bytes
-
-if TYPE_CHECKING:
-    from mtp_runtime.models.load import LoadOptions
 
 
 @dataclass(frozen=True)
@@ -149,21 +145,3 @@ def layer_count(checkpoints: Iterable[Checkpoint]) -> int:
         if type(layers) is int and layers > 0:
             return layers
     return 1
-
-
-def why_too_large(folder: Path, options: LoadOptions) -> str | None:
-    """The reason why a model does not fit into the memory that is free, None if it does, or if it
-    cannot be opened: what loads it says why."""
-    from mtp_runtime.models.load import open_model
-
-    try:
-        plan = open_model(folder, options, packs=options.compiled).memory_plan(options)
-    except MtpExportError:
-        return None
-    shortage = plan.shortage(0)
-    if shortage is None:
-        return None
-    return (
-        f"the weights take {format_bytes(plan.weight_bytes)} in {plan.dtype_name} and"
-        f" {format_bytes(shortage[1])} of memory are free"
-    )
