@@ -58,7 +58,8 @@ class ContentOptions:
     allow_untied: bool = field(
         default=False,
         metadata=option(
-            "Accept an MTP embedding or head that differs from the main model's.", Panel.CONTENT
+            "Accept an MTP embedding or head that differs from that of the main model.",
+            Panel.CONTENT,
         ),
     )
     max_shard_bytes: int = field(
@@ -75,8 +76,8 @@ class ContentOptions:
     checksums: Checksums = field(
         default=Checksums.WRITTEN,
         metadata=option(
-            "Tensors with a checksum: written, or all, which also reads the main part's linked"
-            " shards.",
+            "Tensors with a checksum: written, or all, which also reads linked shards of"
+            " the main part.",
             Panel.CONTENT,
             metavar="CHOICE",
         ),

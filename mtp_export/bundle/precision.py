@@ -97,7 +97,7 @@ class Precision:
     head_quant: HeadQuant = field(
         default=HeadQuant.KEEP,
         metadata=option(
-            "Precision of the language-model head and of the MTP layer's copy: {names}.",
+            "Precision of the language-model head and of its copy in the MTP layer: {names}.",
             Panel.PRECISION,
             metavar="SCHEME",
         ),

@@ -122,7 +122,8 @@ class GenerateCommand:
     chat: bool = field(
         default=False,
         metadata=option(
-            "Put each prompt into the bundle's chat template, as a user's message.", Panel.DECODING
+            "Put each prompt into the chat template of the bundle, as a user message.",
+            Panel.DECODING,
         ),
     )
     compare: bool = field(

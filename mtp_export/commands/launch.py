@@ -76,7 +76,7 @@ class LaunchCommand:
     run: bool = field(
         default=False,
         metadata=option(
-            "Become this machine's command, if the engine is installed.", Panel.PLACEMENT
+            "Become the command of this machine, if the engine is installed.", Panel.PLACEMENT
         ),
     )
     node: int = field(

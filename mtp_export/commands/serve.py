@@ -56,7 +56,7 @@ class Listening:
     served_model_name: str | None = field(
         default=None,
         metadata=option(
-            "The model's name for clients.",
+            "Name of the model for clients.",
             Panel.SERVER,
             metavar="NAME",
             show_default="the folder's",

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from cases import run_program
+from mtp_export.commands.names import COMMANDS
+from mtp_export.commands.registry import command_named
 
 LINES = [
     ("mtp-export qu", "quantize"),
@@ -98,6 +100,14 @@ def test_zsh(shell_environment: dict[str, str], tmp_path: Path) -> None:
         os.kill(process, 9)
         os.waitpid(process, 0)
         os.close(terminal)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_help_has_a_mark_that_zsh_drops(command: str) -> None:
+    """Typer's script for zsh takes an apostrophe for the end of a word in quotes."""
+    shown = [COMMANDS[command]]
+    shown += [getattr(one, "help", None) or "" for one in command_named(command).params]
+    assert not [text for text in shown if "'" in text]
 
 
 def read_until(terminal: int, text: str) -> None:
