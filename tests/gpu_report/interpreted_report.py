@@ -66,7 +66,7 @@ class Sizes(Executor):
 
 
 def matrix(bundle: Path) -> Matrix:
-    small = Shape(1, 64, 1, 2)
+    small = Shape(1, 32, 1, 2)
     return Matrix(
         dtype=torch.float16,
         copied_bytes=1 << 10,
@@ -74,10 +74,10 @@ def matrix(bundle: Path) -> Matrix:
         launches=[FASTEST, BROKEN, Launch(16, 128, 8, 4, 1), Launch(16, 64, 8, 4, 2)],
         targets=(
             Target(small, 16),
-            Target(Shape(2, 100, 2, 9), 32),
-            Target(Shape(1, 64, 1, 70), 64, last=True),
+            Target(Shape(2, 40, 2, 9), 32),
+            Target(Shape(1, 32, 1, 70), 64, last=True),
         ),
-        attention=[small, Shape(1, 64, 2, 2), Shape(2, 64, 2, 2, ragged=True), TOO_LARGE],
+        attention=[small, Shape(1, 32, 2, 2), Shape(2, 32, 2, 2, ragged=True), TOO_LARGE],
         weights=[(8, 128)],
         products=Products([(32, 128)], (2,), 3, 2),
         decoding=Decoding(bundle, ("float32",), (1,), (1,), 3),

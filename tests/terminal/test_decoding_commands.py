@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cases import edit_json, export
+from cases import edit_json, export, nightly_but
 from terminal.screen import Terminal, in_pipe, in_terminal
 
 FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/glm4-moe-tiny"  # of few layers
@@ -56,7 +56,7 @@ def test_generate_writes_no_escapes_where_none_belong(place: str) -> None:
     assert "tokens per step (plain: 1)" in seen.text
 
 
-@pytest.mark.parametrize("columns", [80, 40])
+@pytest.mark.parametrize("columns", nightly_but([40], [80, 40]))
 def test_what_is_logged_is_wrapped_between_words(columns: int, tmp_path: Path) -> None:
     """As of a module that config.json announces and that is lost."""
     main = tmp_path / "bundle" / "main"

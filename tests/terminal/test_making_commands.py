@@ -7,12 +7,14 @@ import re
 import signal
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.cells import cell_len
 
+from cases import nightly_but
 from terminal.screen import Seen, Terminal, environment_of, in_pipe, in_terminal
 
 FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"
@@ -27,9 +29,7 @@ COPIED = re.compile(
 )
 COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-7]|9[0-7]|38|48|4[0-7])(?:;\d+)*m")
 SIZES = pytest.mark.parametrize(("columns", "rows"), [(80, 24), (40, 20)])
-PLAIN = pytest.mark.parametrize(
-    "environment", [{"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=["NO_COLOR", "dumb"]
-)
+NO_COLOR, DUMB = {"NO_COLOR": "1"}, {"TERM": "dumb"}
 
 
 def too_wide(seen: Seen, columns: int) -> list[str]:
@@ -71,8 +71,14 @@ def test_results_fit_the_terminal(command: str, columns: int, rows: int, tmp_pat
     assert any(re.search(left, line) for line in seen.lines)
 
 
-@PLAIN
-@pytest.mark.parametrize("command", ["export", "quantize"])
+@pytest.mark.parametrize(
+    ("command", "environment"),
+    nightly_but(
+        [("export", NO_COLOR), ("quantize", DUMB)],
+        product(["export", "quantize"], [NO_COLOR, DUMB]),
+    ),
+    ids=str,
+)
 def test_results_have_no_colour_where_none_belongs(
     command: str, environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -119,14 +125,14 @@ def stopped(columns: int, rows: int, environment: dict[str, str]) -> Seen:
         return terminal.finish()
 
 
-@SIZES
+@pytest.mark.parametrize(("columns", "rows"), nightly_but([(40, 20)], [(80, 24), (40, 20)]))
 def test_a_server_fits_the_terminal(columns: int, rows: int) -> None:
     seen = stopped(columns, rows, {})
     assert_served(seen, columns)
     assert f"Loading {SERVED.name}" in seen.raw
 
 
-@PLAIN
+@pytest.mark.parametrize("environment", nightly_but([DUMB], [NO_COLOR, DUMB]), ids=str)
 def test_a_server_has_no_colour_where_none_belongs(environment: dict[str, str]) -> None:
     seen = stopped(80, 24, environment)
     assert_served(seen, 80)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cases import quantize, run_program
+from cases import MTP_LAYER, export, quantize, run_program
 from faults import planting
 from faults.matrix import no_progress
 from mtp_export.verify.check import Level, Status
@@ -59,10 +59,18 @@ def value_lost(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
+@pytest.fixture(scope="module")
+def with_copies(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A good bundle of few layers, whose draft has a head of its own."""
+    folder = tmp_path_factory.mktemp("copies") / "bundle"
+    assert export(pristine, folder, "--link", "copy", "--quiet").code == 0
+    return folder
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (rows_zeroed, "lm_head.weight is damaged (6 of its 2,048 rows are zero), and"),
+        (rows_zeroed, "lm_head.weight is damaged (6 of its 512 rows are zero), and"),
         (value_lost, "lm_head.weight is damaged (it has values that are not finite), and"),
         (lambda w: w * 1e5, "lm_head.weight is damaged (its root mean square is"),
         (torch.zeros_like, "lm_head.weight is damaged (its values are all the same), and"),
@@ -73,12 +81,12 @@ def value_lost(weight: torch.Tensor) -> torch.Tensor:
 def test_the_damaged_one_of_two_copies_is_named(
     damage: Callable[[torch.Tensor], torch.Tensor],
     said: str,
-    trained_bundle: Path,
+    with_copies: Path,
     tmp_path: Path,
 ) -> None:
     """Where both have precisions of their own, by what weights alone tell."""
-    bundle = Path(shutil.copytree(trained_bundle, tmp_path / "bundle"))
-    copy = "model.layers.61.shared_head.head.weight"
+    bundle = Path(shutil.copytree(with_copies, tmp_path / "bundle"))
+    copy = f"model.layers.{MTP_LAYER}.shared_head.head.weight"
     planting.change(bundle / "mtp", copy, lambda weight: weight.float())
     planting.change(bundle / "main", "lm_head.weight", damage)
     planting.sign(bundle)
@@ -91,10 +99,8 @@ def test_the_damaged_one_of_two_copies_is_named(
     assert ("lm_head" in item.subject) is ("damaged" in said)
 
 
-def test_few_elements_that_differ_are_damage_of_either(
-    trained_bundle: Path, tmp_path: Path
-) -> None:
-    bundle = Path(shutil.copytree(trained_bundle, tmp_path / "bundle"))
+def test_few_elements_that_differ_are_damage_of_either(with_copies: Path, tmp_path: Path) -> None:
+    bundle = Path(shutil.copytree(with_copies, tmp_path / "bundle"))
     planting.change(bundle / "main", "lm_head.weight", lambda w: w.fill_diagonal_(0.5))
     planting.sign(bundle)
     options = VerifyOptions(bundle, level=Level.WEIGHTS)
