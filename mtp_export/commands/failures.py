@@ -106,13 +106,14 @@ def _columns() -> int:
 
 
 def _wrapped(text: str, columns: int) -> list[str]:
-    """Return the lines of a message, broken between words where they are wider than a terminal;
-    those of commands are indented, and stay whole to be copied."""
+    """Return the lines of a message, broken between words where they are wider than a terminal,
+    and indented below the first line of an entry of a list; those of commands are indented, and
+    stay whole to be copied."""
     if not columns:
         return text.splitlines()
     wrapper = TextWrapper(columns, break_long_words=False, break_on_hyphens=False)
-    return [
-        part
-        for line in text.splitlines()
-        for part in ([line] if line.startswith(" ") else wrapper.wrap(line))
-    ]
+    lines = []
+    for line in text.splitlines():
+        wrapper.subsequent_indent = "  " if line.startswith("- ") else ""
+        lines += [line] if line.startswith(" ") else wrapper.wrap(line)
+    return lines

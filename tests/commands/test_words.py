@@ -329,6 +329,17 @@ def test_a_terminal_gets_commands_whole(monkeypatch: pytest.MonkeyPatch) -> None
     assert terminal.text == f"\nmtp-export:\nInterrupted at 45 %.\nTo go on:\n{command}\n"
 
 
+def test_a_terminal_gets_entries_of_a_list_indented(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"NO_COLOR": "1", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setattr("mtp_export.commands.failures._columns", lambda: 12)
+    print_failure(Failure("It\n- failed in many ways\nTo repair it all:", 7), "error: ")
+    shown = "- failed in\n  many ways\nTo repair it\nall:"
+    assert terminal.text == f"mtp-export:\nerror: It\n{shown}\n"
+
+
 def test_options_come_from_the_environment_after_the_command_line(
     pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

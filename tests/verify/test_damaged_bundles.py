@@ -313,6 +313,10 @@ ONE_CAUSE: dict[str, tuple[dict[str, Edit | None], str]] = {
         {TOKENIZER: None, "mtp/tokenizer.json": None},
         "tokenizer.json is missing",
     ),
+    "two files of one part": (
+        {TOKENIZER: None, CONFIG: lambda content: content.update(rope_theta=123.0)},
+        "config.json was changed after the export; tokenizer.json is missing",
+    ),
     "a field of the main config": (
         {CONFIG: lambda content: content.update(rope_theta=123.0)},
         "rope_theta is 10000.0 in mtp/config.json, which is as it was exported, and 123.0 by main/",

@@ -61,6 +61,8 @@ def test_another_tensor_is_another_cause() -> None:
     assert [cause.title for cause in found] == ["ledger, sizes", "weights, c"]
     found = causes(files=[wrong("a", "is gone", GATE), wrong("b", "is short", UP)])
     assert len(found) == 2
+    found = causes(files=[wrong("a", "is gone", GATE)], weights=[wrong("b", "is late", GATE, UP)])
+    assert len(found) == 2, "the source explains what weights show, not files"
     found = causes(
         greedy=[failed("a", "one", subject=GATE)], paths=[failed("b", "2", subject=GATE)]
     )
