@@ -29,10 +29,12 @@ def print_memory_plan(
     options = runtime.options(**sizes)
     with gc_paused():
         from mtp_runtime.parallel.group import LONE
-        from mtp_runtime.run_plan import planned_memory
+        from mtp_runtime.run_plan import expert_read_speed, planned_memory
 
         memory = planned_memory(bundle, options, LONE if group is None else group)
-    facts = memory_facts(memory, options.device)
+        facts = memory_facts(memory, options.device)
+        if memory.plan.slots is not None:
+            facts |= _read_facts(facts, expert_read_speed(bundle, options))
     table = Lines(heading(f"Memory plan of {bundle}"), _table(facts), *_lines(facts))
     print_result({"bundle": str(bundle), **facts}, table, reporting)
     if memory.refusal is not None:
@@ -72,6 +74,13 @@ def _expert_facts(plan: MemoryPlan) -> dict[str, Any]:
         "token_read_bytes": plan.experts.row_picks * plan.experts.stored_bytes,
         "holds_two_tokens": plan.holds_two_tokens,
     }
+
+
+def _read_facts(facts: dict[str, Any], speed: float | None) -> dict[str, Any]:
+    """Return how fast experts are read now, and the seconds that a token's take; both None where
+    that cannot be told."""
+    seconds = None if speed is None else facts["token_read_bytes"] / speed
+    return {"read_bytes_per_second": speed, "token_read_seconds": seconds}
 
 
 def _table(facts: dict[str, Any]) -> FiguresTable:
@@ -118,8 +127,11 @@ def _expert_lines(facts: dict[str, Any]) -> list[str]:
     """Return what a token reads where not all experts are in memory."""
     if "experts" not in facts:
         return []
-    most = format_bytes(facts["token_read_bytes"])
-    lines = [f"Other experts are read from disk when they are used: at most {most} a token."]
+    most = f"{format_bytes(facts['token_read_bytes'])} a token"
+    if facts["read_bytes_per_second"] is not None:
+        speed = format_bytes(round(facts["read_bytes_per_second"]))
+        most += f", {facts['token_read_seconds']:.2f} s at the {speed}/s of this disk"
+    lines = [f"Other experts are read from disk when they are used: at most {most}."]
     if not facts["holds_two_tokens"]:
         lines.append("That is most of them: less than two tokens' experts are in memory.")
     return lines

@@ -9,11 +9,13 @@ from math import prod
 from pathlib import Path
 
 from mtp_checkpoints.errors import InvalidInputError, ResourceError, UsageError
+from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.free_memory import free_memory
 from mtp_runtime.acceptance import ACCEPTANCE_RULES
 from mtp_runtime.config import AUTO_DRAFTS, EngineConfig, LLMOptions, SpeculationConfig
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.loading.draft_folder import read_draft
+from mtp_runtime.loading.read_speed import read_speed
 from mtp_runtime.memory import (
     cache_tokens_beside,
     cache_tokens_free,
@@ -88,6 +90,20 @@ def planned_memory(bundle: Path, options: LLMOptions, group: Group = LONE) -> Ru
         draft = open_model(folder, loading, group, packs=loading.compiled)
         plan = plan.beside(draft.memory_plan(loading))
     return RunMemory.of(plan, opened.folder, config, options)
+
+
+def expert_read_speed(bundle: Path, options: LLMOptions) -> float | None:
+    """Return the bytes per second at which routed experts of the main layers are read now; None
+    where they are so small that it cannot be told. Raises as planned_memory, and IoError."""
+    graphs = GraphOptions.of(options.static_graph, options.device, LONE)
+    loading = load_options_of(options, options.speculation(), graphs)
+    experts = [
+        weight.tensors[0]
+        for weight in open_model(bundle, loading, packs=loading.compiled).source.on_disk
+        if weight.stored.weight.role is Role.ROUTED_EXPERT
+        and weight.stored.weight.mtp_layer is None
+    ]
+    return read_speed(experts)
 
 
 def within_limit(plan: MemoryPlan, options: LLMOptions) -> MemoryPlan:

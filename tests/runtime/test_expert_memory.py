@@ -4,14 +4,19 @@ experts and cached tokens, or refused."""
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from cases import run_program
+from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.errors import ResourceError
+from mtp_checkpoints.tensors.reader import Checkpoint
+from mtp_checkpoints.tensors.tensor_reader import TensorReader
 from mtp_runtime import LLM, LLMOptions, SamplingParams
+from mtp_runtime.loading.read_speed import read_speed
 from mtp_runtime.models import memory_plan
 from mtp_runtime.models.expert_memory import ExpertMemory
 from mtp_runtime.models.load import LoadOptions, open_model
@@ -150,3 +155,36 @@ def test_a_dry_run_says_what_the_cache_holds() -> None:
     assert facts["token_read_bytes"] == 4 * 49152 and facts["holds_two_tokens"]
     assert not json.loads(run_program(*words, "2.8MB").out)["holds_two_tokens"]
     assert "experts" not in json.loads(run_program(*words, "1GB").out)
+
+
+def test_a_dry_run_tells_how_long_a_token_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("generate", GLM, "--dry-run", "--max-memory", "3MB")
+    facts = json.loads(run_program(*words, "--json").out)
+    assert facts["read_bytes_per_second"] is None and facts["token_read_seconds"] is None
+    sizes: list[int] = []
+
+    def speed(tensors: Sequence[TensorInfo]) -> float:
+        sizes.extend(tensor.size_bytes for tensor in tensors)
+        return 1e6
+
+    monkeypatch.setattr("mtp_runtime.run_plan.read_speed", speed)
+    outcome = run_program(*words)
+    words_shown = " ".join(outcome.out.split())
+    assert "at most 196.6 kB a token, 0.20 s at the 1.0 MB/s of this disk." in words_shown
+    assert sizes == [16384] * 48  # of the main layers' 16 experts alone
+
+
+def test_read_speed_is_that_of_large_tensors_far_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [t for t in Checkpoint.open(GLM).tensors.values() if t.size_bytes == 16384]
+    assert read_speed(tensors) is None
+    read: list[str] = []
+    monkeypatch.setattr(
+        TensorReader,
+        "rows",
+        lambda reader, *_: read.append(reader._info.name) or torch.empty(16384, dtype=torch.uint8),
+    )
+    monkeypatch.setattr("mtp_runtime.loading.read_speed.PROBE_BYTES", 5 * 16384)
+    speed = read_speed(tensors, least_bytes=16384)
+    assert speed is not None and speed > 0
+    step = len(tensors) // 5
+    assert sorted(read) == sorted(tensor.name for tensor in tensors[::step][:5])
