@@ -344,6 +344,8 @@ def test_what_follows_from_one_file_is_one_cause(name: str, good: Path, tmp_path
     code, message, report = verified(bundle, tmp_path)
     assert code == 7 and len(failed_items(report)) > 1
     assert "Found 1 cause." in message and words in message, message
+    of_files = {item["name"]: item["subject"] for item in report["checks"][0]["items"]}
+    assert of_files["one tokenizer"] in ("", *edits)
 
 
 def test_a_file_that_is_no_file_is_the_bundles_fault(good: Path, tmp_path: Path) -> None:
