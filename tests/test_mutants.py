@@ -50,6 +50,7 @@ WHOLE = (
     "mtp_export/verify/weights/unnamed_values.py",
     "mtp_export/verify/report/failures.py",
     "mtp_export/verify/report/golden.py",
+    "mtp_export/verify/report/report_json.py",
     "mtp_export/verify/report/summary.py",
     "mtp_export/verify/report/verdict.py",
     "mtp_export/schemes/**/*.py",

@@ -141,10 +141,13 @@ def verify(options: VerifyCommand, context: typer.Context) -> None:
     with Standby(quiet=quiet) as standby, loading_bars(quiet=quiet, standby=standby):
         subject = _opened(verification, context.obj, standby, quiet=quiet)
         finished = _run(subject, options.cluster, standby, quiet=quiet)
+    from mtp_export.verify.report.report_json import report_json
     from mtp_export.verify.report.verdict import raise_if_failed, raise_if_not_tested
 
     _write_reports(finished, reports)
-    facts = finished.as_json() if reporting.as_json else {}  # the page says what people need of it
+    facts = (
+        report_json(finished) if reporting.as_json else {}
+    )  # the page says what people need of it
     print_result(facts, _page(finished, options), reporting)
     if options.golden is not None and finished.status is Status.FAIL:
         remark(f"{options.golden} was not written: a golden file is of a model that passes")
@@ -229,11 +232,12 @@ def _run(context: Context, cluster: str | None, standby: Standby, *, quiet: bool
 def _write_reports(report: VerifyReport, files: ReportFiles) -> None:
     from mtp_export.verify.report.html import html_page
     from mtp_export.verify.report.junit import junit_xml
+    from mtp_export.verify.report.report_json import report_json
     from mtp_export.verify.report.summary import markdown
 
     files.write(
         {
-            "--report": lambda: json_text(report.as_json()),
+            "--report": lambda: json_text(report_json(report)),
             "--junit": lambda: junit_xml(report),
             "--html": lambda: html_page(report),
             "--summary": lambda: markdown(report),

@@ -30,6 +30,7 @@ from mtp_export.verify.report.html import html_page
 from mtp_export.verify.report.junit import junit_xml
 from mtp_export.verify.report.reading import read_report
 from mtp_export.verify.report.report import Report
+from mtp_export.verify.report.report_json import report_json
 from mtp_export.verify.report.summary import Summary, markdown
 from mtp_export.verify.report.table import ItemTable
 from mtp_export.verify.report.verdict import raise_if_failed
@@ -86,7 +87,12 @@ def test_json_is_as_documented(reports: Path) -> None:
             }
             assert item["status"] in ("pass", "fail", "not tested")
             assert item["status"] == "pass" or item["cause"]
-    assert report["counts"]["fail"] == 0
+    assert report["counts"]["fail"] == 0 and report["causes"] == []
+    (cause,) = read_json(reports / "bad.json")["causes"]
+    row = next(line for line in DOCS.splitlines() if line.startswith("| `causes` |"))
+    assert set(cause) <= set(re.findall(r"`([^`]+)`", row))
+    assert {"check": "files", "name": "mtp: checksums"} in cause["items"]
+    assert "other bytes than the export wrote" in cause["text"] and len(cause["repairs"]) == 1
     assert {check["name"] for check in report["checks"]} <= set(re.findall(r"`([a-z]+)`", DOCS))
 
 
@@ -133,7 +139,7 @@ def test_the_launch_line_is_on_top_with_the_recommended_k(reports: Path) -> None
 )
 def test_k_is_recommended_for_the_largest_batch(by_batch: dict[str, Any], k: int | None) -> None:
     report = sample_report(passed("recommended k", data={"recommended": by_batch}))
-    assert report.recommended_k == k == report.as_json()["recommended_k"]
+    assert report.recommended_k == k == report_json(report)["recommended_k"]
 
 
 def test_levels_above_say_that_they_were_left_out(reports: Path) -> None:
@@ -272,7 +278,7 @@ def test_a_report_of_thousands_of_problems_is_short() -> None:
     for count in (few, many):
         problems = [Problem(f"tensor {n:05}", f"tensor {n:05} is wrong") for n in range(count)]
         report = sample_report(verdict("tensors", problems, figure=f"{count:,}"))
-        (check,) = report.as_json()["checks"]
+        (check,) = report_json(report)["checks"]
         listed = check["items"][0]["data"]["problems"]
         assert [one["subject"] for one in listed] == [problem.subject for problem in problems]
         texts.append(texts_of(report))

@@ -10,6 +10,7 @@ from mtp_export.verify.report.charts import charts
 from mtp_export.verify.report.failures import causes_of, repairs
 from mtp_export.verify.report.plots import MOST_SERIES
 from mtp_export.verify.report.report import Report, recommended
+from mtp_export.verify.report.report_json import report_json
 from mtp_export.verify.report.verdict import verdict_line, verdict_words
 
 
@@ -18,7 +19,7 @@ def html_page(report: Report) -> str:
     environment = Environment(autoescape=True)
     environment.filters["class"] = lambda status: status.replace(" ", "-")
     environment.filters["key"] = id
-    facts, causes = report.as_json(), causes_of(report)
+    facts, causes = report_json(report), causes_of(report)
     options = facts["bundle"]["options"]
     shown = [f"{key} {options[key]}" for key in ("base_quant", "mtp_quant", "target")
              if options.get(key)]  # fmt: skip

@@ -12,7 +12,8 @@ from mtp_checkpoints.sources.files import check_small_file, read_failure
 from mtp_export.verify.check import CheckResult, Item, Level, Status
 from mtp_export.verify.options import VerifyOptions, parse_engine
 from mtp_export.verify.report.charts import charts
-from mtp_export.verify.report.report import FORMAT, FORMAT_VERSION, Report
+from mtp_export.verify.report.report import Report
+from mtp_export.verify.report.report_json import FORMAT, FORMAT_VERSION
 
 _TODO = "Make one with mtp-export verify BUNDLE --report FILE.json"
 

@@ -1,23 +1,15 @@
-"""A finished verification: options, machine, every check's items, and the verdict.
-
-The JSON that it becomes is described in docs/verify.md.
-"""
+"""A finished verification: options, every check's items, and the verdict."""
 
 from __future__ import annotations
 
-import os
-import platform
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from mtp_checkpoints.errors import MtpExportError
-from mtp_checkpoints.sources.byte_source import Address
-from mtp_export import __version__
 from mtp_export.bundle.launch import engines_of, node_lines
 from mtp_export.verify.check import (
     ENGINE,
@@ -29,7 +21,6 @@ from mtp_export.verify.check import (
 from mtp_export.verify.context import Context
 from mtp_export.verify.options import VerifyOptions
 
-FORMAT, FORMAT_VERSION = "mtp-export verification", 1
 BUNDLE, CHECKPOINT = "bundle", "checkpoint"  # kinds of what is verified
 
 
@@ -94,39 +85,6 @@ class Report:
     def count(self, status: Status) -> int:
         """Number of items of a status."""
         return sum(item.status is status for _, item in self.items)
-
-    def as_json(self) -> dict[str, Any]:
-        """The report as documented in docs/verify.md."""
-        return {
-            "format": FORMAT,
-            "format_version": FORMAT_VERSION,
-            "tool_version": __version__,
-            "date": self.date,
-            "command": self.command,
-            "status": self.status,
-            "recommended_k": self.recommended_k,
-            "launch": dict(self.launch),
-            "counts": {status: self.count(status) for status in Status},
-            "engines": self.engines,
-            "seconds": round(self.seconds, 3),
-            "machine": _machine(),
-            "options": {
-                name: str(value) if isinstance(value, Path | Address) else value
-                for name, value in vars(self.options).items()
-            }
-            | {"level": self.options.level.name.lower()},
-            "bundle": self.facts,
-            "checks": [
-                {
-                    "name": result.name,
-                    "title": result.title,
-                    "status": result.status,
-                    "seconds": round(result.seconds, 3),
-                    "items": [dict(vars(item)) for item in result.items],
-                }
-                for result in self.results
-            ],
-        }
 
 
 def report_of(context: Context, results: tuple[CheckResult, ...], seconds: float) -> Report:
@@ -196,12 +154,3 @@ def recommended(report: Report) -> str:
         if result.name == "speed" and "recommended" in item.data
     )
     return next(figures, "")
-
-
-def _machine() -> dict[str, Any]:
-    return {
-        "platform": platform.platform(),
-        "processor": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-    }
