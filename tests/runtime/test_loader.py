@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cases import WRITTEN
+from cases import MTP_LAYER, WRITTEN
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.families.contract import Hidden, MtpContract
 from mtp_checkpoints.formats import (
@@ -56,13 +56,15 @@ def test_a_bundle_decodes_as_its_source(small: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_the_ledger_accounts_for_every_tensor(trained: Path) -> None:
-    stored = json.loads((trained / "model.safetensors.index.json").read_text())["weight_map"].keys()
-    ledger = load_model(trained, LoadOptions()).ledger
+def test_the_ledger_accounts_for_every_tensor(pristine: Path) -> None:
+    stored = json.loads((pristine / "model.safetensors.index.json").read_text())[
+        "weight_map"
+    ].keys()
+    ledger = load_model(pristine, LoadOptions()).ledger
     assert ledger.loaded | ledger.tied | ledger.skipped == stored
     assert not ledger.skipped and ledger.loaded | ledger.tied <= ledger.expected
-    without = load_model(trained, LoadOptions(with_mtp=False)).ledger
-    assert without.skipped == {n for n in stored if n.startswith("model.layers.61.")}
+    without = load_model(pristine, LoadOptions(with_mtp=False)).ledger
+    assert without.skipped == {n for n in stored if n.startswith(f"model.layers.{MTP_LAYER}.")}
 
 
 def test_copies_are_tied_and_others_are_not(small: Path, tmp_path: Path) -> None:
@@ -167,11 +169,11 @@ def test_every_storage_has_a_format() -> None:
         assert known.storage == storage and known.gate.sqnr_db > 0
 
 
-def test_quantized_weights_may_stay_as_they_are(trained: Path) -> None:
+def test_quantized_weights_may_stay_as_they_are(pristine: Path) -> None:
     """Dequantizing in every call gives what dequantizing at load gives."""
-    (tokens,) = prompts_of([3], 2048)
-    at_load = load_model(trained, LoadOptions(with_mtp=False)).model
-    in_calls = load_model(trained, LoadOptions(dequantize_at_load=False, with_mtp=False)).model
+    (tokens,) = prompts_of([3], 512)
+    at_load = load_model(pristine, LoadOptions(with_mtp=False)).model
+    in_calls = load_model(pristine, LoadOptions(dequantize_at_load=False, with_mtp=False)).model
     expected, found = Walk(at_load).feed(tokens)[0], Walk(in_calls).feed(tokens)[0]
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
 

@@ -1,4 +1,4 @@
-"""One server for the whole session, over the trained miniature."""
+"""One server for the whole session, over the trained miniature of few layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mtp_runtime import LLM
 from mtp_runtime.models.load import Loaded, LoadOptions, load_model
 from serve.running import Client, Running, running
 
-FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"
+FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/glm4-moe-tiny"
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -23,7 +23,6 @@ import pytest
 
 from cases import nightly_but
 from mtp_export.serve.limits import MAX_BODY_BYTES
-from serve.conftest import FIXTURE
 from serve.hostile import KINDS, VALUES, places, put
 from serve.running import BANNER_END, Client, announced_port
 from serve.watched import WATCH
@@ -33,6 +32,7 @@ from serve.watched import WATCH
 MAX_MEMORY_BYTES = 1 << 30
 MAX_KEPT_SECONDS = 0.1
 CLIENTS = 8
+FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"
 EVERY, FEW = 1, len(VALUES)  # shares of the bodies
 # Of the model and its cache, 140 kB a token; the number of prompts of 250 tokens that fill it, so
 # that no page of it counts as memory of the requests that are measured.

@@ -33,7 +33,6 @@ from mtp_runtime.models.load import Loaded
 from serve.conftest import FIXTURE
 from serve.running import Client, Running, announced_port, running, wait_for
 
-FEW_LAYERS = FIXTURE.parent / "glm4-moe-tiny"  # for servers that are started anew
 LONG = {"prompt": "Once upon a time", "max_tokens": 3000, "ignore_eos": True}
 
 
@@ -287,7 +286,7 @@ def in_a_process(*options: str, before: str = "") -> Iterator[tuple[subprocess.P
     # A shell in the background has its commands ignore Ctrl-C.
     heeded = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
     program = f"import sys, threading\n{heeded}{HANG}{before}{SERVE}"
-    command = [sys.executable, "-c", program, "serve", str(FEW_LAYERS), "--port", "0", *options]
+    command = [sys.executable, "-c", program, "serve", str(FIXTURE), "--port", "0", *options]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     try:

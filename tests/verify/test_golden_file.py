@@ -30,6 +30,7 @@ from mtp_export.verify.check import Check, Item, Level, failed, passed
 from mtp_export.verify.evidence.decode import Proposal
 from mtp_export.verify.report.golden import Drafts, Output
 from mtp_runtime import LLM, SamplingParams
+from mtp_runtime.models.load import Loaded, LoadOptions, load_model
 from mtp_runtime.request import Request
 from pages import python_of, rows_of, sections_of
 
@@ -252,12 +253,21 @@ def test_tokens_and_drafts_are_those_of_transformers(
     assert rejected, "some drafts after a rejected one are compared too"
 
 
-def test_acceptance_is_what_the_engine_counts(golden: Golden, trained_bundle: Path) -> None:
+@pytest.fixture(scope="module")
+def loaded(trained_bundle: Path) -> Loaded:
+    """The good bundle's models."""
+    return load_model(trained_bundle, LoadOptions(dtype="float32"))
+
+
+def test_acceptance_is_what_the_engine_counts(
+    golden: Golden, trained_bundle: Path, loaded: Loaded
+) -> None:
     """With every number of drafts, though the file was made with one of them."""
     prompts = [line["prompt_token_ids"] for line in golden.lines]
     for k in range(1, K + 1):
         llm = LLM(
             trained_bundle,
+            loaded=loaded,
             dtype="float32",
             speculate_method="mtp",
             speculate_max_draft_token_num=k,
@@ -479,8 +489,10 @@ def compared(bundle: Path, golden: Path, **options: Any) -> list[str]:
 ACCEPTED = re.compile(r"accepted (\d+) of (\d+) drafts; golden (\d+) of (\d+)")
 
 
-def test_the_pages_comparison_agrees_with_our_runtime(golden: Golden, trained_bundle: Path) -> None:
-    printed = compared(trained_bundle, golden.path)
+def test_the_pages_comparison_agrees_with_our_runtime(
+    golden: Golden, trained_bundle: Path, loaded: Loaded
+) -> None:
+    printed = compared(trained_bundle, golden.path, loaded=loaded)
     for number in range(len(PROMPTS)):
         text, counts = printed[2 * number : 2 * number + 2]
         assert text == f"prompt {number}: equal up to its end, log-probabilities off by 0.00"
@@ -502,11 +514,13 @@ def test_the_pages_comparison_notices_wrong_drafts(
 
 
 def test_the_pages_comparison_notices_another_text(
-    golden: Golden, trained_bundle: Path, tmp_path: Path
+    golden: Golden, trained_bundle: Path, loaded: Loaded, tmp_path: Path
 ) -> None:
     lines = golden.path.read_text().splitlines()
     changed = json.loads(lines[1])
     changed["token_ids"][4] += 1
     path = tmp_path / "changed.jsonl"
     path.write_text("\n".join([lines[0], json.dumps(changed), *lines[2:]]))
-    assert compared(trained_bundle, path)[0].startswith("prompt 0: equal up to [4], ")
+    assert compared(trained_bundle, path, loaded=loaded)[0].startswith(
+        "prompt 0: equal up to [4], "
+    )
