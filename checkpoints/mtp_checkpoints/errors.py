@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypedDict, Unpack
 
 MAX_MESSAGE = 2_000  # characters
 _LEFT_OUT = " […] "
@@ -110,24 +109,14 @@ class IoError(MtpExportError):
     exit_code = 6
 
 
-class Parts(TypedDict, total=False):
-    """Parts of a paragraph behind what is wrong."""
-
-    where: object
-    expected: object
-    found: object
-    todo: str | None
-
-
 class VerificationError(MtpExportError):
-    """A bundle that does not pass its verification. below: lines that follow the paragraph, of
-    which indented ones are commands."""
+    """A bundle that does not pass its verification."""
 
     exit_code = 7
 
-    def __init__(self, what: str, *, below: Sequence[str] = (), **parts: Unpack[Parts]) -> None:
-        super().__init__(what, **parts)
-        self.args = ("\n".join([self.paragraph(), *map(_printable, below)]),)
+    def add_lines(self, lines: Sequence[str]) -> None:
+        """Add lines below the paragraph, of which indented ones are commands."""
+        self.args = ("\n".join([*self.args, *map(_printable, lines)]),)
 
 
 class OutputExistsError(MtpExportError):

@@ -97,13 +97,14 @@ def _error_of_several(report: Report, what: str, ship: str) -> VerificationError
     """Return the error of several failed items, with a line for each of the first causes."""
     causes = causes_of(report)
     mended = any(cause.repairs for cause in causes)
-    return VerificationError(
+    error = VerificationError(
         what,
         where=report.options.bundle,
         found=counted(len(causes), "cause"),
         todo=ship if mended else f"{ship}; {_usual(report)}",
-        below=list(_lines_of(causes, repairs(report))),
     )
+    error.add_lines([*_lines_of(causes, repairs(report))])
+    return error
 
 
 def _lines_of(causes: Sequence[Cause], titles: Mapping[str, str]) -> Iterator[str]:
