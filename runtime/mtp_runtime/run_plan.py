@@ -28,6 +28,9 @@ from mtp_runtime.models.memory_plan import WORKING_BYTES, MemoryPlan, PageSizes
 from mtp_runtime.parallel.group import LONE, Group
 from mtp_runtime.static_graph.options import GraphOptions
 
+# Of what threads read before it is packed, and of kernels, which are loaded as they are used.
+READING_BYTES = 1 << 28
+
 
 @dataclass(frozen=True)
 class RunMemory:
@@ -62,6 +65,7 @@ class RunMemory:
             cached = _with_expert_cache(plan, config, options, working_bytes)
             if cached is not None:
                 plan, given = cached
+                working_bytes += READING_BYTES
             if is_cpu:
                 plan.check(bundle, given)
             if cached is None:
@@ -124,7 +128,8 @@ def _with_expert_cache(
     if fits_beside(working_bytes + plan.weight_bytes, limit, page_bytes):
         return None
     sizes = PageSizes(config.page_size, config.cache_tokens, options.cache_tokens)
-    return with_expert_cache(plan, sizes, used_bytes=working_bytes, max_memory_bytes=limit)
+    used = working_bytes + READING_BYTES
+    return with_expert_cache(plan, sizes, used_bytes=used, max_memory_bytes=limit)
 
 
 def _planned_tokens(

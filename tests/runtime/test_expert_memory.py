@@ -49,6 +49,7 @@ USUAL = PageSizes(page_tokens=64, most_tokens=32768)
 def nothing_else_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("memory", "run_plan"):
         monkeypatch.setattr(f"mtp_runtime.{module}.resident_bytes", lambda: 0)
+    monkeypatch.setattr("mtp_runtime.run_plan.READING_BYTES", 0)
 
 
 def test_experts_have_what_tokens_leave_of_nine_tenths() -> None:
@@ -188,3 +189,13 @@ def test_read_speed_is_that_of_large_tensors_far_apart(monkeypatch: pytest.Monke
     assert speed is not None and speed > 0
     step = len(tensors) // 5
     assert sorted(read) == sorted(tensor.name for tensor in tensors[::step][:5])
+
+
+def test_what_is_read_is_counted_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mtp_runtime.run_plan.READING_BYTES", 1000 * MB)
+    limit = 1003 * MB
+    options = LLMOptions(max_memory_bytes=limit, speculate_method="auto")
+    assert planned_memory(GLM, options).plan.slots is None  # of a model that fits nothing is read
+    monkeypatch.setattr("mtp_runtime.run_plan.resident_bytes", lambda: 1000 * MB)
+    refused = planned_memory(GLM, options).refusal
+    assert refused is not None and str(refused.expected).startswith("2,003 MB at least")

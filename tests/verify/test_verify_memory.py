@@ -18,6 +18,7 @@ ONE_MODEL = "--max-memory has room for one model, of which experts are read from
 @pytest.fixture(autouse=True)
 def nothing_else_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mtp_runtime.run_plan.resident_bytes", lambda: 0)
+    monkeypatch.setattr("mtp_runtime.run_plan.READING_BYTES", 0)
 
 
 def items_of(*options: object) -> dict[str, dict[str, Any]]:
