@@ -307,6 +307,22 @@ def test_a_file_that_may_not_be_read_is_no_verdict(
     assert "ship" not in outcome.err
 
 
+def test_a_tokenizer_that_the_source_lacks_is_to_be_put_there(good: Path, tmp_path: Path) -> None:
+    """An export of the same source would lack it again."""
+    source = shutil.copytree(good.parent / "source", tmp_path / "source")
+    for path in source.glob("tokenizer*"):
+        path.unlink()
+    assert export(source, tmp_path / "bundle", "--part", "mtp", "--quiet").code == 0
+    _, message, _ = verified(tmp_path / "bundle", tmp_path)
+    assert (
+        "no tokenizer: mtp/ has none of" in message
+        and "; its source had none either: put" in message
+    )
+    (tmp_path / "bundle" / MANIFEST).unlink()
+    _, message, _ = verified(tmp_path / "bundle", tmp_path)
+    assert "no tokenizer: mtp/ has none of" in message and "none either" not in message
+
+
 ONE_CAUSE: dict[str, tuple[dict[str, Edit | None], str]] = {
     "no tokenizer in one part": ({TOKENIZER: None}, "tokenizer.json is missing"),
     "no tokenizer at all": (

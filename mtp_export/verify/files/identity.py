@@ -45,7 +45,7 @@ def run(context: Context) -> Iterator[Item]:
         return
     folders = {part.folder: part for part in context.parts}  # a checkpoint's parts are in one
     for part in folders.values():
-        yield _tokenizer(part, unlike.get(part.name, {}), required=context.is_bundle)
+        yield _tokenizer(context, part, unlike.get(part.name, {}))
     if len(folders) > 1:
         yield _same_tokenizer(context.parts, unlike, all_in_both=context.is_bundle)
 
@@ -97,18 +97,13 @@ def _yarn(part: str, config: Mapping[str, Any]) -> Item:
     return verdict(f"{part}: yarn's attention scale", problems, figure)
 
 
-def _tokenizer(part: Part, unlike: Mapping[str, str], *, required: bool) -> Item:
-    """The part has a tokenizer whose ids are those of the model; required: it must have one.
-    unlike: sentences on files that are not as the manifest lists them."""
+def _tokenizer(context: Context, part: Part, unlike: Mapping[str, str]) -> Item:
+    """The part has a tokenizer whose ids are those of the model; a bundle's must have one. unlike:
+    sentences on files that are not as the manifest lists them."""
     name = f"{part.name}: tokenizer"
     files = [path.name for path in part.folder.iterdir()]
     if not any(_is_vocabulary(file) for file in files):
-        words = causes.no_tokenizer(part.name, ", ".join(_VOCABULARIES))
-        if not required:
-            return not_tested(name, words)
-        missing = [Problem(str(part.folder / file), told) for file, told in unlike.items()
-                   if _is_vocabulary(file)]  # fmt: skip
-        return verdict(name, missing or [Problem(str(part.folder), words)])
+        return _without_tokenizer(context, name, part, unlike)
     if part.checkpoint is None:
         return not_tested(name, "its config.json or index cannot be opened")
     config = part.checkpoint.config
@@ -130,6 +125,21 @@ def _tokenizer(part: Part, unlike: Mapping[str, str], *, required: bool) -> Item
         problems.append(Problem(str(path), words))
     problems += [Problem(str(path), words) for words in _special_tokens(part, config, ids)]
     return verdict(name, problems, f"{top:,} of {vocab:,} ids")
+
+
+def _without_tokenizer(context: Context, name: str, part: Part, unlike: Mapping[str, str]) -> Item:
+    """The item of a part without a tokenizer: of a bundle it fails."""
+    files = ", ".join(_VOCABULARIES)
+    if not context.is_bundle:
+        return not_tested(name, causes.no_tokenizer(part.name, files))
+    missing = [
+        Problem(str(part.folder / file), words)
+        for file, words in unlike.items()
+        if _is_vocabulary(file)
+    ]
+    is_listed = context.manifest is not None  # with all that the export found
+    tell = causes.source_without_tokenizer if is_listed else causes.no_tokenizer
+    return verdict(name, missing or [Problem(str(part.folder), tell(part.name, files))])
 
 
 def _is_vocabulary(file: str) -> bool:

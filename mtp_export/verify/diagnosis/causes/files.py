@@ -254,6 +254,12 @@ def no_tokenizer(part: str, files: str) -> str:
     return f"no tokenizer: {part}/ has none of {files}"
 
 
+def source_without_tokenizer(part: str, files: str) -> str:
+    return (
+        f"{no_tokenizer(part, files)}; its source had none either: put one there before the export"
+    )
+
+
 def no_token_id(token: object, found: object) -> str:
     return f"token {token!r} has the id {found!r}: damaged, an id is a whole number from 0 on"
 
