@@ -31,17 +31,18 @@ SEED = 9
 FEW, MANY = 2, 50
 EVERY_PUSH = [("export, linked", FEW), ("quantize", FEW)]
 IMPORTED = [__name__, "mtp_kernels.quantize.cpu_rows"]
-IMPORTED += ["mtp_export.commands.export", "mtp_export.commands.quantize", "mtp_export.tune.run"]
-IMPORTED += ["torch._dynamo"]  # by optimizers, as they are made
+IMPORTED += ["mtp_export.commands.export", "mtp_export.commands.quantize"]
+# By trainings alone: torch's part by optimizers, as they are made.
+IMPORTED_TO_TRAIN = ["mtp_export.tune.run", "torch._dynamo"]
 
 
 class Forks:
     """Processes forked from one that has imported everything and computed nothing: they start at
     once, and no thread of another is missing in them."""
 
-    def __init__(self) -> None:
+    def __init__(self, imported: list[str]) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(IMPORTED)
+        self._context.set_forkserver_preload(imported)
 
     def run(self, action: Action, seconds: float | None = None) -> float | None:
         """Run to the end and return its seconds, or kill it after some and return None."""
@@ -73,10 +74,11 @@ def _run(action: Action) -> None:
 
 
 @pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
+def forks(request: pytest.FixtureRequest) -> Iterator[Forks]:
+    trains = any(item.name.startswith("test_a_training") for item in request.session.items)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
-        yield Forks()
+        yield Forks([*IMPORTED, *(IMPORTED_TO_TRAIN if trains else [])])
 
 
 @pytest.mark.parametrize(

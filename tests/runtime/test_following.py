@@ -73,12 +73,3 @@ def test_drafts_by_measured_times_and_an_end_by_text(group: Group, trained_glm: 
     found, wanted = llm.generate(prompts, params), alone.generate(prompts, params)
     assert [o.token_ids for o in found] == [o.token_ids for o in wanted]
     assert found[0].finish_reason == "stop" and len(found[0].token_ids) < 24
-
-
-def test_ranks_take_the_smallest_cache(group: Group) -> None:
-    """Each has its own room beside what it loaded."""
-    assert group.everywhere(smallest_of) == 7
-
-
-def smallest_of(group: Group) -> int:
-    return group.smallest([9, 7][group.rank])

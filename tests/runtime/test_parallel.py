@@ -466,3 +466,12 @@ def test_parts_cover_everything_once(size: int) -> None:
         parts = [Split(rank, size).part(total) for rank in range(size)]
         assert [at for part in parts for at in part] == list(range(total))
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_ranks_take_the_smallest_cache(group: Group) -> None:
+    """Each has its own room beside what it loaded."""
+    assert group.everywhere(smallest_of) == 7
+
+
+def smallest_of(group: Group) -> int:
+    return group.smallest([9, 7, 8, 11][group.rank])

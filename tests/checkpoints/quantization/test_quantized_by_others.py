@@ -25,6 +25,7 @@ from mtp_checkpoints.formats import (
     Int8ZeroPoints,
     NvFp4,
 )
+from mtp_checkpoints.quantization.methods import METHODS as QUANT_METHODS
 from mtp_checkpoints.quantization.methods import quant_config_of
 from mtp_checkpoints.quantization.methods.modelopt import flattened
 from mtp_checkpoints.quantization.stored import StoredWeight, stored_model
@@ -269,6 +270,11 @@ NVFP4 = METHODS["modelopt nvfp4"].config
 def formats(config: dict[str, Any], *modules: str) -> list[Any]:
     reading = quant_config_of(config)
     return [reading.format_of(module, Role.ROUTED_EXPERT) for module in modules]
+
+
+def test_where_loaders_look_for_codes_unless_linears_are_listed() -> None:
+    named = {name: own.absent_key for name, own in QUANT_METHODS.items() if own.absent_key}
+    assert named == {"awq": "modules_to_not_convert", "gptq": "modules_in_block_to_quantize"}
 
 
 def test_awq_leaves_out_parts_of_names() -> None:

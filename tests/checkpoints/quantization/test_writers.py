@@ -65,6 +65,8 @@ def test_habits_are_those_of_the_versions_that_were_run() -> None:
             habit.versions
         )
         assert habit_of(Tool(name, "99")) == habit_of(Tool(name)) == ""
+        assert habit.words.startswith(f"{name} 0."), "it says which tool"
+        assert habit.words.endswith(" and ends with exit code 0")
     assert habit_of(Tool("AutoRound", "0.47.0")) == ""
 
 
