@@ -59,7 +59,7 @@ class Names(StrEnum):
     DEVICE = "device"
     TORCH_DEVICE = "torch device"
     DTYPE = "dtype"
-    ACTIVATIONS = "activations"
+    ACTIVATIONS = "kind of activations"
     JOIN_MODE = "mode"
     ADDRESS = "address"
 

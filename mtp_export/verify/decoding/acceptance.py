@@ -60,17 +60,13 @@ def _with_activations(context: Context, k: int) -> Iterator[Item]:
         context.options.max_new_tokens,
         show_count=context.show_count,
     ).speculative(k)
+    name = f"activations {kind}"
+    yield from of_k(other, k, name)
     equal = sum(a == b for a, b in zip(usual.outputs, other.outputs, strict=True))
-    data: dict[str, object] = {"k": k, "activations": kind}
-    for position in range(k):
-        given, before = conditional(other, position), conditional(usual, position)
-        if given is None or before is None:
-            continue
-        figure = f"{given.shown()} of {given.count}, {given.value - before.value:+.3f}"
-        own = {"position": position + 1, "conditional": given.as_json()}
-        yield measured(f"activations {kind}, k={k}, draft {position + 1}", figure, data | own)
-    figure = f"{equal} of {len(usual.outputs)} as with float32"
-    yield measured(f"activations {kind}, k={k}, texts", figure, data | {"equal_texts": equal})
+    data = {"k": k, "activations": kind, "equal_texts": equal}
+    yield measured(
+        f"{name}, k={k}, texts", f"{equal} of {len(usual.outputs)} as with float32", data
+    )
 
 
 def extra_drafts(context: Context) -> Iterator[Item]:
