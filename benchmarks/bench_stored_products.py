@@ -4,8 +4,8 @@ and beside torch's own products, each on all cores.
     python -m benchmarks.bench_stored_products OUTPUT.json
 
 Matrices are too large for the caches. All cases are run in turn, several times, and the best of
-each counts: neighbours on the machine disturb single runs. Activations are float32; those of
-torch's products are bf16.
+each counts: neighbours on the machine disturb single runs. Activations are float32, those of
+torch's products bf16; int4 and int8 are multiplied with activations of int8 too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.common.measure import machine
 from mtp_kernels.cpu.memory import Arena
-from mtp_kernels.decoder import Piece
+from mtp_kernels.decoder import ACTIVATIONS, Piece
 from mtp_kernels.decoder.compiled_cpu.packing import Packer
 from mtp_kernels.decoder.compiled_cpu.passes import Projection
 from mtp_kernels.quantize.row_codes import RowCodes
@@ -78,11 +78,14 @@ def torch_products() -> dict[str, tuple[int, Callable[[torch.Tensor], object]]]:
 def cases() -> Iterator[tuple[str, int, int, Callable[[], object]]]:
     """Yield the name, rows, bytes of the weight and call of every product."""
     for name, weight in weights().items():
-        projection = Projection.packed(Stored(weight), Packer(Arena(), torch.float32))
-        assert isinstance(projection.memory, np.ndarray)
-        for rows in ROWS:
-            x = torch.randn(rows, INPUTS)
-            yield name, rows, projection.memory.nbytes, partial(projection, x)
+        for activations in ACTIVATIONS if name.startswith("int") else ACTIVATIONS[:1]:
+            packer = Packer(Arena(), torch.float32, activations)
+            projection = Projection.packed(Stored(weight), packer)
+            assert isinstance(projection.memory, np.ndarray)
+            label = name if activations is torch.float32 else f"{name}, int8 activations"
+            for rows in ROWS:
+                x = torch.randn(rows, INPUTS)
+                yield label, rows, projection.memory.nbytes, partial(projection, x)
     for name, (size, product) in torch_products().items():
         for rows in ROWS:
             yield name, rows, size, partial(product, torch.randn(rows, INPUTS).bfloat16())
