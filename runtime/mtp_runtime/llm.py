@@ -49,6 +49,9 @@ from mtp_runtime.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from mtp_kernels.decoder.compiled_cpu.expert_cache import ExpertCache
 
+# Tokens of a prompt that are computed together where routed experts are read from disk and there is
+# memory for them: nearly all of a layer's experts are read, once for all of these.
+PREFILL_CHUNK = 1024
 logger = logging.getLogger(__name__)
 Prompt = str | Sequence[int]
 
@@ -309,9 +312,18 @@ def _with_expert_cache(
     memory = planned_memory(bundle, given)
     if memory.refusal is not None:
         raise memory.refusal
-    if memory.plan.slots is None:
+    experts = memory.plan.experts
+    if experts is None or memory.plan.slots is None:
         return given, options
-    divided = replace(given, max_memory_bytes=None, cache_tokens=memory.cache_tokens)
+    left = given.max_memory_bytes - memory.needed_bytes
+    divided = replace(
+        given,
+        max_memory_bytes=None,
+        cache_tokens=memory.cache_tokens,
+        prefill_chunk=max(
+            given.prefill_chunk, min(PREFILL_CHUNK, left // max(1, experts.token_bytes))
+        ),
+    )
     return divided, replace(options, expert_bytes=memory.plan.slot_bytes)
 
 

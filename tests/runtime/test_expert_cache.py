@@ -93,6 +93,14 @@ def test_tokens_are_those_of_the_whole_model(
     assert counts.requested > 0 and (slots < 16) == (counts.held < counts.requested - 16)
 
 
+def test_layers_are_cut_at_taps(whole: Loaded) -> None:
+    """As for drafts that take the inputs of some layers; both parts have one cache."""
+    loaded = with_slots(GLM, 3)
+    for taps in ([1], [1, 2]):
+        ours, theirs = (Walk(one.model.tapped(taps)) for one in (loaded, whole))
+        assert torch.equal(ours.feed([5, 6, 7])[0], theirs.feed([5, 6, 7])[0])
+
+
 def test_each_expert_that_is_not_held_is_read_once() -> None:
     loaded = with_slots(GLM, 16)
     cache, walk = cache_of(loaded), Walk(loaded.model)

@@ -16,6 +16,7 @@ from mtp_checkpoints.errors import ResourceError
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_checkpoints.tensors.tensor_reader import TensorReader
 from mtp_runtime import LLM, LLMOptions, SamplingParams
+from mtp_runtime.llm import PREFILL_CHUNK
 from mtp_runtime.loading.read_speed import read_speed
 from mtp_runtime.models import memory_plan
 from mtp_runtime.models.expert_memory import ExpertMemory
@@ -93,8 +94,23 @@ def test_a_limit_leaves_the_tokens_as_they_are() -> None:
     memory = planned_memory(GLM, LLMOptions(max_memory_bytes=limit, speculate_method="mtp"))
     assert memory.plan.slots == llm.expert_cache.slots < llm.expert_cache.experts
     assert llm.engine.config.cache_tokens == memory.cache_tokens
+    assert llm.engine.config.prefill_chunk == LLMOptions.prefill_chunk  # of little memory
     (found,) = llm.generate([(5, 6, 7)], params)
     assert found.token_ids == expected.token_ids
+
+
+def test_longer_parts_of_prompts_are_computed_where_there_is_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert PLAN.experts is not None
+    token_bytes, found = PLAN.experts.token_bytes, []
+    for left in (600 * token_bytes, 5000 * token_bytes):
+        memory = planned_memory(GLM, LLMOptions(max_memory_bytes=3 * MB, speculate_method="mtp"))
+        limit = memory.needed_bytes + left
+        monkeypatch.setattr("mtp_runtime.llm.planned_memory", lambda *_, memory=memory: memory)
+        llm = LLM(GLM, max_memory_bytes=limit, speculate_method="mtp")
+        found.append(llm.engine.config.prefill_chunk)
+    assert found == [600, PREFILL_CHUNK]
 
 
 def test_too_small_a_limit_is_refused_with_what_would_fit(

@@ -10,8 +10,10 @@ import torch
 
 from mtp_checkpoints.families import parts
 from mtp_checkpoints.families.base import weight_name
-from mtp_checkpoints.families.spec import ModelSpec
+from mtp_checkpoints.families.spec import LayerSpec, ModelSpec
 from mtp_kernels.cpu.memory import LINE_BYTES
+
+_STATES = 5  # of a token: its stream, normed or not, and what a model keeps of it
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ class ExpertMemory:
 
     number: of all of them; layer_picks: those that a row picks in one layer, row_picks in all of
     them. held_bytes: of all, dense_bytes of those that become dense; slot_bytes: of the largest one
-    as it is packed; stored_bytes: of the largest one on disk.
+    as it is packed; stored_bytes: of the largest one on disk. token_bytes: of what is computed of a
+    token of a prompt, in the layer where it is most.
     """
 
     number: int
@@ -51,6 +54,7 @@ class ExpertMemory:
     dense_bytes: int
     slot_bytes: int
     stored_bytes: int
+    token_bytes: int = 0
 
     def in_dtype(self, old: torch.dtype, new: torch.dtype) -> ExpertMemory:
         """Return the memory with dense matrices of another dtype; a slot is one form's."""
@@ -89,7 +93,24 @@ class ExpertMemory:
             dense_bytes=sum(matrix.held_bytes for matrix in every if matrix.is_dense),
             slot_bytes=max(map(_slot_bytes, experts)),
             stored_bytes=max(sum(matrix.stored_bytes for matrix in expert) for expert in experts),
+            token_bytes=4 * max(_token_numbers(layer, spec.facts.hidden) for layer in spec.layers),
         )
+
+
+def _token_numbers(layer: LayerSpec, hidden: int) -> int:
+    """Return the numbers that a layer computes of a token, with its states around it."""
+    attention, feed_forward = layer.attention, layer.feed_forward
+    part = attention.mla if isinstance(attention, parts.SparseMla) else attention
+    numbers = _STATES * hidden
+    if isinstance(part, parts.Mla | parts.Gqa):
+        sizes = part.sizes
+        numbers += sizes.projected + sizes.heads * sizes.key + sizes.output
+    if isinstance(feed_forward, parts.Moe):
+        experts = feed_forward.router.routing.experts_per_token + feed_forward.shared
+        numbers += experts * feed_forward.expert.inner
+    elif isinstance(feed_forward, parts.GatedMlp):
+        numbers += feed_forward.inner
+    return numbers
 
 
 def _slot_bytes(expert: Sequence[MatrixMemory]) -> int:
