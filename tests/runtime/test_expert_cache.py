@@ -26,9 +26,9 @@ from runtime.harness import Walk, prompts_of
 GLM = Path(__file__).resolve().parents[2] / "fixtures/glm4-moe-tiny"
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.9, seed=3)
-# Experts that fit: all 16 of the fixture; two tokens' 2 picks in 2 layers; less, by quotas; those
-# of one token in one layer.
-SLOTS = (16, 8, 5, 2)
+# Experts that fit: all 16 of the fixture; two tokens' 2 picks in 2 layers; less, by quotas; one for
+# both layers.
+SLOTS = (16, 8, 5, 2, 1)
 
 
 def slot_bytes(folder: Path) -> int:
@@ -219,6 +219,11 @@ def test_ctrl_c_while_experts_are_read_leaves_nothing_half_read(
         Walk(loaded.model).feed([5, 6, 7, 8, 9, 10, 11])
     for ours, theirs in zip(logits_of(loaded), logits_of(whole), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_a_cache_without_room_for_an_expert_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected 49152 bytes at least, found 49151"):
+        load_model(GLM, LoadOptions(expert_bytes=49151))
 
 
 def test_layers_that_torch_runs_are_refused(tmp_path: Path) -> None:

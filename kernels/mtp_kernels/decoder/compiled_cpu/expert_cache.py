@@ -81,7 +81,7 @@ class ExpertCache:
     def open(self) -> None:
         """Take the memory, once all layers are there; an expert of each form is read to measure it.
 
-        Raises ValueError where not even the experts of one row fit.
+        Raises ValueError where not even one fits.
         """
         forms = {
             layer.experts.form(number): (layer.experts, number)
@@ -91,10 +91,9 @@ class ExpertCache:
         self.slot_bytes = max((self._packed_bytes(*one) for one in forms.values()), default=LINE)
         self.experts = sum(layer.experts.number for layer in self._layers)
         self.slots = min(self.size_bytes // self.slot_bytes, self.experts)
-        if self.slots < self._picked:
+        if self.experts and not self.slots:
             raise ValueError(
-                f"expert cache: expected {self._picked * self.slot_bytes} bytes at least,"
-                f" found {self.size_bytes}"
+                f"expert cache: expected {self.slot_bytes} bytes at least, found {self.size_bytes}"
             )
         self._slot_floats = self.slot_bytes // (LINE_BYTES // LINE)
         self._memory = floats(self.slots * self._slot_floats)
