@@ -128,7 +128,14 @@ def test_a_machine_with_less_memory_refuses_the_limit(monkeypatch: pytest.Monkey
     monkeypatch.setattr(memory_plan, "free_memory", lambda: {"available memory": 30 * GB})
     with pytest.raises(ResourceError, match="does not fit into memory") as refusal:
         plan.check(GLM, 64)
-    assert "--max-memory" not in str(refusal.value.todo)
+    limit = int(str(refusal.value.todo).split("--max-memory ")[1].split()[0])
+    cached = LARGE.with_expert_cache(limit, PageSizes(64, 64))
+    assert cached is not None
+    cached[0].check(GLM, cached[1])
+    monkeypatch.setattr(memory_plan, "free_memory", lambda: {"available memory": 11 * GB})
+    with pytest.raises(ResourceError) as refusal:
+        plan.check(GLM, 64)
+    assert "Use a machine with more memory" in str(refusal.value.todo)
 
 
 def test_a_model_that_does_not_fit_is_told_of_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,12 +110,13 @@ class MemoryPlan:
 
     def with_slots(self, slots: int) -> MemoryPlan:
         """Return the plan with a cache of at most so many routed experts."""
-        assert self.experts is not None and self.slots is None, "all experts are loaded"
+        assert self.experts is not None, "a model with routed experts"
         held = min(slots, self.experts.number)
+        loaded = self.experts.dense_bytes if self.slots is None else 0
         return replace(
             self,
             weight_bytes=self.always_bytes + held * self.experts.slot_bytes,
-            dense_bytes=self.dense_bytes - self.experts.dense_bytes,
+            dense_bytes=self.dense_bytes - loaded,
             slots=held,
         )
 
@@ -172,20 +173,23 @@ class MemoryPlan:
 
     def _what_fits(self, free: int, cache_tokens: int) -> str:
         """Return what to do where this does not fit."""
+        cached = self._expert_cache(free, cache_tokens)
+        if self.slots is not None and cached is not None:
+            return cached
         smaller = self.in_dtype(torch.bfloat16)
         room = free - self.weight_bytes - WORKING_BYTES
         if smaller.needed_bytes(cache_tokens) <= free:
             return f"--dtype bfloat16 takes {_gb(smaller.needed_bytes(cache_tokens))}"
         if self.token_bytes and room >= self.token_bytes:
             return f"A cache of {room // self.token_bytes:,} tokens fits: --max-memory {free}"
-        if (words := self._expert_cache(free, cache_tokens)) is not None:
-            return words
+        if cached is not None:
+            return cached
         return "Use a machine with more memory; verify --stream holds one layer at a time"
 
     def _expert_cache(self, free: int, cache_tokens: int) -> str | None:
         """Return the limit of memory within which routed experts are read from disk as they are
         used; None where that does not fit either."""
-        if self.experts is None or self.slots is not None:
+        if self.experts is None:
             return None
         limit = min(
             free, int(self.always_bytes + (free - WORKING_BYTES - self.always_bytes) / FOR_CACHE)
