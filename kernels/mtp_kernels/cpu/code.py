@@ -62,12 +62,17 @@ def splat(builder: Any, value: Any) -> Any:
     """A vector of 32-bit values that are all the same."""
     undefined = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)
     first = builder.insert_element(undefined, value, ir.Constant(ir.IntType(32), 0))
-    return builder.shuffle_vector(first, undefined, ir.Constant(PAIRS, [0] * LANES))
+    return builder.shuffle_vector(first, undefined, every_word(0))
+
+
+def every_word(value: int) -> Any:
+    """A vector of 32-bit integers that are all one constant."""
+    return ir.Constant(PAIRS, [value] * LANES)
 
 
 def widened(builder: Any, pairs: Any) -> tuple[Any, Any]:
     """The lower and the upper bf16 of pairs as floats, whose upper bits they are."""
-    shift, upper = (ir.Constant(PAIRS, [value] * LANES) for value in (16, 0xFFFF0000))
+    shift, upper = every_word(16), every_word(0xFFFF0000)
     halves = builder.shl(pairs, shift), builder.and_(pairs, upper)
     return builder.bitcast(halves[0], VECTOR), builder.bitcast(halves[1], VECTOR)
 

@@ -24,6 +24,7 @@ from mtp_kernels.cpu.code import (
     PAIRS,
     VECTOR,
     bytes_of,
+    every_word,
     fma,
     integer,
     load,
@@ -45,7 +46,7 @@ from mtp_kernels.cpu.panel_forms import (
     kind_of,
     row_bytes,
 )
-from mtp_kernels.cpu.vectors import address, bytes_at, floats, octets, words
+from mtp_kernels.cpu.vectors import address, bytes_at, float_of, floats, octets, words
 
 GROUP = 128  # inputs that share a scale, at most, and never more than those of the weight
 LARGEST = np.float32(127)
@@ -128,15 +129,11 @@ def _encode_group(at: Any, size: Any, out: Any) -> Any:
     most = np.uint32(0)
     for k in range(size):
         most = max(most, np.uint32(bits[k] & np.uint32(0x7FFFFFFF)))
-    largest = np.float32(0.0)
-    for k in range(size):
-        largest = max(largest, abs(numbers[k]))
-    scale = largest / LARGEST
-    factor = LARGEST / largest if largest > LEAST else np.float32(0.0)
-    if largest <= LEAST:
-        scale = np.float32(0.0)
+    largest, scale, factor = float_of(np.uint32(most)), np.float32(0.0), np.float32(0.0)
     if most >= _INFINITY:
-        scale, factor = np.float32(np.nan), np.float32(0.0)
+        scale = np.float32(np.nan)
+    elif largest > LEAST:
+        scale, factor = largest / LARGEST, LARGEST / largest
     total = np.int32(0)
     for k in range(size):
         code = np.int32(np.rint(numbers[k] * factor))
@@ -163,18 +160,14 @@ def _even_bytes(line: Any) -> Any:
 
 
 def _words_of_int8(builder: Any, word: Any) -> list[Any]:
-    return [builder.xor(word, _all(0x80808080))]
+    return [builder.xor(word, every_word(0x80808080))]
 
 
 def _words_of_int4(builder: Any, word: Any) -> list[Any]:
     """The even and the odd codes of words, as bytes."""
-    codes, nibbles = builder.xor(word, _all(0x88888888)), _all(0x0F0F0F0F)
-    odd = builder.lshr(codes, _all(4))
+    codes, nibbles = builder.xor(word, every_word(0x88888888)), every_word(0x0F0F0F0F)
+    odd = builder.lshr(codes, every_word(4))
     return [builder.and_(codes, nibbles), builder.and_(odd, nibbles)]
-
-
-def _all(value: int) -> Any:
-    return ir.Constant(PAIRS, [value] * LANES)
 
 
 class _Stored(NamedTuple):
@@ -212,8 +205,8 @@ def _dot(builder: Any, total: Any, unsigned: Any, signed: Any) -> Any:
 def _plain_dot(builder: Any, total: Any, unsigned: Any, signed: Any) -> Any:
     """_dot without instructions of its own."""
     for byte in range(4):
-        left = builder.and_(builder.lshr(unsigned, _all(8 * byte)), _all(0xFF))
-        right = builder.ashr(builder.shl(signed, _all(24 - 8 * byte)), _all(24))
+        left = builder.and_(builder.lshr(unsigned, every_word(8 * byte)), every_word(0xFF))
+        right = builder.ashr(builder.shl(signed, every_word(24 - 8 * byte)), every_word(24))
         total = builder.add(total, builder.mul(left, right))
     return total
 

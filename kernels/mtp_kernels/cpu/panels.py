@@ -25,6 +25,7 @@ from mtp_kernels.cpu.code import (
     PAIRS,
     VECTOR,
     bytes_of,
+    every_word,
     fma,
     integer,
     load,
@@ -88,7 +89,7 @@ def _read_bf16(builder: Any, at: Any) -> Columns:
 
 def _e4m3(builder: Any, codes: Any) -> Any:
     """Values of codes: the factor comes before any sum, which subnormal numbers would not bear."""
-    bits = builder.and_(builder.shl(codes, _all(20)), _all(_E4M3_BITS))
+    bits = builder.and_(builder.shl(codes, every_word(20)), every_word(_E4M3_BITS))
     factor = ir.Constant(VECTOR, [_E4M3_FACTOR] * LANES)
     return builder.fmul(builder.bitcast(bits, VECTOR), factor)
 
@@ -98,8 +99,11 @@ def _read_int8(builder: Any, at: Any) -> Columns:
     words = _words(builder, at)
     columns = []
     for row in range(4):
-        moved = [builder.shl(word, _all(24 - 8 * row)) if row < 3 else word for word in words]
-        first, second = (builder.sitofp(builder.ashr(word, _all(24)), VECTOR) for word in moved)
+        left = every_word(24 - 8 * row)
+        moved = [builder.shl(word, left) if row < 3 else word for word in words]
+        first, second = (
+            builder.sitofp(builder.ashr(word, every_word(24)), VECTOR) for word in moved
+        )
         columns.append((first, second))
     return columns
 
@@ -125,7 +129,7 @@ def _read_int4(builder: Any, at: Any) -> Columns:
     words = _words(builder, at)
     columns = []
     for row in range(8):
-        moved = [builder.lshr(word, _all(4 * row)) if row else word for word in words]
+        moved = [builder.lshr(word, every_word(4 * row)) if row else word for word in words]
         columns.append((_nibbles(builder, moved[0]), _nibbles(builder, moved[1])))
     return columns
 
@@ -138,12 +142,8 @@ def _nibbles(builder: Any, words: Any) -> Any:
         name = "llvm.x86.avx512.permvar.sf.512"
         look_up = cgutils.get_or_insert_function(builder.module, kind, name)
         return builder.call(look_up, [ir.Constant(VECTOR, table), words])
-    signed = builder.ashr(builder.shl(words, _all(28)), _all(28))
+    signed = builder.ashr(builder.shl(words, every_word(28)), every_word(28))
     return builder.sitofp(signed, VECTOR)
-
-
-def _all(value: int) -> Any:
-    return ir.Constant(PAIRS, [value] * LANES)
 
 
 # How rows are stored, by the type of a product's argument `kind`.

@@ -125,6 +125,18 @@ bytes_at: Any = _pointer(types.int8, ir.IntType(8))
 octets: Any = _pointer(types.uint64, ir.IntType(64))
 
 
+def _float_of(typing: Any, bits: Any) -> Any:
+    """Return the float of 32 bits."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], FLOAT)
+
+    return types.float32(types.uint32), codegen
+
+
+float_of: Any = intrinsic(_float_of)
+
+
 def _address(typing: Any, array: Any) -> Any:
     """Return the address of an array's first entry."""
 
