@@ -224,7 +224,8 @@ class LLMOptions:
     max_model_len: tokens of prompt and output together; above index_topk, torch computes
     DeepSeek-V3.2's and GLM-5's sparse attention. cache_tokens None: EngineConfig's, or as many as
     main memory has room for. max_memory_bytes: bound on resident memory, or on
-    a GPU's with what CUDA graphs keep, which cache_tokens follows from in place of being given.
+    a GPU's with what CUDA graphs keep, which cache_tokens follows from in place of being given;
+    on a CPU routed experts that do not fit into it are read from disk when they are used.
     static_graph: True captures the target's steps of decoding as CUDA graphs; the path of a package
     that `mtp-export compile` made of this model runs them on a CPU.
     parallel_mode: how ranks join their parts: gather, with the bits of one process, or reduce.
