@@ -52,6 +52,7 @@ class Forks:
         process.join(seconds)
         process.kill()
         process.join()
+        assert process.exitcode in (0, -signal.SIGKILL), "it ends by itself or is killed"
         return None if process.exitcode == -signal.SIGKILL else time.monotonic() - start
 
     def kills(self, number: int, start: Callable[[Path], Action], folder: Path) -> Iterator[Path]:
@@ -77,6 +78,7 @@ def _run(action: Action) -> None:
 def forks(request: pytest.FixtureRequest) -> Iterator[Forks]:
     trains = any(item.name.startswith("test_a_training") for item in request.session.items)
     with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parents[1])  # before other folders with a `cases`
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
         yield Forks([*IMPORTED, *(IMPORTED_TO_TRAIN if trains else [])])
 
