@@ -10,8 +10,8 @@ import resource
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -33,24 +33,29 @@ Judge = Callable[[Key, Path], Verdict]
 
 
 def verdicts(keys: Iterator[Key], judge: Judge, folder: Path) -> Iterator[Verdict]:
-    """Yield the verdict of every key, in order. judge takes a key and an empty folder's path."""
+    """Yield the verdict of every key, in order. judge takes a key and an empty folder's path.
+
+    A hang is judged once more, by another child: the machine may have been busy.
+    """
     while batch := list(itertools.islice(keys, _BATCH)):
         while batch:
             done = 0
-            for verdict in _of_one_child(batch, judge, folder):
-                done += 1
-                yield _confirmed(verdict, judge, folder)
+            with closing(_of_one_child(batch, judge, folder)) as found:
+                for verdict in found:
+                    done += 1
+                    if _hangs(verdict):
+                        break
+                    yield verdict
+            if _hangs(verdict):  # its child has ended: it could still write to the folder
+                yield from list(_of_one_child([verdict.key], judge, folder))
             batch = batch[done:]
 
 
-def _confirmed(verdict: Verdict, judge: Judge, folder: Path) -> Verdict:
-    """Return a verdict, and of a hang that of a second run: the machine may have been busy."""
-    if verdict.finding is None or verdict.finding.oracle != "hang":
-        return verdict
-    return next(_of_one_child([verdict.key], judge, folder))
+def _hangs(verdict: Verdict) -> bool:
+    return verdict.finding is not None and verdict.finding.oracle == "hang"
 
 
-def _of_one_child(keys: Sequence[Key], judge: Judge, folder: Path) -> Iterator[Verdict]:
+def _of_one_child(keys: Sequence[Key], judge: Judge, folder: Path) -> Generator[Verdict]:
     """Yield verdicts until the child has done all, had a finding, hung or died."""
     shutil.rmtree(folder, ignore_errors=True)  # what a killed child left
     folder.mkdir(parents=True)

@@ -79,6 +79,23 @@ def test_a_case_that_ends_a_little_late_is_run_again(
     assert first.exists()
 
 
+def test_a_child_that_hangs_has_ended_before_its_case_is_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would write to the folder of the second run."""
+    monkeypatch.setattr(children, "MAX_SECONDS", 0.3)
+    first = tmp_path / "first"
+
+    def hang_once() -> None:
+        if not first.exists():
+            first.write_text(str(os.getpid()))
+            compute_for_ever()
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(first.read_text()), 0)
+
+    assert verdict_of(hang_once, tmp_path / "case") == good(SEED)
+
+
 @contextmanager
 def busy(processor: int) -> Iterator[None]:
     """Keep a processor busy with others' work."""
