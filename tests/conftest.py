@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fuzz", "mutated inputs (tests/fuzz)")
     group.addoption("--fuzz-seed", type=int, default=0, help="seed of the first input")
     group.addoption(
-        "--fuzz-seconds", type=float, default=5.0, help="length of each lane; 0: one input"
+        "--fuzz-seconds", type=float, default=8.0, help="length of each lane; 0: one input"
     )
     gpu = parser.getgroup("gpu", "tests marked cuda")
     gpu.addoption("--require-cuda", action="store_true", help="fail where there is no GPU")
