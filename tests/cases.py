@@ -116,6 +116,13 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
+def unread_model(folder: Path) -> Path:
+    """A folder that looks like a checkpoint, of which nothing can be read."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").touch()
+    return folder
+
+
 def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Apply a change to a JSON file in place."""
     value = read_json(path)

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 import mtp_runtime
-from cases import export, run_program
+from cases import export, run_program, unread_model
 from mtp_checkpoints.errors import UsageError
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_checkpoints.tensors.tensor_reader import TensorReader
@@ -79,7 +79,7 @@ def test_the_same_is_refused_before_loading(
     words: Words, options: dict[str, Any], refusal: str, tmp_path: Path
 ) -> None:
     """Loading would say that there is no bundle."""
-    nothing = tmp_path / "nothing"
+    nothing = unread_model(tmp_path / "nothing")
     for command, *more in COMMANDS:
         outcome = run_program(command, nothing, *more, *words)
         assert (outcome.code, outcome.out) == (2, ""), outcome
@@ -115,7 +115,7 @@ def test_the_commands_hand_on_the_same(
 
     monkeypatch.setattr(mtp_runtime.llm, "llm_of", handed_on)
     for command, *more in COMMANDS:
-        outcome = run_program(command, tmp_path, *more, *MTP, *words)
+        outcome = run_program(command, unread_model(tmp_path), *more, *MTP, *words)
         assert "Enough was seen" in outcome.err
     assert asked == [expected] * len(COMMANDS)
 
@@ -154,8 +154,9 @@ def test_looking_for_a_module_opens_headers_once(
 
 
 def test_a_draft_that_is_not_there_is_missed_before_loading(tmp_path: Path) -> None:
+    nothing = unread_model(tmp_path / "nothing")
     for method in ("eagle3", "parallel_heads", "draft_model"):
         words = ("--speculate-method", method, "--draft-model", tmp_path / "draft")
         for command, *more in COMMANDS:
-            outcome = run_program(command, tmp_path / "nothing", *more, *words)
+            outcome = run_program(command, nothing, *more, *words)
             assert outcome.code == 3 and "no draft_model here" in outcome.err

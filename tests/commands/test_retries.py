@@ -42,6 +42,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mtp_export.commands.inspect.inspect_checkpoint", unanswered)
     monkeypatch.setattr("mtp_export.commands.inspect.parts_of_bundle", lambda place: {})
     monkeypatch.setattr(Runtime, "load", unanswered)
+    monkeypatch.setattr("mtp_export.commands.generate.require_model", lambda folder: None)
 
 
 def seen(outcome: Outcome) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cases import run_program
+from cases import run_program, unread_model
 from mtp_checkpoints.errors import InvalidInputError, UsageError
 from mtp_runtime.prompts import read_prompts, read_texts
 from mtp_runtime.sampling import SamplingParams
@@ -79,7 +79,7 @@ def test_a_file_without_a_prompt_says_so(text: bytes, file: Path) -> None:
 
 def test_prompts_and_options_are_checked_before_the_model_is_loaded(file: Path) -> None:
     file.write_bytes(b"5\n")
-    prompt = ("--prompt", "a")
+    prompt, model = ("--prompt", "a"), unread_model(file.parent / "model")
     for arguments, code, words in (
         (("--prompt", "a", "--prompt", os.fsdecode(b"caf\xe9")), 3, "Prompt 2 of --prompt"),
         (("--prompts", file), 3, "Line 1 is no prompt"),
@@ -94,7 +94,7 @@ def test_prompts_and_options_are_checked_before_the_model_is_loaded(file: Path) 
         ((*prompt, "--draft-model", "d", "--speculate-method", "mtp"), 2, "takes no draft_model"),
         ((*prompt, "--speculate-method", "draft_model"), 2, "needs a draft_model"),
     ):
-        outcome = run_program("generate", file.parent / "nowhere", *arguments)
+        outcome = run_program("generate", model, *arguments)
         assert (outcome.code, outcome.err.count("\n")) == (code, 1), outcome.err
         assert words in outcome.err
 
