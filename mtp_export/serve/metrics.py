@@ -95,14 +95,10 @@ class _EngineCounts(Collector):
             family = CounterMetricFamily(f"vllm:{name}", words, labels=_LABELS)
             family.add_metric(self._own, value)
             yield family
-        positions = CounterMetricFamily(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Accepted drafts by position, from 0.",
-            labels=(*_LABELS, "position"),
+        yield self._by_position("spec_decode_num_draft_tokens_per_pos", "Verified drafts", drafted)
+        yield self._by_position(
+            "spec_decode_num_accepted_tokens_per_pos", "Accepted drafts", accepted
         )
-        for position, count in enumerate(accepted):
-            positions.add_metric((*self._own, str(position)), count)
-        yield positions
 
     def _expert_counts(self) -> list[tuple[str, str, float]]:
         """Return the counts of a cache of routed experts; none without one."""
@@ -115,6 +111,15 @@ class _EngineCounts(Collector):
             ("expert_cache_read_bytes", "Bytes of the others, as read.", counts.read_bytes),
             ("expert_cache_wait_seconds", "Computation waiting for them.", counts.waited_seconds),
         ]
+
+    def _by_position(self, name: str, words: str, counts: list[int]) -> CounterMetricFamily:
+        """Return a counter of drafts by position."""
+        positions = CounterMetricFamily(
+            f"vllm:{name}", f"{words} by position, from 0.", labels=(*_LABELS, "position")
+        )
+        for position, count in enumerate(counts):
+            positions.add_metric((*self._own, str(position)), count)
+        return positions
 
     def _gauge(self, name: str, words: str, value: float) -> GaugeMetricFamily:
         gauge = GaugeMetricFamily(f"vllm:{name}", words, labels=_LABELS)

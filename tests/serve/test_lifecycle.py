@@ -211,10 +211,15 @@ def test_metrics_have_vllm_s_names(client: Client, served: Running) -> None:
     accepted = client.metric("vllm:spec_decode_num_accepted_tokens_total")
     drafts = client.metric("vllm:spec_decode_num_draft_tokens_total")
     by_position = [
-        client.metric("vllm:spec_decode_num_accepted_tokens_per_pos_total", position=str(position))
-        for position in range(3)
+        [
+            client.metric(f"vllm:spec_decode_num_{kind}_per_pos_total", position=str(position))
+            for position in range(3)
+        ]
+        for kind in ("accepted_tokens", "draft_tokens")
     ]
-    assert 0 < accepted <= drafts and sum(by_position) == accepted and by_position[2] == 0
+    assert 0 < accepted <= drafts and list(map(sum, by_position)) == [accepted, drafts]
+    assert [counts[2] for counts in by_position] == [0, 0]
+    assert by_position[1][0] == client.metric("vllm:spec_decode_num_drafts_total")
     assert client.metric("vllm:spec_decode_num_drafts_total") <= drafts
     assert client.metric("vllm:time_to_first_token_seconds_count") > 0
     assert client.metric("vllm:num_requests_running") == 0

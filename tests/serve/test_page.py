@@ -178,6 +178,29 @@ def test_the_gain_is_measured_beside_plain_decoding(browser: Browser, served: Ru
 
 
 @pytest.mark.nightly
+def test_acceptance_is_of_the_drafts_that_were_made(browser: Browser, served: Running) -> None:
+    """Some blocks have fewer drafts than others."""
+    counts = {
+        "num_drafts_total": 4,
+        "num_accepted_tokens_total": 4,
+        'num_draft_tokens_per_pos_total{position="0"}': 4,
+        'num_draft_tokens_per_pos_total{position="1"}': 2,
+        'num_accepted_tokens_per_pos_total{position="0"}': 3,
+        'num_accepted_tokens_per_pos_total{position="1"}': 1,
+    }
+    lines = [
+        f"vllm:spec_decode_{name if '{' in name else name + '{}'} {count}"
+        for name, count in counts.items()
+    ]
+    browser.open(served.url)
+    body = json.dumps("\n".join(lines))
+    browser.run(f"window.fetch = () => Promise.resolve(new Response({body}))")
+    positions = "document.getElementById('positions').textContent"
+    wait_until(browser, f"{positions}.endsWith('accepted per block1.00')")
+    assert text_of(browser, "positions") == "draft 175.0 %draft 250.0 %accepted per block1.00"
+
+
+@pytest.mark.nightly
 def test_the_copied_command_asks_for_the_same(
     browser: Browser, client: Client, served: Running
 ) -> None:
