@@ -40,6 +40,7 @@ WHOLE = (
     "mtp_export/commands/unfinished.py",
     "mtp_export/options.py",
     "mtp_export/serve/activity.py",
+    "mtp_export/serve/address.py",
     "mtp_export/verify/files/listed_files.py",
     "mtp_export/verify/evidence/memory_room.py",
     "mtp_export/verify/files/main_shapes.py",

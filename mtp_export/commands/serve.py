@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from socket import socket
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -20,6 +21,9 @@ from mtp_export.commands.standard_streams import unblocked_stderr
 from mtp_export.options import Access, Panel, option, parse_path
 from mtp_export.progress import counted
 from mtp_runtime.config import LLMOptions
+
+if TYPE_CHECKING:
+    from mtp_export.serve.address import Address
 
 _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client")
 
@@ -155,8 +159,7 @@ def serve(options: ServeCommand, context: typer.Context) -> None:
     """Serve a bundle over OpenAI's protocol, with speculation, metrics and a page to watch it."""
     _require_packages()
     require_model(options.bundle)  # before torch is imported, which takes seconds
-    from mtp_export.serve.app import Server, ServerOptions
-    from mtp_export.serve.run import Address, run_server
+    from mtp_export.serve.address import Address
 
     place, limits = options.server, options.limits
     address = Address(place.host, place.port, place.shutdown_timeout)
@@ -172,16 +175,27 @@ def serve(options: ServeCommand, context: typer.Context) -> None:
     if options.runtime.dry_run:
         print_memory_plan(options.bundle, options.runtime, context.obj, Reporting(), **limits.sizes)
         return
-    with unblocked_stderr():
-        llm = options.runtime.load(options.bundle, context.obj, **limits.sizes)
-        has_key, waiting = place.api_key is not None, limits.max_queued_requests
-        server = Server(llm, ServerOptions(name, place.api_key, waiting, tell=remark))
-        run_server(
-            server,
-            address,
-            announce=lambda url: _announce(_banner(url, name, has_key=has_key)),
-            take_leave=lambda: _take_leave(server.metrics.served),
-        )
+    with unblocked_stderr(), address.bound() as bound:  # refused before a model is loaded
+        _serve_at(address, bound, name, options, context)
+
+
+def _serve_at(
+    address: Address, bound: socket, name: str, options: ServeCommand, context: typer.Context
+) -> None:
+    """Load the model, and serve it under a name at an address whose socket is bound."""
+    from mtp_export.serve.app import Server, ServerOptions
+    from mtp_export.serve.run import run_server
+
+    key, limits = options.server.api_key, options.limits
+    llm = options.runtime.load(options.bundle, context.obj, **limits.sizes)
+    server = Server(llm, ServerOptions(name, key, limits.max_queued_requests, tell=remark))
+    run_server(
+        server,
+        address,
+        bound,
+        announce=lambda url: _announce(_banner(url, name, has_key=key is not None)),
+        take_leave=lambda: _take_leave(server.metrics.served),
+    )
 
 
 def _banner(url: str, name: str, *, has_key: bool) -> str:

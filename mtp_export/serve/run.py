@@ -11,18 +11,16 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from types import FrameType
 from typing import ClassVar
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from mtp_checkpoints.errors import IoError, UsageError
+from mtp_export.serve.address import Address
 from mtp_export.serve.app import Server
 from mtp_export.serve.engine_thread import END_SECONDS, THREAD_NAME
 from mtp_export.serve.errors import unavailable
-from mtp_export.serve.intake import is_this_machine
 from mtp_export.serve.limits import (
     HEAD_SECONDS,
     MAX_REFUSED,
@@ -32,35 +30,6 @@ from mtp_export.serve.limits import (
 
 _READ_BYTES = 16 << 10
 _WORKING_THREADS = (THREAD_NAME, "AnyIO worker thread")
-
-
-@dataclass(frozen=True)
-class Address:
-    """Place where the server listens, and the seconds that requests have to end at SIGTERM.
-
-    Port 0 is any free one.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    shutdown_seconds: int = 60
-
-    def check(self, api_key: str | None) -> None:
-        """Refuse an open door, and a key that no header can hold (UsageError)."""
-        if api_key is not None and (
-            not api_key.isprintable() or api_key.strip() != api_key or not api_key
-        ):
-            raise UsageError(
-                "The API key is none that a client can send",
-                expected="printable characters, without spaces around them",
-                found="an empty one" if not api_key else "others",
-            )
-        if api_key is None and not is_this_machine(self.host):
-            raise UsageError(
-                "Without a key the server listens on this machine alone",
-                expected="--api-key, or --host 127.0.0.1",
-                found=f"--host {self.host}",
-            )
 
 
 class HttpServer(uvicorn.Server):
@@ -173,31 +142,33 @@ def _refusal() -> bytes:
 def run_server(
     server: Server,
     address: Address,
+    bound: socket.socket,
     *,
     announce: Callable[[str], object],
     take_leave: Callable[[], object],
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C: no new connections then, and an end when all requests have
-    theirs. announce is called with the server's URL when it listens, take_leave at the end.
+    """Serve at an address, whose bound socket this is, until SIGTERM or Ctrl-C: no new connections
+    then, and an end when all requests have theirs. announce is called with the server's URL when it
+    listens, take_leave at the end.
 
     Where a thread does not end in time, it ends the process. Raises IoError where the address
     cannot be listened on.
     """
-    with listening(address) as listener:
-        host, port = listener.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        http_server = HttpServer(
-            server, address.shutdown_seconds, lambda: announce(f"http://{shown}:{port}")
-        )
-        # uvicorn raises the signal that ended it once more, for whoever handled it before.
-        before = signal.signal(signal.SIGTERM, _ended)
-        try:
-            with suppress(KeyboardInterrupt):
-                http_server.run(sockets=[listener])
-            take_leave()
-        finally:
-            signal.signal(signal.SIGTERM, before)
-            _leave_threads()
+    address.listen(bound)
+    host, port = bound.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    http_server = HttpServer(
+        server, address.shutdown_seconds, lambda: announce(f"http://{shown}:{port}")
+    )
+    # uvicorn raises the signal that ended it once more, for whoever handled it before.
+    before = signal.signal(signal.SIGTERM, _ended)
+    try:
+        with suppress(KeyboardInterrupt):
+            http_server.run(sockets=[bound])
+        take_leave()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        _leave_threads()
 
 
 def _leave_threads() -> None:
@@ -211,27 +182,6 @@ def _leave_threads() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
-
-
-def listening(address: Address) -> socket.socket:
-    """Return a socket that listens at an address; its connections send what they have at once.
-
-    asyncio sees to that for sockets that name their protocol alone, which accepted ones do not;
-    without it the body of a reply waits 40 ms for the client to confirm its head.
-    Raises IoError where the address cannot be listened on.
-    """
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    try:
-        listener = socket.create_server((address.host, address.port), family=family, backlog=2048)
-    except OSError as error:
-        raise IoError(
-            "The server cannot listen",
-            where=f"{address.host}:{address.port}",
-            found=error.strerror or error,
-            todo="Choose another --port, or --host",
-        ) from None
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted sockets inherit it
-    return listener
 
 
 def _ended(number: int, frame: FrameType | None) -> None:

@@ -30,7 +30,7 @@ def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """No weight is read, and no port opened."""
     for name in ("raw", "linear", "embedding", "head"):
         monkeypatch.setattr(WeightSource, name, lambda *_: pytest.fail("a weight is read"))
-    monkeypatch.setattr("mtp_export.serve.run.run_server", lambda *_: pytest.fail("a port"))
+    monkeypatch.setattr("mtp_export.serve.address.Address.bound", lambda _: pytest.fail("a port"))
 
 
 def with_free(monkeypatch: pytest.MonkeyPatch, size: int) -> None:

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from mtp_export.serve.address import Address
 from mtp_export.serve.app import Server, ServerOptions
-from mtp_export.serve.run import Address, HttpServer, listening
+from mtp_export.serve.run import HttpServer
 from mtp_runtime import LLM
 
 BANNER_END = "Ctrl-C stops it."
@@ -104,7 +105,7 @@ class Running:
 def running(llm: LLM, **options: Any) -> Iterator[Running]:
     """Serve an LLM while the block runs."""
     server = Server(llm, ServerOptions(**{"model_name": "tiny"} | options))
-    listener = listening(Address(port=0))
+    listener = Address(port=0).bound()
     uvicorn_server = HttpServer(server, shutdown_seconds=60, announce=int)
     thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listener]})
     thread.start()

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -20,13 +21,14 @@ import pytest
 
 from mtp_checkpoints.errors import UsageError
 from mtp_export.serve import answers
+from mtp_export.serve.address import Address
 from mtp_export.serve.app import Server, ServerOptions
 from mtp_export.serve.engine_thread import EngineThread
 from mtp_export.serve.errors import ApiError
 from mtp_export.serve.limits import PREPARING_THREADS
 from mtp_export.serve.metrics import ServerMetrics
 from mtp_export.serve.replies import Reply
-from mtp_export.serve.run import Address, _Connection, run_server
+from mtp_export.serve.run import _Connection, run_server
 from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.engine import Engine
 from mtp_runtime.models.load import Loaded
@@ -317,7 +319,10 @@ def test_a_signal_at_once_is_an_ordinary_end(
     with warnings.catch_warnings(), default_interrupts():
         warnings.simplefilter("error")
         server = Server(small, ServerOptions("tiny"))
-        run_server(server, Address(port=0), announce=announce, take_leave=lambda: said.append(""))
+        address = Address(port=0)
+        with address.bound() as bound:
+            leave = partial(said.append, "")
+            run_server(server, address, bound, announce=announce, take_leave=leave)
     assert len(said) == 2 and said[0].startswith("http://127.0.0.1:") and said[1] == ""
 
 

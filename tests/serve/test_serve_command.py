@@ -16,10 +16,11 @@ import sys
 import pytest
 
 from cases import run_program
+from mtp_checkpoints.errors import IoError
 from mtp_export.commands import serve
 from mtp_export.serve import app
 from mtp_export.serve.activity import Activity
-from mtp_export.serve.run import Address, listening
+from mtp_export.serve.address import Address
 from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.models.load import Loaded
 from serve.conftest import FIXTURE
@@ -48,20 +49,53 @@ def test_without_its_packages_it_says_what_to_install(monkeypatch: pytest.Monkey
     ],
 )
 def test_options_that_make_no_sense(options: tuple[str, ...], words: str) -> None:
-    outcome = run_program("serve", FIXTURE, *options)
+    outcome = run_program("serve", FIXTURE, "--port", "0", *options)
     assert outcome.code == 2 and words in outcome.err
 
 
-def test_a_port_that_is_taken_is_refused() -> None:
+def test_a_port_that_is_taken_is_refused_before_a_model_is_loaded() -> None:
+    """In a process of its own, to see that torch is not imported either."""
+    program = (
+        "import sys\nfrom mtp_export.cli import main\n"
+        "try: main()\nfinally: print('torch' in sys.modules)"
+    )
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        outcome = run_program("serve", FIXTURE, "--port", port)
-    assert outcome.code == 6 and "cannot listen" in outcome.err
+        command = [sys.executable, "-c", program, "serve", str(FIXTURE), "--port", str(port)]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 6 and ended.stdout == "False\n"
+    assert "The server cannot listen" in ended.stderr and "--port" in ended.stderr
+    assert ended.stderr.count(f"127.0.0.1:{port}") == 1 == ended.stderr.count(str(port))
+
+
+def test_a_port_that_is_taken_while_a_model_is_loaded_is_refused() -> None:
+    address = Address(port=0)
+    with address.bound() as bound, socket.socket() as other:
+        place = bound.getsockname()
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(place)
+        other.listen()
+        with pytest.raises(IoError, match="cannot listen"):
+            address.listen(bound)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_clients_are_refused_until_the_server_listens(host: str) -> None:
+    address = Address(host, port=0)
+    with address.bound() as bound:
+        place = bound.getsockname()[:2]
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(place)
+        address.listen(bound)
+        socket.create_connection(place).close()
 
 
 def test_replies_are_sent_at_once() -> None:
     """The body of a reply would wait 40 ms for the client's confirmation of its head."""
-    with listening(Address(port=0)) as listener:
+    address = Address(port=0)
+    with address.bound() as listener:
+        address.listen(listener)
         with socket.create_connection(listener.getsockname()):
             connection, _ = listener.accept()
         with connection:
