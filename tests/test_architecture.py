@@ -74,6 +74,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("mtp_runtime",),
     ("mtp_export",),
     (
+        "mtp_export.busy_machine",
         "mtp_export.inspection",
         "mtp_export.options",
         "mtp_export.paths",

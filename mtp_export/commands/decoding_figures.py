@@ -1,69 +1,26 @@
 """Figures of a run of mtp-export generate for people: its rates, the acceptance of its drafts as
-bars, and whether the machine was too busy to tell."""
+bars."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
+from mtp_export.busy_machine import Elapsed
 from mtp_export.progress import format_bytes
 
 if TYPE_CHECKING:
     from mtp_kernels.decoder.compiled_cpu.expert_cache import ExpertCache
     from mtp_runtime import RequestMetrics, Summary
 
-# A share of the time that threads waited for a processor from which rates are those of other load.
-_BUSY = 0.1
 _BAR_CELLS = 10
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _GAP = "   "
-
-
-@dataclass(frozen=True)
-class Elapsed:
-    """Seconds that decoding took, and the share of its threads' time in which they waited for a
-    processor that others had."""
-
-    seconds: float
-    waiting: float
-
-    @property
-    def is_busy(self) -> bool:
-        """True where rates are those of other load."""
-        return self.waiting > _BUSY
-
-
-class Stopwatch:
-    """Measures what decoding takes from here on."""
-
-    def __init__(self) -> None:
-        self._start, self._before = time.monotonic(), processor_seconds()
-
-    def elapsed(self) -> Elapsed:
-        """Return what it took so far."""
-        seconds = time.monotonic() - self._start
-        computed, waited = map(float.__sub__, processor_seconds(), self._before)
-        return Elapsed(seconds, waited / (computed + waited) if computed > 0 else 0.0)
-
-
-def processor_seconds() -> tuple[float, float]:
-    """Return the seconds that the threads of this process have computed, and have waited for a
-    processor that others had, by the kernel's account; zeros where it keeps none."""
-    computed = waited = 0.0
-    with suppress(OSError, ValueError):
-        for thread in Path("/proc/self/task").iterdir():
-            with suppress(OSError):  # it has ended
-                words = (thread / "schedstat").read_text().split()
-                computed, waited = computed + int(words[0]) / 1e9, waited + int(words[1]) / 1e9
-    return computed, waited
 
 
 def rate(tokens_per_second: float) -> str:
@@ -98,14 +55,6 @@ def expert_facts(cache: ExpertCache) -> dict[str, Any]:
     """Return the counts of a cache of routed experts: those that passes asked for, each once a
     layer, those that were in memory, bytes read, and seconds waited for them."""
     return {"slots": cache.slots, "experts": cache.experts, **asdict(cache.counts)}
-
-
-def busy_line(elapsed: Elapsed, untold: str = "rates") -> str:
-    """Return what is to be said on a machine with other load. untold: what it cannot tell."""
-    from mtp_export.verify.decoding.speed import TOO_BUSY
-
-    waiting = f"waiting for processors {100 * elapsed.waiting:.0f} % of the time"
-    return f"{TOO_BUSY} {untold}: {waiting}"
 
 
 def acceptance_lines(

@@ -16,11 +16,9 @@ from rich.text import Text
 
 from mtp_checkpoints.errors import UsageError
 from mtp_checkpoints.tensors.bundle_folder import require_model
+from mtp_export.busy_machine import Elapsed, Stopwatch, busy_line
 from mtp_export.commands.decoding_figures import (
-    Elapsed,
-    Stopwatch,
     acceptance_lines,
-    busy_line,
     expert_facts,
     experts_line,
     rates_line,

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from mtp_export.commands.decoding_figures import Elapsed, Stopwatch, busy_line, rate
-from mtp_export.verify.decoding.speed import TOO_BUSY, is_beyond
+from mtp_export.busy_machine import Elapsed, Stopwatch, beyond_line, busy_line, is_beyond
+from mtp_export.commands.decoding_figures import rate
 from mtp_runtime import LLM, RequestOutput, SamplingParams
 from mtp_runtime.prompts import Prompt
 
@@ -84,7 +84,7 @@ class Comparison:
         if self.elapsed.is_busy:
             gain = busy_line(self.elapsed, "rates and gain")
         elif self.is_beyond:
-            gain = f"{TOO_BUSY} the gain: drafts cannot bring {self.speedup:.1f}x"
+            gain = beyond_line(self.speedup)
         else:
             gain = f"{self.speedup:.1f}x plain decoding ({rate(self.plain_rate)})"
         rates = [busy_line(run)] if run.is_busy and not self.elapsed.is_busy else []

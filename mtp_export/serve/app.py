@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -20,6 +21,7 @@ from starlette.types import ASGIApp
 
 from mtp_checkpoints.errors import MtpExportError
 from mtp_export import __version__
+from mtp_export.busy_machine import LEAST_COST, MOST_WAITING, TOO_BUSY
 from mtp_export.serve.activity import SECONDS_BETWEEN_LINES, Activity
 from mtp_export.serve.engine_thread import EngineThread
 from mtp_export.serve.errors import ApiError
@@ -67,7 +69,7 @@ class Server:
         self._name = options.model_name
         self._started = int(time.time())
         self._tell = options.tell
-        self._page = (files("mtp_export.serve") / "page.html").read_text(encoding="utf-8")
+        self._page = _page()
         self.metrics = ServerMetrics(llm.engine, options.model_name, llm.expert_cache)
         most = llm.engine.config.max_batch_size + options.max_queued_requests
         self.engine = EngineThread(llm.engine, self.metrics, most)
@@ -230,6 +232,13 @@ class Server:
         tokenizer.require()
         texts = [p if isinstance(p, str) else tokenizer.decode(p) for p in body.prompts]
         return CompletionForm(tokenizer, shown, echoed=[t for t in texts for _ in range(body.n)])
+
+
+def _page() -> str:
+    """Return the page, with the rule of what a busy machine cannot tell."""
+    rule = {"words": TOO_BUSY, "mostWaiting": MOST_WAITING, "leastCost": LEAST_COST}
+    page = (files("mtp_export.serve") / "page.html").read_text(encoding="utf-8")
+    return page.replace("BUSY_RULE", json.dumps(rule))
 
 
 def _check_amount(each: Sequence[tuple[Sequence[int], SamplingParams]]) -> None:

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from mtp_export.busy_machine import processor_seconds
 from mtp_runtime.engine import Engine
 from mtp_runtime.request import Request
 
@@ -77,6 +78,7 @@ class _EngineCounts(Collector):
     def collect(self) -> Iterator[Metric]:
         engine, totals = self._engine, self._engine.totals
         drafted, accepted = list(totals.drafted), list(totals.accepted)
+        computed, waited = processor_seconds()
         used = 1 - engine.pages.free_pages / engine.pages.pages
         yield self._gauge("num_requests_running", "Requests in the batch.", engine.running)
         yield self._gauge("num_requests_waiting", "Requests in the queue.", engine.waiting)
@@ -90,6 +92,8 @@ class _EngineCounts(Collector):
             ("spec_decode_num_drafts", "Verified blocks of drafts.", sum(drafted[:1])),
             ("spec_decode_num_draft_tokens", "Verified drafts.", sum(drafted)),
             ("spec_decode_num_accepted_tokens", "Accepted drafts.", sum(accepted)),
+            ("processor_seconds", "Seconds that the server's threads computed.", computed),
+            ("processor_wait_seconds", "Seconds that they waited for a processor.", waited),
             *self._expert_counts(),
         ):
             family = CounterMetricFamily(f"vllm:{name}", words, labels=_LABELS)

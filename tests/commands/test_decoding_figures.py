@@ -14,13 +14,10 @@ import pytest
 from rich.console import Console
 
 from cases import run_program
-from mtp_export.commands import decoding_figures, generate, plain_comparison
-from mtp_export.commands.decoding_figures import (
-    Elapsed,
-    acceptance_lines,
-    busy_line,
-    rates_line,
-)
+from mtp_export import busy_machine
+from mtp_export.busy_machine import Elapsed, busy_line
+from mtp_export.commands import generate, plain_comparison
+from mtp_export.commands.decoding_figures import acceptance_lines, rates_line
 from mtp_export.commands.plain_comparison import Comparison, Turn
 from mtp_runtime import LLM, RequestMetrics, RequestOutput, SamplingParams, summarise
 from mtp_runtime.engine import Engine
@@ -139,7 +136,7 @@ def test_no_gain_is_told_that_drafts_cannot_bring() -> None:
 
 
 def test_compare_decodes_plainly_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding_figures, "processor_seconds", lambda: (0.0, 0.0))
+    monkeypatch.setattr(busy_machine, "processor_seconds", lambda: (0.0, 0.0))
     outcome = run_program("generate", *ASKED, "--compare")
     assert outcome.code == 0
     *_, last = outcome.out.splitlines()

@@ -15,7 +15,7 @@ import torch
 
 from cases import edit_json, export, run_program
 from mtp_checkpoints.errors import MtpExportError, UsageError
-from mtp_export.commands import decoding_figures
+from mtp_export import busy_machine
 from mtp_runtime import LLM, RequestMetrics, SamplingParams, TokenEvent, summarise
 from mtp_runtime import llm as llm_module
 from mtp_runtime.config import EngineConfig, LLMOptions, SpeculationConfig
@@ -270,7 +270,7 @@ def test_generate_says_that_the_machine_is_busy(
 ) -> None:
     """By what its threads waited for processors beside two seconds of computing."""
     seconds = iter([(5.0, 7.0), (7.0, 7.0 + waited)] * 2)
-    monkeypatch.setattr(decoding_figures, "processor_seconds", lambda: next(seconds))
+    monkeypatch.setattr(busy_machine, "processor_seconds", lambda: next(seconds))
     options = (str(trained_glm), "--prompt", "a b", "--max-new-tokens", "4")
     assert ("too busy to tell" in invoke(*options)) is busy
     facts = json.loads(invoke(*options, "--json"))
@@ -278,13 +278,13 @@ def test_generate_says_that_the_machine_is_busy(
 
 
 def test_the_kernel_tells_what_threads_computed() -> None:
-    before = decoding_figures.processor_seconds()
+    before = busy_machine.processor_seconds()
     if before == (0.0, 0.0):
         pytest.skip("this kernel keeps no account")
     end = time.process_time() + 0.05
     while time.process_time() < end:
         pass
-    assert decoding_figures.processor_seconds()[0] - before[0] > 0.02
+    assert busy_machine.processor_seconds()[0] - before[0] > 0.02
 
 
 def test_generate_drafts_where_there_is_a_module(trained_glm: Path, tmp_path: Path) -> None:

@@ -229,6 +229,14 @@ def test_metrics_have_vllm_s_names(client: Client, served: Running) -> None:
     assert client.ask("GET", "/version").json.keys() == {"version"}
 
 
+def test_metrics_tell_what_threads_waited_for_processors(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mtp_export.serve.metrics.processor_seconds", lambda: (5.0, 7.0))
+    assert client.metric("vllm:processor_seconds_total") == 5.0
+    assert client.metric("vllm:processor_wait_seconds_total") == 7.0
+
+
 def test_speculation_is_shown_where_it_is_asked_for(client: Client, served: Running) -> None:
     body = {"prompt": "Once upon a time", "max_tokens": 40, "temperature": 0}
     whole = client.post("/v1/completions", **body, speculation=True).json["choices"][0]

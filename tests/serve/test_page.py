@@ -7,13 +7,17 @@ import os
 import re
 import shlex
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
 
+from mtp_export.busy_machine import MOST_WAITING, Elapsed, beyond_line, busy_line, is_beyond
+from mtp_export.serve import metrics
 from serve.browser import FLAWS, PROGRAM, Browser
 from serve.running import Client, Running, wait_for
 
+BUSY = Elapsed(1.0, 0.2)
 UNTIL_ENDED = """new Promise(done => setInterval(() => {
   if (/^(Ended|Stopped)/.test(document.getElementById("note").textContent)) done();
 }, 20))"""
@@ -24,6 +28,7 @@ def test_it_loads_nothing_from_elsewhere(client: Client) -> None:
     page = reply.body.decode()
     assert reply.status == 200 and reply.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in reply.headers["content-security-policy"]
+    assert '"words": "this machine is too busy to tell"' in page and "BUSY_RULE" not in page
     assert not re.search(r"""(?:src|href|url|import)\s*[=(]\s*["']?(?:https?:)?//""", page)
     named = set(re.findall(r'\b(?:at|show)\("([a-z-]+)"', page))
     assert named <= set(re.findall(r'\bid="([a-z-]+)"', page))
@@ -124,6 +129,11 @@ def test_a_wrong_key_is_told_from_none(browser: Browser, served: Running) -> Non
     assert said == ["This server wants an API key.", "This is not the server's API key."]
 
 
+def waiting_fifth(seconds: float) -> tuple[float, float]:
+    """Seconds of computing, and of waiting for processors."""
+    return 0.8 * seconds, 0.2 * seconds
+
+
 def wait_until(browser: Browser, condition: str) -> None:
     """Wait until an expression of the page is true."""
     browser.run(f"new Promise(done => setInterval(() => {{ if ({condition}) done(); }}, 20))")
@@ -175,6 +185,34 @@ def test_the_gain_is_measured_beside_plain_decoding(browser: Browser, served: Ru
     assert browser.run("document.querySelectorAll('#answer .d1').length") > 0
     if folder := os.environ.get("PICTURES"):
         browser.picture(Path(folder) / "page-compared.png")
+
+
+@pytest.mark.nightly
+def test_no_gain_is_told_of_a_busy_machine(
+    browser: Browser, served: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what the server's threads waited for processors, in the words of generate."""
+    scrapes = count(1.0)
+    monkeypatch.setattr(metrics, "processor_seconds", lambda: waiting_fifth(next(scrapes)))
+    browser.open(served.url)
+    wait_until(browser, "!document.getElementById('compare').hidden")
+    browser.run("document.getElementById('compare').click()")
+    note = "document.getElementById('note').textContent"
+    wait_until(browser, f"/plain decoding|too busy/.test({note})")
+    assert text_of(browser, "note") == f"{busy_line(BUSY, 'rates and gain')}, same text"
+    assert text_of(browser, "own-gain") == text_of(browser, "own-speed") == "–"
+
+
+@pytest.mark.nightly
+def test_the_page_has_the_rule_of_generate(browser: Browser, served: Running) -> None:
+    browser.open(served.url)
+    for waiting, gain, told in (
+        (0.2, 1.5, busy_line(BUSY, "rates and gain")),
+        (MOST_WAITING, 2.1, ""),
+        (0.0, 2.3, beyond_line(2.3)),
+    ):
+        assert browser.run(f"untold({waiting}, {gain}, 2)") == told
+        assert (Elapsed(1.0, waiting).is_busy or is_beyond(gain, 2.0)) is bool(told)
 
 
 @pytest.mark.nightly

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median, quantiles
 
+from mtp_export.busy_machine import LEAST_COST, TOO_BUSY, is_beyond
 from mtp_export.verify.check import Item, measured, not_tested
 from mtp_export.verify.context import Context
 from mtp_export.verify.decoding.acceptance import conditional
@@ -36,9 +37,6 @@ _BATCHES = (1, 4)
 _MOST_TOKENS = 32
 _PROMPT_TOKENS = 32
 _TURNS = 5
-# The least cost of a step with drafts over one without that is no contradiction, but for noise.
-_LEAST_V = 0.95
-TOO_BUSY = "this machine is too busy to tell"
 _CONTRADICTED = f"{TOO_BUSY}: drafts came out cheaper than they can be"
 
 
@@ -121,12 +119,7 @@ class Pace:
     def contradicts(self) -> bool:
         """True for figures that other load alone explains: a step with drafts that is cheaper than
         one without, and so a speedup above the tokens per step."""
-        return self.v < _LEAST_V or is_beyond(self.gain, self.tokens_per_step)
-
-
-def is_beyond(gain: float, tokens_per_step: float) -> bool:
-    """Return True for a speedup above the tokens per step, which other load alone explains."""
-    return gain * _LEAST_V > tokens_per_step
+        return self.v < LEAST_COST or is_beyond(self.gain, self.tokens_per_step)
 
 
 @dataclass
