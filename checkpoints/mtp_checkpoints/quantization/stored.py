@@ -215,8 +215,9 @@ class StoredModel:
     def reread(self, quantization: object, rename: Callable[[str], str]) -> StoredModel:
         """Return what the same weights must be under another quantization_config and other names,
         experts by the name that engines ask for. Raises as stored_model."""
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        as_one = method in METHODS and METHODS[method].experts_as_one
+        name = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        method = METHODS.get(str(name))  # of a damaged config it may be anything
+        as_one = method is not None and method.experts_as_one
         return _stored(self.family, self.specs, quantization, rename, experts_as_one=as_one)
 
     def with_mtp_of(self, other: StoredModel, quantization: object) -> StoredModel:

@@ -244,7 +244,7 @@ def _as_read(name: str, layout: PartLayout, config: Any, reading: DraftReading) 
     reason = reading.reason
     if reading.layer_name is not None:
         rename = partial(_with_layer_name, layers, reading.layer_name)
-        if not keeps_patterns and config and config.get("quant_method") in reading.renamed:
+        if not keeps_patterns and config and str(config.get("quant_method")) in reading.renamed:
             config = json.loads(rename(json.dumps(config)))
             reason = f"{reason}, with {layers[0]} in them replaced as it is written"
         tensors = {rename(key): tensor for key, tensor in tensors.items()}

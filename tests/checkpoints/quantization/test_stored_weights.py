@@ -203,6 +203,12 @@ def test_the_same_weights_read_anew() -> None:
     assert one.tensors[0].name == f"x.{LAYER}.mlp.shared_experts.up_proj.weight_packed"
 
 
+@pytest.mark.parametrize("method", [["fp8"], {"fp8": 1}, 8])
+def test_a_method_that_is_no_name_is_refused(method: object) -> None:
+    with pytest.raises(UnsupportedError, match="quant_method"):
+        stored_model(FP8).mtp.reread({"quant_method": method}, str)
+
+
 def test_a_source_is_unquantized_or_native() -> None:
     for config in (FP8, BF16):
         assert stored_source(config) == stored_model(config)
