@@ -81,14 +81,15 @@ class Comparison:
         """Return the comparison in words, after those on a run before it: what cannot be told is
         said once. What samples draws other tokens with drafts, and of those nothing is said."""
         tokens = "same tokens" if self.has_same_tokens else "different tokens"
+        rates = [busy_line(run)] if run.is_busy and not self.elapsed.is_busy else []
         if self.elapsed.is_busy:
             gain = busy_line(self.elapsed, "rates and gain")
         elif self.is_beyond:
             gain = beyond_line(self.speedup)
         else:
             gain = f"{self.speedup:.1f}x plain decoding ({rate(self.plain_rate)})"
-        rates = [busy_line(run)] if run.is_busy and not self.elapsed.is_busy else []
-        return [*rates, f"{gain}, {tokens}" if self.is_greedy else gain]
+            return [*rates, f"{gain}, {tokens}" if self.is_greedy else gain]
+        return [*rates, gain, *([f"with drafts or without: {tokens}"] if self.is_greedy else [])]
 
 
 def compared(llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Comparison:

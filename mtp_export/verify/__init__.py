@@ -60,7 +60,7 @@ CHECKS: dict[str, Check] = {
     "controls": Check("Negative controls", Level.RUN, ("decoding.controls",)),
     "paths": Check("Path equivalence", Level.RUN, ("decoding.paths",)),
     "speed": Check("Speed", Level.RUN, ("decoding.speed",)),
-    "stream": Check("Streamed pass", Level.RUN, ("decoding.stream",), whole_model=False),
+    "stream": Check("Streamed run", Level.RUN, ("decoding.stream",), whole_model=False),
 }
 
 

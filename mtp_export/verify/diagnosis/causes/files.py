@@ -38,10 +38,7 @@ def tensor_only_in(tensor: str, file: str, place: str) -> str:
 
 
 def tensor_changed(tensor: str, file: str) -> str:
-    return (
-        f"{tensor} in {file} has other bytes than the export wrote: damaged or replaced since, copy"
-        " it again"
-    )
+    return f"{tensor} in {file} has other bytes than the export wrote: damaged or replaced since"
 
 
 def export_unfinished(journal: str) -> str:
