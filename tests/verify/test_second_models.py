@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,13 @@ def test_acceptance_with_other_activations_is_shown_beside_the_usual(context: Co
 def test_usual_activations_are_not_run_twice(context: Context) -> None:
     usual = VerifyOptions(context.options.bundle)
     assert not [*acceptance._with_activations(Context.open(usual, no_progress), K)]
+
+
+def test_other_activations_are_not_tested_where_torch_runs_the_model(context: Context) -> None:
+    """The rest of the check goes on."""
+    options = replace(context.options, device="cuda")
+    (item,) = acceptance._with_activations(Context.open(options, no_progress), K)
+    assert item.status is Status.NOT_TESTED and "Only the compiled kernels" in item.cause
 
 
 def test_models_without_room_beside_the_usual_one_are_not_tested(

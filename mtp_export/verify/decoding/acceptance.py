@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
+from mtp_checkpoints.errors import UnsupportedError
 from mtp_export.verify import gates
 from mtp_export.verify.check import MTP_MODULE, Item, failed, judged, measured, not_tested, passed
 from mtp_export.verify.context import Context
@@ -46,12 +48,17 @@ def run(context: Context) -> Iterator[Item]:
 
 def _with_activations(context: Context, k: int) -> Iterator[Item]:
     """Acceptance with --activations, beside the usual one."""
-    kind = context.options.activations
-    options = LoadOptions(context.options.device, activations=kind)
-    if options == LoadOptions(context.options.device):
+    kind, usual_options = context.options.activations, LoadOptions(context.options.device)
+    if kind == usual_options.activations:
+        return
+    name = f"activations {kind}"
+    try:
+        options = replace(usual_options, activations=kind)
+    except UnsupportedError as error:
+        yield not_tested(name, str(error))
         return
     if reason := context.why_not_loaded(options):
-        yield not_tested(f"activations {kind}", reason)
+        yield not_tested(name, reason)
         return
     usual = context.corpus.speculative(k)
     other = Corpus(
@@ -60,7 +67,6 @@ def _with_activations(context: Context, k: int) -> Iterator[Item]:
         context.options.max_new_tokens,
         show_count=context.show_count,
     ).speculative(k)
-    name = f"activations {kind}"
     yield from of_k(other, k, name)
     equal = sum(a == b for a, b in zip(usual.outputs, other.outputs, strict=True))
     data = {"k": k, "activations": kind, "equal_texts": equal}
