@@ -21,7 +21,7 @@ class Proving:
     prove: bool = field(
         default=False,
         metadata=option(
-            "Run the graft: is the layer of this main model, by the drafts that are accepted?",
+            "Run the graft: is it the layer of this main model, by the drafts that are accepted?",
             Panel.CHECKS,
         ),
     )

@@ -145,9 +145,8 @@ def verify(options: VerifyCommand, context: typer.Context) -> None:
     from mtp_export.verify.report.verdict import raise_if_failed, raise_if_not_tested
 
     _write_reports(finished, reports)
-    facts = (
-        report_json(finished) if reporting.as_json else {}
-    )  # the page says what people need of it
+    # The page says what people need of it.
+    facts = report_json(finished) if reporting.as_json else {}
     print_result(facts, _page(finished, options), reporting)
     if options.golden is not None and finished.status is Status.FAIL:
         remark(f"{options.golden} was not written: a golden file is of a model that passes")

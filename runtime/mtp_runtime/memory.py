@@ -58,7 +58,7 @@ def cache_tokens_beside(
 
     Raises ResourceError where there is no room.
     """
-    count = int((max_memory_bytes - used_bytes) * FOR_CACHE) // page_bytes
+    count = _pages_beside(used_bytes, max_memory_bytes, page_bytes)
     if count < 1:
         raise ResourceError(
             "The model leaves no memory for the cache",
@@ -87,7 +87,11 @@ def cache_tokens_free(most: int, *, page_bytes: int, page_size: int, unread_byte
 
 def fits_beside(used_bytes: int, max_memory_bytes: int, page_bytes: int) -> bool:
     """Return whether there is room for any cache beside what is used."""
-    return int((max_memory_bytes - used_bytes) * FOR_CACHE) >= page_bytes
+    return _pages_beside(used_bytes, max_memory_bytes, page_bytes) >= 1
+
+
+def _pages_beside(used_bytes: int, max_memory_bytes: int, page_bytes: int) -> int:
+    return int((max_memory_bytes - used_bytes) * FOR_CACHE) // page_bytes
 
 
 def with_expert_cache(

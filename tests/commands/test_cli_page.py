@@ -18,7 +18,7 @@ from mtp_export.commands.typed_command import QuickReading
 from mtp_export.commands.typed_option import UNUSUAL, Leaf
 from mtp_export.options import Names
 from mtp_runtime.layers.tensor_parallel import MODES
-from mtp_runtime.models.load import DTYPES
+from mtp_runtime.models.load import ACTIVATIONS, DTYPES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -57,6 +57,7 @@ def test_every_kind_of_name_is_known() -> None:
     assert all(len(names_of(kind)) > 1 for kind in Names)
     # Their owners bring torch.
     assert (names_of(Names.JOIN_MODE), names_of(Names.DTYPE)) == (MODES, tuple(DTYPES))
+    assert names_of(Names.ACTIVATIONS) == tuple(ACTIVATIONS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -49,7 +49,7 @@ class LoadOptions:
     """Options of loading.
 
     dtype: of activations and dense weights; where compiled kernels run, of dense weights alone.
-    activations: those that compiled kernels multiply weights of int8 and int4 with, or encode.
+    activations: dtype of those that compiled kernels multiply weights in int8 and int4 with.
     dequantize_at_load: have weights ready for compiled kernels, which multiply them as they are
     stored where they can, or dense where torch runs the layer; False leaves the stored ones to
     torch; None: True on a CPU alone.

@@ -15,7 +15,7 @@ import torch
 
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.cpu.memory import Arena
-from mtp_kernels.cpu.panel_forms import PANEL, Panel, form_of
+from mtp_kernels.cpu.panel_forms import Panel, form_of
 from mtp_kernels.cpu.team import process_team
 from mtp_kernels.decoder import (
     DecoderConfig,
@@ -52,12 +52,12 @@ from mtp_kernels.decoder.compiled_cpu.recursion import (
     no_drafting,
     run,
 )
-from mtp_kernels.decoder.compiled_cpu.rows import panels_of
 from mtp_kernels.decoder.compiled_cpu.scratch import make_scratch, planned
 from mtp_kernels.decoder.compiled_cpu.sharded import PackedShard, ShardedDecoder, pack_shard
 from mtp_kernels.decoder.compiled_cpu.weights import (
     PackedLayer,
     PackedLayers,
+    inner_sizes,
     pack_layer,
     table_of,
 )
@@ -140,10 +140,7 @@ class Decoder(PackedLayers[PackedLayer]):
         check_layers(config, layers)
         self.table, self._no_drafting = table_of(layers), no_drafting()
         self.multiplications = sum(layer.multiplications for layer in layers)
-        self._experts = max(
-            layer.experts_per_row(config.routing.experts_per_token) for layer in layers
-        )
-        self._inner = max(panels_of(layer.inner) * PANEL for layer in layers)
+        self._experts, self._inner = inner_sizes(layers, config.routing.experts_per_token)
 
     def __call__(
         self,

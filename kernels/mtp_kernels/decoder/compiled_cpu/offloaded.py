@@ -16,7 +16,6 @@ import torch
 
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.cpu.jit import compiled
-from mtp_kernels.cpu.panel_forms import PANEL
 from mtp_kernels.cpu.team import process_team, wait
 from mtp_kernels.decoder import DecoderConfig, OffloadedLayer, Rope
 from mtp_kernels.decoder.checks import check_layers, check_pass
@@ -24,9 +23,13 @@ from mtp_kernels.decoder.compiled_cpu.attention import Scratch, attention
 from mtp_kernels.decoder.compiled_cpu.expert_cache import CachedExperts, ExpertCache, Reading
 from mtp_kernels.decoder.compiled_cpu.experts import add_experts, make_inner, route
 from mtp_kernels.decoder.compiled_cpu.packing import Packer
-from mtp_kernels.decoder.compiled_cpu.rows import panels_of
 from mtp_kernels.decoder.compiled_cpu.scratch import make_scratch, planned
-from mtp_kernels.decoder.compiled_cpu.weights import PackedLayer, PackedLayers, pack_layer
+from mtp_kernels.decoder.compiled_cpu.weights import (
+    PackedLayer,
+    PackedLayers,
+    inner_sizes,
+    pack_layer,
+)
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ class OffloadedDecoder(PackedLayers[PackedOffloaded]):
         super().__init__(config, layers, rope)
         self._packed, self.cache = [one.layer for one in layers], cache
         check_layers(config, self._packed)
+        self._experts, self._inner = inner_sizes(self._packed, config.routing.experts_per_token)
 
     def part(self, first: int, stop: int) -> OffloadedDecoder:
         """Return layers [first, stop) as a decoder of their own, with the same cache."""
@@ -100,9 +104,7 @@ class OffloadedDecoder(PackedLayers[PackedOffloaded]):
 
     def _scratch(self, count: int, parts: int, attention_input: torch.Tensor | None) -> Scratch:
         """Return memory for a pass over a number of rows, and parts of attention."""
-        picked = self.config.routing.experts_per_token
-        experts = max(layer.experts_per_row(picked) for layer in self._packed)
-        inner = count * experts, max(panels_of(layer.inner) for layer in self._packed) * PANEL
+        inner = count * self._experts, self._inner
         return make_scratch(
             self.config, count, parts=parts, inner=inner, attention_input=attention_input
         )

@@ -10,6 +10,7 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar, cast
 import numpy as np
 import torch
 
+from mtp_kernels.cpu.panel_forms import PANEL
 from mtp_kernels.decoder import (
     DecoderConfig,
     GroupedWeights,
@@ -19,6 +20,7 @@ from mtp_kernels.decoder import (
 )
 from mtp_kernels.decoder.checks import check_config
 from mtp_kernels.decoder.compiled_cpu.packing import Packer
+from mtp_kernels.decoder.compiled_cpu.rows import panels_of
 from mtp_kernels.sizes import GroupedSizes, LatentSizes, Routing, Shapes
 
 Layer = TypeVar("Layer")
@@ -148,6 +150,13 @@ def pack_layer(weights: LayerWeights, packer: Packer, absent: int = 0) -> Packed
         arrays += stack.panels
     owned = *arrays, *vectors.values(), *tables.values()
     return PackedLayer(weights.shapes(absent), owned, record)
+
+
+def inner_sizes(layers: Sequence[PackedLayer], picked: int) -> tuple[int, int]:
+    """Return the most experts that a row goes through in a layer, given those picked, and the
+    largest width of an expert in whole panels."""
+    experts = max(layer.experts_per_row(picked) for layer in layers)
+    return experts, max(panels_of(layer.inner) for layer in layers) * PANEL
 
 
 def table_of(layers: Sequence[PackedLayer]) -> np.ndarray:
