@@ -199,7 +199,7 @@ def test_no_gain_is_told_of_a_busy_machine(
     browser.run("document.getElementById('compare').click()")
     note = "document.getElementById('note').textContent"
     wait_until(browser, f"/plain decoding|too busy/.test({note})")
-    assert text_of(browser, "note") == f"{busy_line(BUSY, 'rates and gain')}, same text"
+    assert text_of(browser, "note") == f"{busy_line(BUSY, 'rates and gain')}; same text"
     assert text_of(browser, "own-gain") == text_of(browser, "own-speed") == "–"
 
 
