@@ -67,7 +67,8 @@ class GroupedSizes(NamedTuple):
     slot of its cache is [keys of all kv_heads | values].
 
     The first `rope` entries of a head are rotated, an entry of their first half being a pair with
-    one of the second. has_bias: of the projection; has_norms: of every query and key.
+    one of the second. has_bias: of the projection; has_norms: of every query and key. is_gated: a
+    head projects [query | gate], and the sigmoid of its gate multiplies what it attended to.
     """
 
     heads: int
@@ -76,11 +77,17 @@ class GroupedSizes(NamedTuple):
     rope: int
     has_bias: bool
     has_norms: bool
+    is_gated: bool = False
 
     @property
     def projected(self) -> int:
         """Outputs of the first projection."""
-        return (self.heads + 2 * self.kv_heads) * self.head
+        return (self.queries + 2 * self.kv_heads) * self.head
+
+    @property
+    def queries(self) -> int:
+        """Queries that are projected, and gates where there are some."""
+        return self.heads * (2 if self.is_gated else 1)
 
     @property
     def slot(self) -> int:
@@ -112,6 +119,30 @@ class GroupedSizes(NamedTuple):
             "key_norm": norm,
             "output": (hidden, self.output),
         }
+
+
+class DeltaSizes(NamedTuple):
+    """Sizes of a gated delta net: value heads, of which equally many in a row share a key head, and
+    the taps of the causal convolution over its channels, [queries | keys | values].
+
+    key and value are the elements of a head's key (or query) and value; its state is [value, key].
+    """
+
+    key_heads: int
+    value_heads: int
+    key: int
+    value: int
+    width: int
+
+    @property
+    def channels(self) -> int:
+        """Elements of a token's queries, keys and values of all heads."""
+        return 2 * self.key_heads * self.key + self.output
+
+    @property
+    def output(self) -> int:
+        """Inputs of the output projection."""
+        return self.value_heads * self.value
 
 
 class Routing(NamedTuple):
