@@ -73,6 +73,7 @@ WHOLE = (
     "runtime/mtp_runtime/run_plan.py",
     "kernels/mtp_kernels/**/reference.py",
     "kernels/mtp_kernels/cpu/torch_threads.py",
+    "kernels/mtp_kernels/gated_delta/state.py",
     "kernels/mtp_kernels/stored_linear/weights.py",
     "kernels/mtp_kernels/weight_statistics/figures.py",
 )
