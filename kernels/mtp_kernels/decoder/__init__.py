@@ -110,12 +110,12 @@ class LatentWeights:
 class GroupedWeights:
     """Weights of attention of grouped queries: matrices [out, in], g key heads of n entries.
 
-    qkv projects to [queries | keys | values], to which bias is added. w is d but in a layer without
-    an input norm.
+    qkv projects to [queries | keys | values], to which bias is added; where attention is gated, a
+    head's gate follows its query. w is d but in a layer without an input norm.
     """
 
-    qkv: Matrix  # [h*n + 2*g*n, w]
-    bias: torch.Tensor | None  # [h*n + 2*g*n]
+    qkv: Matrix  # [h*n + 2*g*n, w]; gated: [2*h*n + 2*g*n, w]
+    bias: torch.Tensor | None  # [rows of qkv]
     query_norm: torch.Tensor | None  # [n]
     key_norm: torch.Tensor | None  # [n]
     output: Matrix  # [d, h*n]

@@ -194,12 +194,14 @@ class Decoder:
         sizes, weights = self.config.attention, layer.attention
         if isinstance(sizes, GroupedSizes):
             assert isinstance(weights, GroupedWeights), "checked with the layers"
-            query, entries = self._grouped(sizes, weights, x, layout.positions)
+            query, entries, gates = self._grouped(sizes, weights, x, layout.positions)
         else:
             assert isinstance(weights, LatentWeights), "checked with the layers"
-            query, entries = self._latent(sizes, weights, x, layout.positions)
+            (query, entries), gates = self._latent(sizes, weights, x, layout.positions), None
         cache.flatten(0, 1)[layout.slots] = entries
         values = attend(self.config, weights, query, layout=layout, cache=cache)
+        if gates is not None:
+            values = values * gates
         return values.flatten(1) @ weights.output.T
 
     def _latent(
@@ -225,19 +227,22 @@ class Decoder:
         weights: GroupedWeights,
         x: torch.Tensor,
         positions: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return queries [T, h, n] and cache entries [T, 2*g*n]."""
-        projected = x @ weights.qkv.T
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return queries [T, h, n], cache entries [T, 2*g*n], and what values [T, h, n] are
+        multiplied with, if anything."""
+        projected, gates = x @ weights.qkv.T, None
         if weights.bias is not None:
             projected = projected + weights.bias
-        counts = [sizes.heads, sizes.kv_heads, sizes.kv_heads]
+        counts = [sizes.queries, sizes.kv_heads, sizes.kv_heads]
         by_head = projected.view(len(x), sum(counts), sizes.head)
         query, key, value = torch.split(by_head, counts, dim=1)
+        if sizes.is_gated:
+            query, gates = query[:, ::2], torch.sigmoid(query[:, 1::2])
         if weights.query_norm is not None and weights.key_norm is not None:
             query = rms_norm(query, weights.query_norm, self._eps)
             key = rms_norm(key, weights.key_norm, self._eps)
         query, key = (self.rope.rotate_halves(one, positions) for one in (query, key))
-        return query, torch.cat([key, value], dim=1).flatten(1)
+        return query, torch.cat([key, value], dim=1).flatten(1), gates
 
 
 def attend(

@@ -74,6 +74,8 @@ CASES = {
     "grouped, whole head rotated": changed(GROUPED, rope=16),
     "grouped, yarn": changed(replace(GROUPED, attention_scaling=1.37), softmax_scale=0.55),
     "grouped, ragged sizes": changed(GROUPED, hidden=47, head=19, rope=6),
+    "grouped, gated": changed(GROUPED, is_gated=True),
+    "grouped, gated, plain": changed(GROUPED, is_gated=True, has_bias=False, has_norms=False),
     "grouped, wide heads": changed(replace(GROUPED, page=3), hidden=64, head=64, rope=32),
 }
 

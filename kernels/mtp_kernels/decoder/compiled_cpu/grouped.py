@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from mtp_kernels.cpu.elementwise import sigmoid
 from mtp_kernels.cpu.jit import inner
 from mtp_kernels.cpu.paged_attention import merge_parts
 from mtp_kernels.cpu.team import share
@@ -15,7 +16,7 @@ from mtp_kernels.decoder.compiled_cpu.rows import copy, norm_row, rotate_halves,
 @inner
 def fill_keys(member: Any, layer: Any, sizes: Any, batch: Any, cache: Any, projected: Any) -> None:
     """Write keys and values of the member's rows to their slots."""
-    head, first_key = sizes.attention.head, sizes.heads * sizes.attention.head
+    head, first_key = sizes.attention.head, sizes.heads * query_stride(sizes)
     work = np.empty((2, head), np.float32)
     first, last = share(member, batch.slots.size)
     for row in range(first, last):
@@ -37,9 +38,17 @@ def make_grouped_queries(member: Any, layer: Any, sizes: Any, batch: Any, scratc
     for unit in range(first, last):
         number, row = unit // count, unit % count
         source = scratch.projected[row]
-        prepare_head(layer, layer.query_norm, sizes, source, number * head, work)
+        start = number * query_stride(sizes)
+        prepare_head(layer, layer.query_norm, sizes, source, start, work)
         base, stride = batch.places[row]
         rotate_halves(work[0], batch.cos_sin[row], scratch.queries[base + number * stride])
+
+
+@inner
+def query_stride(sizes: Any) -> Any:
+    """Return the projected entries from a head's query to the next: a gate follows, if there are
+    gates."""
+    return sizes.attention.head * (2 if sizes.attention.is_gated else 1)
 
 
 @inner
@@ -64,11 +73,18 @@ def add_bias(layer: Any, source: Any, start: Any, out: Any) -> None:
 
 @inner
 def merge_values(member: Any, layer: Any, sizes: Any, tiles: Any, scratch: Any) -> None:
-    """Merge the parts of a wave's tiles to each head's values."""
+    """Merge the parts of a wave's tiles to each head's values, gated where there are gates."""
     heads, head = sizes.heads, sizes.attention.head
+    gate = np.empty(head, np.float32)
     first, last = share(member, tiles.size * heads)
     for unit in range(first, last):
         tile, number = tiles[unit // heads], unit % heads
         for query in range(tile.queries):
-            out = scratch.values[tile.first_query + query, number * head : (number + 1) * head]
+            row = tile.first_query + query
+            out = scratch.values[row, number * head : (number + 1) * head]
             merge_parts(tile, query, number, heads, scratch.parts, out)
+            if sizes.attention.is_gated:
+                start = number * query_stride(sizes) + head
+                add_bias(layer, scratch.projected[row], start, gate)
+                for column in range(head):
+                    out[column] *= sigmoid(gate[column])
