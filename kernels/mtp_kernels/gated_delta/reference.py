@@ -65,7 +65,7 @@ def heads_of(
         total = total + row.float() * tap
     convolved = functional.silu(total.to(window.dtype)).float()
     width = sizes.key_heads * sizes.key
-    query, key, value = convolved.split([width, width, sizes.output])
+    query, key, value = torch.split(convolved, [width, width, sizes.output])
     query, key = (_normed(heads.view(-1, sizes.key)) for heads in (query, key))
     each = sizes.value_heads // sizes.key_heads
     query = (query * sizes.key**-0.5).repeat_interleave(each, dim=0)
