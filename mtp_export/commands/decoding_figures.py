@@ -30,11 +30,11 @@ def rate(tokens_per_second: float) -> str:
 
 
 def rates_line(summary: Summary, elapsed: Elapsed) -> str:
-    """Return tokens, time and rate, and what drafts bring per step of the target."""
-    line = (
-        f"{summary.output_tokens} tokens in {elapsed.seconds:.2f} s:"
-        f" {rate(summary.tokens_per_second)}"
-    )
+    """Return tokens, time and rate, and what drafts bring per step of the target: no time and no
+    rate of a machine that is too busy to tell them."""
+    line = f"{summary.output_tokens} tokens"
+    if not elapsed.is_busy:
+        line += f" in {elapsed.seconds:.2f} s: {rate(summary.tokens_per_second)}"
     if not summary.acceptance:
         return f"{line}, without drafts"
     return f"{line}, {summary.tokens_per_step:.2f} tokens per step (plain: 1)"

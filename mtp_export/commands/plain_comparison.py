@@ -78,12 +78,14 @@ class Comparison:
         }
 
     def lines(self, run: Elapsed) -> list[str]:
-        """Return the comparison in words, after those on a run before it: what cannot be told is
-        said once. What samples draws other tokens with drafts, and of those nothing is said."""
+        """Return the comparison in words, after those on a run before it, whose rate is told unless
+        it was busy: what cannot be told is said once. What samples draws other tokens with drafts,
+        and of those nothing is said."""
         tokens = "same tokens" if self.has_same_tokens else "different tokens"
-        rates = [busy_line(run)] if run.is_busy and not self.elapsed.is_busy else []
-        if self.elapsed.is_busy:
-            gain = busy_line(self.elapsed, "rates and gain")
+        is_busy = self.elapsed.is_busy
+        rates = [busy_line(run, "the rate with drafts")] if run.is_busy and not is_busy else []
+        if is_busy:
+            gain = busy_line(self.elapsed, "rates and gain" if run.is_busy else "the gain")
         elif self.is_beyond:
             gain = beyond_line(self.speedup)
         else:

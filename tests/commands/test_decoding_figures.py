@@ -25,6 +25,7 @@ from mtp_runtime.engine import Engine
 FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"
 ASKED = (FIXTURE, "--prompt", "def read(", "--max-new-tokens", "12")
 QUIET = Elapsed(0.25, 0.0)
+BUSY = Elapsed(1.0, 0.2)
 
 
 def metrics(*blocks: tuple[int, int]) -> RequestMetrics:
@@ -51,6 +52,13 @@ def test_rates_say_what_drafts_bring() -> None:
     assert busy_line(Elapsed(1.0, 0.225)) == (
         "this machine is too busy to tell rates: waiting for processors 22 % of the time"
     )
+
+
+def test_a_busy_machine_tells_no_rate() -> None:
+    """Nor seconds, which are one to whoever divides by them."""
+    assert rates_line(summarise(ONE, 0.25), BUSY) == "9 tokens, 2.25 tokens per step (plain: 1)"
+    plain = summarise([RequestMetrics(output_tokens=2, target_steps=2)], 0.25)
+    assert rates_line(plain, BUSY) == "2 tokens, without drafts"
 
 
 def test_a_bar_stands_for_each_position() -> None:
@@ -111,16 +119,13 @@ def test_the_gain_is_the_median_of_the_turns() -> None:
     }
 
 
-BUSY = Elapsed(1.0, 0.2)
-
-
 @pytest.mark.parametrize("run", [QUIET, BUSY])
 def test_no_gain_is_told_of_a_busy_machine(run: Elapsed) -> None:
-    """Once, whatever was said of the run before; the tokens are compared all the same."""
+    """Once, and not of rates that the run before has told; the tokens are compared all the same."""
     found = Comparison([turn(190.0, 100.0)], BUSY, is_greedy=True)
     waiting = "waiting for processors 20 % of the time"
     assert found.lines(run) == [
-        f"this machine is too busy to tell rates and gain: {waiting}",
+        f"this machine is too busy to tell {'rates and' if run is BUSY else 'the'} gain: {waiting}",
         "with drafts or without: same tokens",
     ]
     assert found.as_json()["too_busy"]
@@ -135,7 +140,8 @@ def test_no_gain_is_told_that_drafts_cannot_bring() -> None:
         "with drafts or without: same tokens",
     ]
     assert beyond.lines(QUIET) == told and beyond.as_json()["too_busy"]
-    assert beyond.lines(BUSY)[0].startswith("this machine is too busy to tell rates: ")
+    (rate, *_) = beyond.lines(BUSY)
+    assert rate.startswith("this machine is too busy to tell the rate with drafts: waiting")
     assert beyond.lines(BUSY)[1:] == told
 
 
@@ -184,6 +190,7 @@ def test_ctrl_c_ends_the_text_and_shows_the_figures_so_far(
 
     monkeypatch.setattr(LLM, "warm_up", lambda llm: None)
     monkeypatch.setattr(Engine, "_step", advance)
+    monkeypatch.setattr(busy_machine, "processor_seconds", lambda: (0.0, 0.0))
     outcome = run_program("generate", *ASKED)
     assert outcome.code == 130 and outcome.err == "mtp-export: Interrupted.\n"
     text, figures = outcome.out.split("\n\n")[-2:]

@@ -13,6 +13,7 @@ from terminal.screen import Terminal, in_pipe, in_terminal
 FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/glm4-moe-tiny"  # of few layers
 GENERATE = ("generate", FIXTURE, "--prompt", "def read(", "--max-new-tokens", "24")
 DRAFTED = (*GENERATE, "--speculate-max-draft-token-num", "2")
+FIGURES = re.compile(r"\d+ tokens( in |, )")  # the first line of them
 UNDERLINED, BOLD = "\x1b[4", "\x1b[1m"
 # Colours, as escapes set them; styles without a colour are no colours.
 COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-7]|9[0-7]|38|48|4[0-7])(?:;\d+)*m")
@@ -23,10 +24,10 @@ def test_generate_on_a_terminal() -> None:
     assert seen.code == 0 and all(len(line) <= 80 for line in seen.lines[-12:])
     first = next(number for number, line in enumerate(seen.lines) if "def read(" in line)
     assert seen.lines[first].startswith("def read(self):")
-    rates = next(line for line in seen.lines if "tokens/s" in line)
-    assert re.fullmatch(
-        r"24 tokens in [\d.]+ s: [\d.]+ tokens/s, [\d.]+ tokens per step \(plain: 1\)", rates
-    )
+    rates = next(line for line in seen.lines if FIGURES.match(line))
+    told = r" in [\d.]+ s: [\d.]+ tokens/s"
+    told = "" if "too busy to tell rates" in seen.text else told
+    assert re.fullmatch(rf"24 tokens{told}, [\d.]+ tokens per step \(plain: 1\)", rates)
     bars = next(line for line in seen.lines if line.startswith("draft 1"))
     assert re.search(r"draft 1 █.* % \(\d+ of \d+\)   draft 2 █.* % \(\d+ of \d+\)", bars)
     assert any(escape.startswith(UNDERLINED) for escape in seen.escapes)
@@ -37,7 +38,7 @@ def test_generate_on_a_terminal() -> None:
 def test_generate_without_colours_on_a_narrow_terminal() -> None:
     environment = {"NO_COLOR": "1"}
     seen = in_terminal(*DRAFTED, columns=40, rows=20, environment=environment)
-    figures = seen.lines[next(i for i, line in enumerate(seen.lines) if " tokens in " in line) :]
+    figures = seen.lines[next(i for i, each in enumerate(seen.lines) if FIGURES.match(each)) :]
     assert seen.code == 0 and all(len(line) <= 40 for line in figures)
     assert sum(line.startswith("draft ") for line in figures) == 2  # a line each
     assert "\x1b[4m" in seen.escapes and not COLOUR.search(seen.raw)
@@ -95,7 +96,7 @@ def test_ctrl_c_while_generate_streams() -> None:
         terminal.press("\x03")
         seen = terminal.finish()
     assert seen.code == 130 and seen.lines[-1] == "mtp-export: Interrupted."
-    assert any(" tokens in " in line for line in seen.lines)
+    assert any(FIGURES.match(line) for line in seen.lines)
 
 
 @pytest.mark.parametrize(("columns", "rows"), [(80, 24), (40, 20)])
