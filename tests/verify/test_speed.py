@@ -10,8 +10,9 @@ import pytest
 
 from mtp_export.verify.check import CheckResult, Item, Status
 from mtp_export.verify.decoding import speed
-from mtp_export.verify.decoding.speed import Pace, Way
+from mtp_export.verify.decoding.speed import Gain, Pace, Way
 from mtp_export.verify.evidence.corpus import Corpus
+from mtp_export.verify.evidence.statistics import Estimate
 from mtp_export.verify.options import VerifyOptions
 from mtp_export.verify.report.charts import charts
 from mtp_export.verify.report.report import Report
@@ -55,8 +56,8 @@ def test_a_step_with_drafts_is_not_cheaper_than_one_without(factor: float, tells
     assert with_drafts.contradicts is not tells
 
 
-def recommended(best: dict[int, tuple[float, int]], unknown: list[str]) -> Item:
-    return speed._recommended(best, [], unknown)
+def recommended(gains: dict[int, list[Gain]], unknown: list[str]) -> Item:
+    return speed._recommended(gains, [], unknown)
 
 
 def test_nothing_is_recommended_of_figures_that_contradict() -> None:
@@ -65,7 +66,7 @@ def test_nothing_is_recommended_of_figures_that_contradict() -> None:
     assert item.figure.startswith("2.96x")
     alone = recommended({}, ["batch 1 with k=2"])
     assert alone.status is Status.NOT_TESTED and "too busy to tell" in alone.cause
-    some = recommended({4: (1.4, 3)}, ["batch 1 with k=2"])
+    some = recommended({4: [Gain(3, 1.4, 1.3, 1.5)]}, ["batch 1 with k=2"])
     assert some.figure == (
         "use k=3 (1.40x) at batch 4; this machine is too busy to tell of batch 1 with k=2"
     )
@@ -77,6 +78,38 @@ def test_nothing_is_recommended_of_figures_that_contradict() -> None:
         seconds=1.0,
     )
     assert charts(report) == ()
+
+
+def test_a_gain_has_the_ends_of_what_drafts_bring() -> None:
+    """Of tokens per step from none to all of the drafts; a single prompt says nothing of others."""
+    gain = Gain.of(STEADY, Estimate(2.0, 1.8, 2.5, 9))
+    assert vars(gain) == pytest.approx({"k": 2, "value": 1.6, "low": 1.44, "high": 2.0})
+    wide = Gain.of(STEADY, Estimate(2.0, -3.0, 9.0, 9))
+    assert (wide.low, wide.high) == pytest.approx((0.8, 2.4))
+    alone = Gain.of(STEADY, Estimate(2.4, None, None, 9))
+    assert (alone.low, alone.high) == pytest.approx((1.6 / 2.4, 1.6 / 2.4 * 3))
+
+
+def test_no_number_is_recommended_that_too_few_prompts_cannot_tell() -> None:
+    """From plain decoding, or from another number that an end of the intervals makes the best."""
+    one, two = Gain(1, 1.3, 1.2, 1.4), Gain(2, 1.5, 1.1, 1.9)
+    rough = recommended({1: [one, two]}, [])
+    assert rough.figure == (
+        "too few prompts to tell k=2 (1.50x) from k=1 at batch 1: give more by --prompts"
+    )
+    told = {"k": 2, "speedup": 1.5, "not_told_from": [1]}
+    assert rough.data == {"recommended": {"1": told}}
+    slow = Gain(1, 0.9, 0.6, 1.2)
+    both = recommended({1: [slow], 4: [Gain(1, 1.3, 0.9, 1.4), Gain(2, 1.2, 0.7, 1.6)]}, [])
+    assert both.figure == (
+        "too few prompts to tell none from k=1 at batch 1, k=1 (1.30x) from none and k=2 at"
+        " batch 4: give more by --prompts"
+    )
+    some = recommended({1: [one, two], 4: [one]}, [])
+    assert some.figure.startswith("use k=1 (1.30x) at batch 4; too few prompts to tell k=2 ")
+    assert recommended({1: [Gain(1, 0.9, 0.8, 0.95)]}, []).figure == (
+        "use none: every k was slower"
+    )
 
 
 def test_ways_take_turns_step_by_step(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:

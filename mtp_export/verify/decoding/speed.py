@@ -15,7 +15,7 @@ from statistics import median, quantiles
 from mtp_export.busy_machine import LEAST_COST, TOO_BUSY, is_beyond
 from mtp_export.verify.check import Item, measured, not_tested
 from mtp_export.verify.context import Context
-from mtp_export.verify.decoding.acceptance import conditional
+from mtp_export.verify.decoding.acceptance import accepted_length, conditional
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.decode import (
     Build,
@@ -26,6 +26,7 @@ from mtp_export.verify.evidence.decode import (
 )
 from mtp_export.verify.evidence.extra_drafts import ExtraDraft
 from mtp_export.verify.evidence.prompts import Prompt
+from mtp_export.verify.evidence.statistics import Estimate
 from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import Drafter, DrafterParts, Pass
@@ -165,7 +166,7 @@ class _TimedRun:
 def run(context: Context) -> Iterator[Item]:
     """One item per batch and k, then the recommended k."""
     corpus, ks = context.corpus, context.options.ks
-    best: dict[int, tuple[float, int]] = {}
+    gains: dict[int, list[Gain]] = {}
     losses, unknown = list[str](), list[str]()
     for batch in _batches(corpus):
         for pace in paces(corpus, batch, [Way.of(corpus, None, k) for k in ks]):
@@ -174,29 +175,91 @@ def run(context: Context) -> Iterator[Item]:
             if not pace.ratios or pace.contradicts:
                 unknown.append(f"batch {batch} with k={k}")
                 continue
-            best[batch] = max(best.get(batch, (1.0, 0)), (pace.gain, k))
+            length = accepted_length(corpus.speculative(k))
+            gains.setdefault(batch, []).append(Gain.of(pace, length))
             if pace.gain < 1:
                 losses.append(f"batch {batch} with k={k}")
-    yield _recommended(best, losses, unknown)
+    yield _recommended(gains, losses, unknown)
     for extra in context.extra_drafts:
         yield from _of_extra(corpus, extra, ks)
 
 
+@dataclass(frozen=True)
+class Gain:
+    """Speedup by k drafts, and what it would be at the ends of the 95 % interval of the tokens that
+    they bring per step; plain decoding is k = 0."""
+
+    k: int = 0
+    value: float = 1.0
+    low: float = 1.0
+    high: float = 1.0
+
+    @classmethod
+    def of(cls, pace: Pace, length: Estimate | None) -> Gain:
+        """Return the gain of a pace. length: tokens per step over all prompts; without an interval,
+        as of a single prompt, none or all of the drafts may be accepted."""
+        least, most = 1.0, 1.0 + pace.k
+        if length is None or length.low is None or length.high is None:
+            value, low, high = pace.tokens_per_step, least, most
+        else:
+            value, low, high = length.value, max(length.low, least), min(length.high, most)
+        return cls(pace.k, pace.gain, pace.gain * low / value, pace.gain * high / value)
+
+
+@dataclass(frozen=True)
+class _Best:
+    """The fastest number of drafts at a batch, and those that are the fastest at an end of the
+    intervals: too few prompts tell it from them."""
+
+    batch: int
+    gain: Gain
+    others: Sequence[int]
+
+    @classmethod
+    def of(cls, batch: int, gains: Sequence[Gain]) -> _Best:
+        known = [Gain(), *gains]
+        best = max(known, key=lambda gain: gain.value)
+        ends = {
+            max(known, key=lambda gain: gain.low).k,
+            max(known, key=lambda gain: gain.high).k,
+        }
+        return cls(batch, best, sorted(ends - {best.k}))
+
+    @property
+    def name(self) -> str:
+        return f"k={self.gain.k} ({self.gain.value:.2f}x)" if self.gain.k else "none"
+
+    @property
+    def rest(self) -> str:
+        """The others in words."""
+        return " and ".join(f"k={k}" if k else "none" for k in self.others)
+
+    def as_json(self) -> dict[str, object]:
+        untold = {"not_told_from": list(self.others)} if self.others else {}
+        return {"k": self.gain.k, "speedup": self.gain.value, **untold}
+
+
 def _recommended(
-    best: Mapping[int, tuple[float, int]], losses: Sequence[str], unknown: Sequence[str]
+    gains: Mapping[int, Sequence[Gain]], losses: Sequence[str], unknown: Sequence[str]
 ) -> Item:
-    """The best k of each batch, of those whose figures are sound."""
+    """The best k of each batch, of those whose figures are sound: as a recommendation where the
+    prompts are enough to tell it from all others."""
     name = "recommended k"
-    if not best:
+    if not gains:
         return not_tested(name, _CONTRADICTED)
-    advice = ", ".join(f"k={k} ({gain:.2f}x) at batch {b}" for b, (gain, k) in best.items() if k)
-    figure = f"use {advice}" if advice else "use none: every k was slower"
+    bests = [_Best.of(batch, found) for batch, found in gains.items()]
+    told = [best for best in bests if not best.others]
+    advice = ", ".join(f"{best.name} at batch {best.batch}" for best in told if best.gain.k)
+    figures = [f"use {advice}" if advice else "use none: every k was slower"] if told else []
+    rough = [f"{b.name} from {b.rest} at batch {b.batch}" for b in bests if b.others]
+    if rough:
+        figures.append(f"too few prompts to tell {', '.join(rough)}: give more by --prompts")
     if losses:
-        figure += f"; loses at {', '.join(losses)}"
+        figures.append(f"loses at {', '.join(losses)}")
     if unknown:
-        figure += f"; {TOO_BUSY} of {', '.join(unknown)}"
-    data = {str(batch): {"k": k, "speedup": gain} for batch, (gain, k) in best.items()}
-    return measured(name, figure, {"recommended": data})
+        figures.append(f"{TOO_BUSY} of {', '.join(unknown)}")
+    data = {str(best.batch): best.as_json() for best in bests}
+    return measured(name, "; ".join(figures), {"recommended": data})
 
 
 def _batches(corpus: Corpus) -> list[int]:
