@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
 
 from rich.box import ROUNDED
 from rich.console import RenderableType
@@ -103,7 +106,35 @@ def epilog_of(command: str) -> str | None:
     *examples, page = EXAMPLES[command]
     lines = ["Examples:", *(f"  {line}" for line in examples)]
     notes = [NOTES[command]] if command in NOTES else []
-    return "\n\n".join(["\n".join(lines), *notes, SETTINGS, f"Documentation: {page}"])
+    return "\n\n".join(["\n".join(lines), *notes, SETTINGS, *documentation(page)])
+
+
+def documentation(page: str) -> list[str]:
+    """Return the line that says where a page of the documentation is; none where there is no
+    checkout that has it: packages do not."""
+    return [f"Documentation: {root / page}" for root in _checkouts() if (root / page).is_file()][:1]
+
+
+def _checkouts() -> Iterator[Path]:
+    """Yield the folders where a checkout may be: that of the packages, and the one that they were
+    installed from, by pip's record of it (PEP 610)."""
+    yield Path(__file__).resolve().parents[2]
+    if (installed := _installed_from()) is not None:
+        yield installed
+
+
+@cache
+def _installed_from() -> Path | None:
+    """Return the folder that pip installed the program from; None for one from elsewhere."""
+    from importlib.metadata import PackageNotFoundError, distribution  # takes time
+    from urllib.parse import unquote, urlsplit
+
+    try:
+        recorded = distribution("mtp-export").read_text("direct_url.json")
+        url = urlsplit(json.loads(recorded or "{}").get("url", ""))
+    except (PackageNotFoundError, ValueError):
+        return None
+    return Path(unquote(url.path)) if url.scheme == "file" else None
 
 
 def print_help() -> None:
@@ -122,7 +153,8 @@ def print_help() -> None:
     console.print(_panel("Options", _OPTIONS))
     console.print(
         "mtp-export --input-dir SRC --output-dir OUT exports without the command's name.",
-        f"{SETTINGS} Documentation: docs/index.md",
+        SETTINGS,
+        *documentation("docs/index.md"),
         highlight=False,
         sep="\n",
     )

@@ -3,9 +3,11 @@ from the environment, completion of shells."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast, get_args
 
 import pytest
@@ -13,13 +15,14 @@ import pytest
 from cases import run_program
 from mtp_checkpoints.errors import UsageError
 from mtp_export import __version__
+from mtp_export.commands import help_page
 from mtp_export.commands.failures import Failure, print_failure
 from mtp_export.commands.help_page import EXAMPLES
 from mtp_export.commands.names import COMMANDS
 from mtp_export.commands.registry import command_named
 from mtp_export.commands.typed_command import QuickReading
 
-DOCS = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",), ("help",)])
@@ -29,7 +32,7 @@ def test_the_program_alone_shows_its_page(arguments: tuple[str, ...]) -> None:
     assert all(f"│ {command} " in outcome.out for command in COMMANDS)
     lines = outcome.out.splitlines()
     assert sum(line.startswith("  mtp-export ") for line in lines) == 5
-    assert "Documentation: docs/index.md" in " ".join(outcome.out.split())
+    assert f"Documentation: {ROOT}/docs/index.md" in lines
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -42,9 +45,31 @@ def test_each_command_has_two_examples_that_fit_and_a_page(command: str) -> None
         parser = command_named(example.split()[1])
         known = {name for parameter in parser.params for name in parameter.opts}
         assert {word for word in example.split() if word.startswith("--")} <= known
-    assert f"Documentation: {page}" in helped and (DOCS / page).is_file()
+    assert f"Documentation: {ROOT / page}" in " ".join(helped.split())
     assert "<bool>" not in helped and "{" not in helped.splitlines()[1]
     assert "--debug" in helped and "MTP_EXPORT_OUTPUT_DIR" in helped
+
+
+def test_documentation_is_named_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside packages that were installed from a checkout there is none, and of other packages
+    nothing is known of one."""
+    monkeypatch.setattr(help_page, "__file__", tmp_path / "lib/mtp_export/commands/help_page.py")
+    checkout = tmp_path / "a checkout"
+    (checkout / "docs").mkdir(parents=True)
+    (checkout / "docs/cli.md").write_text("# Command line")
+    for record, found in (
+        ({"url": checkout.as_uri(), "dir_info": {}}, [f"Documentation: {checkout}/docs/cli.md"]),
+        ({"url": f"https://host{checkout}", "archive_info": {}}, []),
+        (None, []),
+    ):
+        raw = None if record is None else json.dumps(record)
+        files = SimpleNamespace(read_text={"direct_url.json": raw}.get)
+        monkeypatch.setattr(importlib.metadata, "distribution", lambda name, files=files: files)
+        help_page._installed_from.cache_clear()
+        assert help_page.documentation("docs/cli.md") == found
+    help_page._installed_from.cache_clear()
 
 
 def test_verify_names_its_exit_codes() -> None:
