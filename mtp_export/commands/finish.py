@@ -15,7 +15,7 @@ from mtp_export.bundle.shares import finish_shares, shared_plan, shared_request
 from mtp_export.commands import bundle_tables, export, graft, quantize
 from mtp_export.commands.garbage import gc_paused
 from mtp_export.commands.output import REPORT, QuietReporting, json_text, print_result
-from mtp_export.commands.pairing import Proving
+from mtp_export.commands.pairing import Proving, with_pairing
 from mtp_export.commands.report_files import try_reports
 from mtp_export.options import Access, argument, parse_path
 from mtp_export.paths import refuse_overlaps, refuse_unprintable
@@ -62,7 +62,7 @@ def finish(options: FinishCommand) -> None:
     proof = None
     if request.planner == "graft":
         proof = options.proving.proof(options.output_dir, quiet=options.reporting.quiet)
-        facts |= {"pairing": proof.as_json()}
+        facts = with_pairing(facts, proof)
         table = Group(table, proof.words)
     reports.write({"--report": lambda: json_text(facts)})
     print_result(facts, table, options.reporting)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -14,7 +14,13 @@ from mtp_export.bundle.build import BundleResult
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.graft import GraftOptions, plan_graft
 from mtp_export.bundle.request import Request
-from mtp_export.commands.bundle_command import OUTPUT, Making, PlannedBundle, given_once
+from mtp_export.commands.bundle_command import (
+    OUTPUT,
+    Making,
+    PlannedBundle,
+    command_of,
+    given_once,
+)
 from mtp_export.commands.bundle_tables import (
     effort,
     parts_table,
@@ -24,7 +30,7 @@ from mtp_export.commands.bundle_tables import (
 )
 from mtp_export.commands.garbage import gc_paused
 from mtp_export.commands.output import heading
-from mtp_export.commands.pairing import Proving
+from mtp_export.commands.pairing import Proving, with_pairing
 from mtp_export.options import Access, Names, Panel, argument, option, parse_source, source_option
 from mtp_export.schemes.scheme import BF16
 
@@ -77,7 +83,8 @@ def graft(options: GraftCommand) -> None:
     """Graft the original's MTP layer onto a main model that others quantized without it."""
     _check_proof(options)
     main, mtp = _checkpoints(options)
-    bundle = options.making.bundle(main, options.output_dir)
+    command = command_of("graft", replace(options, main=main, mtp=mtp))
+    bundle = options.making.bundle(main, options.output_dir, command=command)
     chosen = GraftOptions(bundle, mtp, options.mtp_quant, options.replace)
     reports = options.making.try_reports()
     with gc_paused():
@@ -87,7 +94,7 @@ def graft(options: GraftCommand) -> None:
     if result is None:
         return
     proof = options.proving.proof(bundle.output_dir, quiet=options.making.reporting.quiet)
-    facts = result_facts(result) | {"pairing": proof.as_json()}
+    facts = with_pairing(result_facts(result), proof)
     planned.report(facts, Group(result_table(result), proof.words))
     proof.raise_if_failed()
 

@@ -17,8 +17,9 @@ _PROMPT = "def read("
 
 def next_steps(plan: BundlePlan) -> dict[str, str]:
     """Return shell commands by what they are for: "check" compares the bundle with its source
-    where that is one folder, and else its files with the manifest; "try" decodes a prompt and
-    "serve" serves it, both with drafts of its MTP module, where it has all that this needs."""
+    where that is one folder, and else its files with the manifest; "prove" runs a graft, whose
+    pairing is proven by the drafts that are accepted; "try" decodes a prompt and "serve" serves it,
+    both with drafts of its MTP module, where it has all that this needs."""
     bundle, source = str(plan.options.output_dir), plan.options.input_dir
     is_graft = plan.recorded.get("base_quant") == GRAFTED
     if isinstance(source, Path) and not is_graft:
@@ -26,6 +27,8 @@ def next_steps(plan: BundlePlan) -> dict[str, str]:
     else:
         words = ["--level", "files"]
     steps = {"check": _command("verify", bundle, *words)}
+    if is_graft:
+        steps["prove"] = _command("verify", bundle, "--level", "run")
     if _can_be_tried(plan):
         steps["try"] = _command("generate", bundle, "--prompt", _PROMPT)
         steps["serve"] = _command("serve", bundle)

@@ -20,7 +20,12 @@ if TYPE_CHECKING:
     from rich.status import Status
 
 _ANY_WIDTH = 1 << 16
-_NEXT = {"check": "Check it:  ", "try": "Try it:    ", "serve": "Serve it:  "}
+_NEXT = {
+    "check": "Check it:  ",
+    "prove": "Prove it:  ",
+    "try": "Try it:    ",
+    "serve": "Serve it:  ",
+}
 _drawing: list[Console] = []  # those that show a status now
 # Of every command; the program itself reads it.
 DEBUG = option("Show the traceback of an error.", Panel.REPORT)

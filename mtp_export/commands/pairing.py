@@ -5,13 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mtp_checkpoints.errors import UsageError
 from mtp_export.options import Access, Panel, option, path_option
 
 if TYPE_CHECKING:
     from mtp_export.verify.pairing_proof import PairingProof
+
+
+def with_pairing(facts: dict[str, Any], proof: PairingProof) -> dict[str, Any]:
+    """Return the result of a graft with the proof of its pairing, and with the command that proves
+    it only where nothing was run."""
+    steps = {
+        name: step for name, step in facts["next"].items() if name != "prove" or not proof.items
+    }
+    return facts | {"next": steps, "pairing": proof.as_json()}
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ def test_the_original_layer_is_proven(
     items = {item["name"]: item for item in pairing["items"]}
     first = items["k=1, draft 1"]["data"]["conditional"]
     assert first["value"] > 0.5 and first["count"] > 20
+    assert "Prove it: " not in outcome.out and "prove" not in read_json(report)["next"]
     monkeypatch.setattr("mtp_export.verify.CHECKS", {"acceptance": CHECKS["acceptance"]})
     again = run_program("verify", output, "--prompts", prompts, "--json", "--quiet")
     checks = {check["name"]: check["items"] for check in json.loads(again.out)["checks"]}
@@ -110,7 +112,7 @@ def test_shares_of_another_trainings_layer(main: Path, prompts: Path, tmp_path: 
 
 def test_shares_are_not_run_unless_asked_for(main: Path, tmp_path: Path) -> None:
     outcome = finished_graft(main, GLM, tmp_path / "output", "--json")
-    assert pairing_of(outcome)["words"] == f"{ALONE}--prove measures it."
+    assert pairing_of(outcome)["words"] == f"{ALONE}verify at level run measures it."
 
 
 def test_shares_of_no_graft_have_no_pairing(tmp_path: Path) -> None:
@@ -133,9 +135,22 @@ def test_nothing_is_run_unless_asked_for(main: Path, tmp_path: Path) -> None:
     outcome = graft(main, GLM, tmp_path / "output", "--json")
     assert pairing_of(outcome) == {
         "status": "not tested",
-        "words": f"{ALONE}--prove measures it.",
+        "words": f"{ALONE}verify at level run measures it.",
         "items": [],
     }
+
+
+def test_the_command_that_is_printed_proves_it(
+    main: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome = graft(main, GLM, tmp_path / "a graft")
+    (line,) = (line for line in outcome.out.splitlines() if line.startswith("Prove it:  "))
+    program, *words = shlex.split(line.removeprefix("Prove it:  "))
+    assert program == "mtp-export"
+    monkeypatch.setattr("mtp_export.verify.CHECKS", {"acceptance": CHECKS["acceptance"]})
+    again = run_program(*words, "--prompts", prompts, "--json", "--quiet")
+    (check,) = json.loads(again.out)["checks"]
+    assert (again.code, check["name"], check["status"]) == (0, "acceptance", "pass")
 
 
 def test_a_model_that_does_not_fit_is_not_proven(
