@@ -20,7 +20,8 @@ _NOT_GIVEN = _NotGiven()
 
 
 class MtpExportError(Exception):
-    """Error with an exit code and a paragraph: what, where, expected, found, and what to do."""
+    """Error with an exit code and a paragraph: what, where, expected, found, and what to do, at the
+    end of which may be a command for a shell."""
 
     exit_code = 1
 
@@ -32,18 +33,24 @@ class MtpExportError(Exception):
         expected: object = _NOT_GIVEN,
         found: object = _NOT_GIVEN,
         todo: str | None = None,
+        command: str = "",
     ) -> None:
         self.what = what
         self.where = where
         self.expected = expected
         self.found = found
         self.todo = todo
+        self.command = command
         super().__init__(self.paragraph())
 
     @property
     def hint(self) -> str:
         """The end of the paragraph that says what to do; nothing where nobody knows."""
-        return "" if self.todo is None else _printable(_sentence(self.todo))
+        return "" if self.todo is None else _printable(self._advice)
+
+    @property
+    def _advice(self) -> str:
+        return f"{self.todo}: {self.command}" if self.command else _sentence(self.todo or "")
 
     def paragraph(self) -> str:
         """Return the message as one paragraph; parts that were not given are left out."""
@@ -54,9 +61,10 @@ class MtpExportError(Exception):
             parts.append(f"Expected {self.expected}")
         if self.found is not _NOT_GIVEN:
             parts.append(f"Found {self.found}")
+        sentences = [_sentence(part) for part in parts]
         if self.todo is not None:
-            parts.append(self.todo)
-        return _clipped(_printable(_clipped(" ".join(map(_sentence, parts)))))
+            sentences.append(self._advice)
+        return _clipped(_printable(_clipped(" ".join(sentences))))
 
 
 def _sentence(text: str) -> str:

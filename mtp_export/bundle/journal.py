@@ -11,8 +11,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shlex
 import stat
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,6 +32,7 @@ from mtp_checkpoints.sources.files import (
     write_failure,
     write_whole,
 )
+from mtp_export.bundle.options import Share
 from mtp_export.bundle.owner import OWNER_NAME, Owner, owner_of
 from mtp_export.plan import Facts
 
@@ -60,17 +62,29 @@ class ShardFacts:
 @dataclass
 class JournalContent:
     """An unfinished run: its identity, the paths below the output folder that it writes or
-    replaces, and what it finished, by path."""
+    replaces, what it finished, by path, and the words of its command, as RunOptions has them."""
 
     identity: dict[str, Any]
     files: frozenset[str]
     finished: dict[str, ShardFacts] = field(default_factory=dict)
+    command: Sequence[str] = ()
 
     def lines(self) -> Iterator[dict[str, Any]]:
         """Yield the lines that say it."""
-        yield {"identity": self.identity, "files": sorted(self.files)}
+        head = {"identity": self.identity, "files": sorted(self.files)}
+        yield head | {"command": list(self.command)}
         for key, facts in self.finished.items():
             yield shard_line(key, facts)
+
+    def again(self, output: Path, share: Share | None = None) -> str:
+        """Return the command that goes on with the run, for a shell; "" for a run that no command
+        began, and one whose words cannot be shown. output is the folder of the bundle, share that
+        of the work which the run makes."""
+        if not self.command or not all(map(str.isprintable, self.command)):
+            return ""
+        divided = [] if share is None else ["--share", str(share)]
+        words = ["mtp-export", *self.command, "--output-dir", str(output), *divided]
+        return shlex.join(words)
 
 
 class Journal:
@@ -114,11 +128,15 @@ class Journal:
         """True when no run has begun here since the last one ended."""
         return os.fstat(self._fd).st_size == 0
 
-    def resume(self, identity: Mapping[str, Any]) -> None:
+    def resume(
+        self, identity: Mapping[str, Any], output: Path | None = None, share: Share | None = None
+    ) -> None:
         """Take over what an earlier run of the same identity finished.
 
-        identity describes bundle and source as JSON. Raises OutputExistsError for another
-        identity, naming the first field that differs, and for a journal that is damaged.
+        identity describes bundle and source as JSON. output is the folder of the bundle, by default
+        the journal's, and share that of the work. Raises OutputExistsError for another identity,
+        naming the first field that differs and the earlier command, and for a journal that is
+        damaged.
         """
         try:
             content = parsed(_read(self.path))
@@ -130,15 +148,20 @@ class Journal:
                 found=damage,
                 todo="Pass --no-resume to start over",
             ) from None
-        _refuse_other(content.identity, identity, self.path.parent)
+        if content.identity != identity:
+            folder = self.path.parent
+            raise _other_run(content, identity, folder, content.again(output or folder, share))
         self._start(content)
 
-    def begin(self, identity: Mapping[str, Any], files: Set[str]) -> None:
+    def begin(
+        self, identity: Mapping[str, Any], files: Set[str], command: Sequence[str] = ()
+    ) -> None:
         """Start over (IoError); nothing in the folder may have been touched yet.
 
-        files are the paths below the folder that this run may remove or replace.
+        files are the paths below the folder that this run may remove or replace, command the words
+        of its command, as RunOptions has them.
         """
-        self._start(JournalContent(dict(identity), frozenset(files)))
+        self._start(JournalContent(dict(identity), frozenset(files), command=command))
 
     def record(self, key: str, facts: ShardFacts) -> None:
         """Record that a shard is finished and on disk (IoError).
@@ -235,26 +258,29 @@ def _read(path: Path) -> bytes:
     return raw
 
 
-def _refuse_other(recorded: dict[str, Any], wanted: Mapping[str, Any], folder: Path) -> None:
-    if recorded == wanted:
-        return
-    before, now = first_difference(recorded, wanted)
+def _other_run(
+    content: JournalContent, wanted: Mapping[str, Any], folder: Path, again: str
+) -> OutputExistsError:
+    """Return the refusal to go on with a run of another identity. again: its command."""
+    before, now = first_difference(content.identity, wanted)
     before, now = f"{before} (in the unfinished run)", f"{now} (now)"
     source = {key: wanted[key] for key in _SOURCE_FIELDS if key in wanted}
-    if recorded | source == wanted:
-        raise OutputExistsError(
+    if content.identity | source == wanted:
+        return OutputExistsError(
             "The source changed since the unfinished run in this output folder began",
             where=folder,
             expected=before,
             found=now,
             todo="Pass --no-resume to start over",
         )
-    raise OutputExistsError(
+    return OutputExistsError(
         "The output folder holds an unfinished run of something else",
         where=folder,
         expected=before,
         found=now,
-        todo="Run the earlier command again to finish it, or pass --no-resume to start over",
+        todo="Pass --no-resume to start over, choose another --output-dir, or finish that run by"
+        " its own command",
+        command=again,
     )
 
 
@@ -314,7 +340,8 @@ def _taken(take: Callable[[Any], _T], text: bytes, number: int) -> _T:
 
 def _run(line: Any) -> JournalContent:
     files = frozenset(_typed(name, str) for name in _typed(line["files"], list))
-    return JournalContent(_typed(line["identity"], dict), files)
+    command = tuple(_typed(word, str) for word in _typed(line.get("command", []), list))
+    return JournalContent(_typed(line["identity"], dict), files, command=command)
 
 
 def _shard(line: Any) -> tuple[str, ShardFacts]:

@@ -182,7 +182,8 @@ class RunOptions:
 
     share is the part of the work that is done, if not all of it. workers are the tensors that are
     worked on at once. max_memory_bytes bounds resident memory. io_depth is the number of reads, and
-    of writes, under way at once; None: that of the disk.
+    of writes, under way at once; None: that of the disk. command are the words behind mtp-export
+    that begin the run, but for its output folder and share; none where no command began it.
     """
 
     link: Link = field(
@@ -234,6 +235,7 @@ class RunOptions:
         ),
     )
     share: Share | None = None
+    command: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,8 @@ class RunFolder:
                 self.remove()
             raise
         if not resumes:
-            self._journal.begin(self._plan.identity, files)
+            command = self._plan.options.run.command
+            self._journal.begin(self._plan.identity, files, command)
             remove_downloads(self.room)
         self._clear(files, kept=self.finished.keys())
 
@@ -141,7 +142,7 @@ class RunFolder:
         if self._journal.is_empty or not run.resume:
             return False
         try:
-            self._journal.resume(self._plan.identity)
+            self._journal.resume(self._plan.identity, self._output, self._share)
         except OutputExistsError:
             if not run.overwrite:
                 raise
@@ -237,11 +238,13 @@ def _check_kind(output: Path, names: Set[str], run: RunOptions) -> None:
             " --output-dir",
         )
     if run.share is not None and JOURNAL_NAME in names:
+        whole = journaled(output)
         raise OutputExistsError(
             "The output folder holds an unfinished run that was not divided into shares",
             where=output,
             found="--share",
-            todo="Run the earlier command again to finish it, or choose another --output-dir",
+            todo="Choose another --output-dir, or finish that run by its own command",
+            command="" if whole is None else whole.again(output),
         )
 
 

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mtp_checkpoints.errors import InvalidInputError, UsageError
 from mtp_checkpoints.sources import strict_json
@@ -34,7 +33,7 @@ from mtp_export.bundle.build import (
 )
 from mtp_export.bundle.bundle_plan import BundlePlan, jobs_of
 from mtp_export.bundle.downloads import CHECKS
-from mtp_export.bundle.journal import Journal, ShardFacts, journaled
+from mtp_export.bundle.journal import Journal, JournalContent, ShardFacts, journaled
 from mtp_export.bundle.options import Share
 from mtp_export.bundle.owner import owner_of
 from mtp_export.bundle.request import Request, restored
@@ -78,8 +77,8 @@ def finish_shares(plan: BundlePlan) -> BundleResult:
     _check_all_there(plan, {n: one.finished if one else {} for n, one in before.items()}, count)
     with ExitStack() as opened:
         journals = {n: opened.enter_context(Journal(room)) for n, room in begun.items()}
-        for journal in journals.values():
-            journal.resume(plan.identity)
+        for number, journal in journals.items():
+            journal.resume(plan.identity, output, Share(number, count))
         _check_all_there(plan, {n: one.finished for n, one in journals.items()}, count)
         finished = {key: facts for one in journals.values() for key, facts in one.finished.items()}
         check_own(output, plan.files)
@@ -146,10 +145,10 @@ def share_count(output: Path) -> int:
 
 @dataclass(frozen=True)
 class Division:
-    """Shares of an unfinished bundle by what their journals say: identity is that of the run, and
+    """Shares of an unfinished bundle by what their journals say: run is that of one of them, and
     missing are the shares, of count, that have not ended."""
 
-    identity: Mapping[str, Any]
+    run: JournalContent
     count: int
     missing: Sequence[Share]
 
@@ -163,7 +162,7 @@ def division_of(output: Path) -> Division | None:
     (first, one), *_ = begun.items()
     ended = {share.number for share, room in begun.items() if CHECKS in room.finished}
     numbers = [number for number in range(1, first.count + 1) if number not in ended]
-    return Division(one.identity, first.count, [Share(number, first.count) for number in numbers])
+    return Division(one, first.count, [Share(number, first.count) for number in numbers])
 
 
 def _check_all_there(

@@ -42,9 +42,12 @@ from mtp_export.commands.output import (
     remark,
 )
 from mtp_export.commands.report_files import ReportFiles, try_reports
+from mtp_export.commands.typed_command import words_of
 from mtp_export.options import Access, Names, Panel, option, parse_cluster, path_option
 
 _Path = TypeVar("_Path", bound=Place)
+# Options of one run that the command does not have which goes on with it, or has of its folder.
+_OF_ONE_RUN = ("--output-dir", "--share", "--no-resume", "--overwrite")
 PART = option("Part to write: {names}.", Panel.CONTENT, metavar="PART")
 OUTPUT = path_option(
     "Bundle to write: main/, mtp/ and mtp_export.json in this folder; --dry-run needs none.",
@@ -64,6 +67,11 @@ def given_once(name: str, argument: _Path | None, flag: str, given: _Path | None
             found=f"{argument} and {given}",
         )
     return given if argument is None else argument
+
+
+def command_of(name: str, options: Any) -> tuple[str, ...]:
+    """Return the words of a command that makes a bundle, as RunOptions has them."""
+    return words_of(name, options, without=_OF_ONE_RUN)
 
 
 @dataclass(frozen=True)
@@ -104,10 +112,15 @@ class Making:
     reporting: QuietReporting = QuietReporting()
 
     def bundle(
-        self, input_dir: Place, output_dir: Path | None, part: Part = Part.BOTH
+        self,
+        input_dir: Place,
+        output_dir: Path | None,
+        part: Part = Part.BOTH,
+        *,
+        command: tuple[str, ...],
     ) -> BundleOptions:
         """Return the options of a bundle (UsageError where some contradict each other, and where
-        a bundle that is not only planned has no folder)."""
+        a bundle that is not only planned has no folder). command: as RunOptions has it."""
         if output_dir is None:
             output_dir = self._planned_output(input_dir)
         if self.share is not None and self.run.overwrite:
@@ -119,7 +132,8 @@ class Making:
             )
         if self.share is not None:
             refuse_cluster_of_share(self.cluster)
-        content, run = replace(self.content, part=part), replace(self.run, share=self.share)
+        content = replace(self.content, part=part)
+        run = replace(self.run, share=self.share, command=command)
         return BundleOptions(input_dir, output_dir, self.target, content, run)
 
     def _planned_output(self, source: Place) -> Path:
@@ -169,7 +183,8 @@ class PlannedBundle:
 
         total_bytes = sum(job.read_bytes for job in self.plan.share_jobs)
         quiet = self.making.reporting.quiet
-        with progress_bar(self.request.planner, total_bytes, quiet=quiet) as progress:
+        planner = self.request.planner
+        with progress_bar(planner, total_bytes, quiet=quiet, waits=True) as progress:
             if share is None:
                 return run_bundle(self.plan, progress, self._maker())
             made = run_share(self.request, self.plan, progress)

@@ -17,7 +17,14 @@ from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.export import plan_export
 from mtp_export.bundle.options import Part
 from mtp_export.bundle.request import Request
-from mtp_export.commands.bundle_command import OUTPUT, PART, Making, PlannedBundle, given_once
+from mtp_export.commands.bundle_command import (
+    OUTPUT,
+    PART,
+    Making,
+    PlannedBundle,
+    command_of,
+    given_once,
+)
 from mtp_export.commands.bundle_tables import (
     effort,
     parts_table,
@@ -116,7 +123,8 @@ def _export(options: ExportCommand) -> None:
             todo="See mtp-export export --help",
         )
     making = options.making
-    bundle = making.bundle(options.input_dir, options.output_dir, options.part)
+    command = command_of("export", options)
+    bundle = making.bundle(options.input_dir, options.output_dir, options.part, command=command)
     reports = making.try_reports()
     with gc_paused():
         plan = plan_export(bundle, dry_run=making.dry_run)

@@ -19,12 +19,13 @@ from mtp_checkpoints.errors import (
 
 
 class Failure(NamedTuple):
-    """A message for stderr, the exit code of the program, and the end of the message that says what
-    to do."""
+    """A message for stderr, the exit code of the program, the end of the message that says what to
+    do, and the command at the end of that."""
 
     message: str
     exit_code: int
     hint: str = ""
+    command: str = ""
 
 
 def failure_of(error: BaseException, after_interrupt: str | None = None) -> Failure:
@@ -37,7 +38,7 @@ def failure_of(error: BaseException, after_interrupt: str | None = None) -> Fail
     if isinstance(error, Interrupted):
         return Failure(" ".join(filter(None, [str(error), after_interrupt])), error.exit_code)
     if isinstance(error, MtpExportError):
-        return Failure(str(error), error.exit_code, error.hint)
+        return Failure(str(error), error.exit_code, error.hint, error.command)
     if isinstance(error, MemoryError):
         return failure_of(ResourceError("Out of memory", todo="Lower --max-memory or --workers"))
     torch = sys.modules.get("torch")
@@ -71,8 +72,9 @@ def failure_json(failure: Failure) -> str:
 
 
 def print_failure(failure: Failure, said: str) -> None:
-    """Print a failure on stderr: as one paragraph, on a terminal with what to do on a line of its
-    own, and in colours unless NO_COLOR is set. said: the word before the message, or nothing."""
+    """Print a failure on stderr: as one paragraph, on a terminal with what to do, and a command for
+    it, on lines of their own, and in colours unless NO_COLOR is set. said: the word before the
+    message, or nothing."""
     message, hint = failure.message, failure.hint
     is_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
     if not is_terminal:
@@ -93,8 +95,11 @@ def print_failure(failure: Failure, said: str) -> None:
     for line in others:
         print(line, file=sys.stderr)
     if is_split:
-        hint = "\n".join(_wrapped(f"hint: {hint}", columns))
+        command = failure.command if hint.endswith(f": {failure.command}") else ""
+        hint = "\n".join(_wrapped(f"hint: {hint.removesuffix(command).rstrip()}", columns))
         print(f"{dim}{hint}{end}", file=sys.stderr)
+        if command:
+            print(f"  {command}", file=sys.stderr)
 
 
 def _columns() -> int:

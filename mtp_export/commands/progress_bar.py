@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, ParamSpec, Self, TypeVar
 
@@ -30,28 +31,36 @@ _LINE_FORMAT = (
 
 @contextmanager
 def progress_bar(
-    title: str, total_bytes: int, *, quiet: bool = False
+    title: str, total_bytes: int, *, quiet: bool = False, waits: bool = False
 ) -> Iterator[ProgressCallback]:
     """Show progress on stderr while the block runs, by the bytes that the callback is given.
 
-    Shows nothing when quiet, or when there is nothing to do. Ctrl-C becomes Interrupted, with the
-    share that is done.
+    Shows nothing when quiet, or when there is nothing to do; waits: nor before the callback is
+    called, as of a run that is refused. Ctrl-C becomes Interrupted, with the share that is done.
     """
     if quiet or not total_bytes:
         yield silent
         return
-    bar = _bar(desc=title, total=total_bytes, unit="B", unit_scale=True)
-    lock = threading.Lock()
+    lock, done = threading.Lock(), 0
+    with ExitStack() as shown:
 
-    def advance(done_bytes: int) -> None:
-        with lock:  # update() reads and writes the count in two steps
-            bar.update(done_bytes)
+        @cache
+        def bar() -> Any:
+            drawn = _bar(desc=title, total=total_bytes, unit="B", unit_scale=True)
+            return shown.enter_context(drawn)
 
-    with bar:
+        def advance(done_bytes: int) -> None:
+            nonlocal done
+            with lock:  # update() reads and writes the count in two steps
+                bar().update(done_bytes)
+                done += done_bytes
+
+        if not waits:
+            bar()
         try:
             yield advance
         except KeyboardInterrupt:
-            raise Interrupted(min(1.0, bar.n / total_bytes)) from None
+            raise Interrupted(min(1.0, done / total_bytes)) from None
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,7 +19,13 @@ from mtp_export.bundle.options import Part
 from mtp_export.bundle.precision import Format, Precision
 from mtp_export.bundle.quantize import QuantizeOptions, default_input, default_output, plan_quantize
 from mtp_export.bundle.request import Request
-from mtp_export.commands.bundle_command import PART, Making, PlannedBundle, given_once
+from mtp_export.commands.bundle_command import (
+    PART,
+    Making,
+    PlannedBundle,
+    command_of,
+    given_once,
+)
 from mtp_export.commands.bundle_tables import effort, resumed, size_lines
 from mtp_export.commands.bundle_tables import result_facts as bundle_facts
 from mtp_export.commands.garbage import gc_paused
@@ -90,7 +96,8 @@ def quantize(options: QuantizeCommand) -> None:
     source = given or default_input()
     if output is None and not (making.dry_run and not isinstance(source, Path)):
         output, opened = default_output(source, options.precision)
-    bundle = making.bundle(source, output, options.part)
+    command = command_of("quantize", replace(options, input_dir=source))
+    bundle = making.bundle(source, output, options.part, command=command)
     chosen = QuantizeOptions(bundle, **vars(options.precision))
     refuse_overlaps(
         {"the input": source}, {"the output": bundle.output_dir, "--report": making.report}

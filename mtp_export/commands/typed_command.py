@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache, reduce
 from pathlib import Path
@@ -217,6 +217,19 @@ def _callback(run: Callable[..., None], leaves: Sequence[Leaf]) -> Callable[...,
     callback.__signature__ = signature  # type: ignore[attr-defined]
     callback.__name__, callback.__doc__ = run.__name__, run.__doc__
     return callback
+
+
+def words_of(name: str, options: Any, without: Collection[str] = ()) -> tuple[str, ...]:
+    """Return the words behind mtp-export that give a command its options: those that are not the
+    defaults, with absolute paths. without: options that are left out, as arguments are."""
+    words = [name]
+    for leaf in leaves_of(type(options)):
+        value = _value(options, leaf)
+        if value == leaf.field.default or leaf.option.is_argument or leaf.flag in without:
+            continue
+        value = value.absolute() if isinstance(value, Path) else value
+        words += [leaf.flag] if leaf.is_switch else [leaf.flag, str(value)]
+    return tuple(words)
 
 
 def _paths_of(options: Any, leaves: Sequence[Leaf], access: Access) -> dict[str, Any]:

@@ -26,5 +26,5 @@ def refuse_unfinished(places: Iterable[Place | None]) -> None:
         found = unfinished_run(place)
         if found is not None:
             cause, command = found
-            todo = f"Run {command} to finish it" if command else "Run the command that makes it"
-            raise InvalidInputError(cause, todo=todo)
+            todo = "To finish it" if command else "Run the command that makes it"
+            raise InvalidInputError(cause, todo=todo, command=command)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from mtp_export.bundle.journal import (
     parsed,
     shard_line,
 )
+from mtp_export.bundle.options import Share
 
 DIGEST = "0123456789abcdef" * 2
 FACTS = ShardFacts(8, "hardlink", {"a": DIGEST}, {"a": {"sqnr_db": None, "max_error": 0.5}})
@@ -51,10 +53,15 @@ def test_lines_carry_the_checksum_of_all_before_them() -> None:
 
 
 def test_content_becomes_lines_and_lines_content() -> None:
-    content = JournalContent(IDENTITY, frozenset({"main/b", "main/a"}), {"main/1": FACTS})
+    files, command = frozenset({"main/b", "main/a"}), ("export", "--part", "mtp")
+    content = JournalContent(IDENTITY, files, {"main/1": FACTS}, command)
     lines = list(content.lines())
     assert lines == [
-        {"identity": IDENTITY, "files": ["main/a", "main/b"]},
+        {
+            "identity": IDENTITY,
+            "files": ["main/a", "main/b"],
+            "command": ["export", "--part", "mtp"],
+        },
         {
             "finished": "main/1",
             "facts": {
@@ -117,6 +124,8 @@ def test_facts_that_this_tool_does_not_write(facts: dict[str, Any], says: str) -
         {"identity": None, "files": []},
         {"identity": {}, "files": {}},
         {"identity": {}, "files": [3]},
+        {"identity": {}, "files": [], "command": "export"},
+        {"identity": {}, "files": [], "command": [3]},
         {"identity": {}},
         {"files": []},
     ],
@@ -185,8 +194,22 @@ def test_another_identity_is_refused_by_its_first_difference(
     assert (error.what, error.where) == (what, begun)
     assert error.expected == f"{expected} (in the unfinished run)"
     assert error.found == f"{found} (now)"
-    todo = "Pass --no-resume to start over" if source else "Run the earlier command again"
-    assert str(error.todo).startswith(todo)
+    assert str(error.todo).startswith("Pass --no-resume to start over")
+    assert ("own command" in str(error)) is not source
+
+
+def test_a_refusal_ends_with_the_command_of_the_earlier_run(output: Path, tmp_path: Path) -> None:
+    """A line without it, as of a run that no command began, is none of damage."""
+    assert parsed(raw_of(HEAD)).again(output) == ""
+    with Journal(output) as journal:
+        journal.begin(IDENTITY, set(), ("export", "--input-dir", "/a b"))
+    error = refused(output, IDENTITY | {"options": {}})
+    command = f"mtp-export export --input-dir '/a b' --output-dir {output}"
+    assert error.command == command and str(error).endswith(f" by its own command: {command}")
+    run = journaled(output)
+    assert run is not None
+    assert run.again(tmp_path, Share(2, 3)).endswith(f" --output-dir {tmp_path} --share 2/3")
+    assert replace(run, command=("export", "\x1b[2J")).again(output) == ""
 
 
 def test_a_damaged_journal_is_refused(begun: Path) -> None:

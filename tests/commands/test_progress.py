@@ -77,6 +77,29 @@ def test_a_remark_goes_above_what_is_drawn(monkeypatch: pytest.MonkeyPatch) -> N
     assert [line for line in lines if line in remarks] == remarks
 
 
+def test_a_bar_that_waits_is_not_drawn_before_the_work(clock: list[float]) -> None:
+    """As of a run that is refused."""
+    screen, log = Screen(), io.StringIO()
+    for file in (screen.file, log):
+        with (
+            contextlib.redirect_stderr(file),
+            contextlib.suppress(InterruptedError),
+            progress_bar("export", 10_000_000, waits=True),
+        ):
+            raise InterruptedError
+    assert (screen.close(), log.getvalue()) == ("", "")
+    screen = Screen()
+    with (
+        contextlib.redirect_stderr(screen.file),
+        pytest.raises(Interrupted, match="40 %"),
+        progress_bar("export", 10_000_000, waits=True) as progress,
+    ):
+        progress(0)
+        progress(4_000_000)
+        raise KeyboardInterrupt
+    assert "export: " in screen.close()
+
+
 def test_ctrl_c_tells_how_much_is_done(clock: list[float]) -> None:
     with (
         pytest.raises(Interrupted, match=r"Interrupted at 45 %\."),

@@ -27,7 +27,8 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (bundle / part / "config.json").unlink()
     identity = {"options": manifest["options"], "source": manifest["source"]}
     with Journal(bundle) as journal:
-        journal.begin(identity, frozenset({"main/a.safetensors", "mtp/b.safetensors", "main/c"}))
+        files = frozenset({"main/a.safetensors", "mtp/b.safetensors", "main/c"})
+        journal.begin(identity, files, ("export", "--input-dir", str(FIXTURE)))
     return bundle
 
 
@@ -53,10 +54,10 @@ def test_a_stopped_run_is_named_with_the_command_that_goes_on(
     places = {"BUNDLE": str(stopped), "OUT": str(tmp_path / "out.pt2")}
     outcome = run_program(*(places.get(word, word) for word in words))
     assert outcome.code == 3 and not outcome.out
-    again = f"mtp-export --input-dir SOURCE --output-dir {stopped}"
+    again = f"mtp-export export --input-dir {FIXTURE} --output-dir {stopped}"
     assert outcome.err == (
         f"mtp-export: error: {stopped} is unfinished (0 of 2 shards): its run was stopped, or still"
-        f" runs. Run {again} to finish it.\n"
+        f" runs. To finish it: {again}\n"
     )
 
 
@@ -99,11 +100,12 @@ def test_shares_are_named_with_the_command_that_goes_on(
         assert export(FIXTURE, bundle, "--quiet", "--share", share).code == 0
     place = f"'{bundle}'"
     said = f"{bundle} is unfinished: of its 3 shares, 2 are missing or still made (1/3, 3/3)."
-    command = f"mtp-export --input-dir SOURCE --output-dir {place} --share 1/3"
+    made = f"mtp-export export --input-dir {FIXTURE} --quiet"
+    command = f"{made} --output-dir {place} --share 1/3"
     if len(shares) == 3:
         said = f"{bundle} is unfinished: its 3 shares are made and not put together."
         command = f"mtp-export finish {place}"
-    refused = f"mtp-export: error: {said} Run {command} to finish it.\n"
+    refused = f"mtp-export: error: {said} To finish it: {command}\n"
     for words in (("inspect", bundle), ("generate", bundle, "--prompt", "a"), ("launch", bundle)):
         outcome = run_program(*words)
         assert (outcome.code, outcome.err) == (3, refused)

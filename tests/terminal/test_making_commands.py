@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from cases import nightly_but
+from cases import nightly_but, run_in_a_fork, run_program
 from terminal.screen import Seen, Terminal, environment_of, in_pipe, in_terminal
 
 FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"
@@ -158,6 +160,30 @@ def test_a_server_in_a_pipe_writes_plain_lines() -> None:
     assert_served(seen, None)
     assert seen.escapes == [] and "\r" not in seen.raw
     assert all(cell_len(line) < 200 for line in seen.lines)
+
+
+def test_another_command_than_the_unfinished_one_is_told_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the whole command that finishes it, and no bar of a run that does not begin."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "source").symlink_to(FIXTURE)
+    words = ("--output-dir", "a bundle", "--link", "copy", "--max-shard-size", "1MB")
+    assert run_in_a_fork(partial(run_program, "export", "source", *words, "--quiet"), 60) == 9
+    seen = in_terminal("export", "source", "a bundle", columns=60, folder=tmp_path)
+    assert seen.code == 8 and not re.search(r"\d%", seen.raw)
+    said = " ".join(seen.text.split())
+    assert "an unfinished run of something else (a bundle). Expected links main/" in said
+    assert "hint: Pass --no-resume to start over, choose another --output-dir, or finish" in said
+    command = seen.lines[-1].strip()
+    assert command == (
+        f"mtp-export export --input-dir {tmp_path}/source --max-shard-size 1000000 --link copy"
+        " --quiet --output-dir 'a bundle'"
+    )
+    piped = in_pipe("export", "source", "a bundle", folder=tmp_path)
+    assert len(piped.lines) == 1 and piped.lines[0].endswith(f" by its own command: {command}")
+    assert run_program(*shlex.split(command)[1:]).code == 0
+    assert (tmp_path / "a bundle/mtp_export.json").is_file()
 
 
 @SIZES

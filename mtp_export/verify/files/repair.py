@@ -54,7 +54,7 @@ def unfinished(context: Context) -> Item | None:
     place = context.options.bundle
     if not context.is_bundle or context.manifest is not None or not isinstance(place, Path):
         return None
-    found = unfinished_run(place, context.options.source)
+    found = unfinished_run(place)
     if found is None:
         return None
     cause, repair = found
@@ -62,32 +62,31 @@ def unfinished(context: Context) -> Item | None:
     return failed("export finished", cause, subject=str(place), repair=repair, data=data)
 
 
-def unfinished_run(place: Path, source: Path | None = None) -> tuple[str, str] | None:
+def unfinished_run(place: Path) -> tuple[str, str] | None:
     """The words for a folder whose run has not ended, and the command that goes on with it,
     "" where none does; None for any other folder (IoError)."""
     journal = journaled(place)
     if journal is None:
-        return _unfinished_shares(place, source)
+        return _unfinished_shares(place)
     shards, done = (
         sum(file.endswith(".safetensors") for file in files)
         for files in (journal.files, journal.finished)
     )
     cause = bundle_unfinished(str(place), done=done, shards=shards)
-    return cause, remade(journal.identity, source, place)
+    return cause, journal.again(place)
 
 
-def _unfinished_shares(place: Path, source: Path | None) -> tuple[str, str] | None:
+def _unfinished_shares(place: Path) -> tuple[str, str] | None:
     """The words for a folder of shares, and the command of the first one that has not ended, or
     that of the end of all."""
     division = division_of(place)
     if division is None:
         return None
-    missing = [str(share) for share in division.missing]
-    cause = shares_unfinished(str(place), missing, division.count)
+    missing = division.missing
+    cause = shares_unfinished(str(place), list(map(str, missing)), division.count)
     if not missing:
         return cause, f"mtp-export finish {quote(str(place))}"
-    command = remade(division.identity, source, place)
-    return cause, f"{command} --share {missing[0]}" if command else ""
+    return cause, division.run.again(place, missing[0])
 
 
 def bundle_command(context: Context) -> str:
@@ -101,8 +100,8 @@ def bundle_command(context: Context) -> str:
 
 
 def remade(recorded: Mapping[str, Any], source: Path | None, output: Path) -> str:
-    """Return the command that makes a bundle by the options and the source that its manifest or
-    journal records, "" for options that none has; a folder, of which nothing records the path, is
+    """Return the command that makes a bundle by the options and the source that its manifest
+    records, "" for options that none has; a folder, of which nothing records the path, is
     called SOURCE where it is not given."""
     given, origin = dict(recorded.get("options", {})), recorded.get("source", {})
     if not given or given.keys() - _FLAGS.keys() - _RECORDED:
