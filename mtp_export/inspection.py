@@ -122,7 +122,7 @@ def inspect(place: Place) -> Inspection:
         model_type=checkpoint.config["model_type"],
         layout=layout.target,
         quantization=describe(checkpoint.config),
-        num_hidden_layers=checkpoint.config["num_hidden_layers"],
+        num_hidden_layers=len(stored.family.layers),
         mtp_layers=tuple(stored.family.mtp_layers),
         parts=present,
         shards=len(checkpoint.shards),
@@ -197,7 +197,9 @@ class _Layout:
         for name, tensor in tensors.items():
             if name not in place_of:
                 place_of[name] = len(kinds)
-                kinds.append((self._part_of_unexpected(name), "unexpected", tensor.shape))
+                carried = self.stored.family.carries(name)
+                role = str(Role.OTHER_PART) if carried else "unexpected"
+                kinds.append((self._part_of_unexpected(name), role, tensor.shape))
         return kinds, place_of
 
     def _part_of_unexpected(self, name: str) -> str:
@@ -218,9 +220,9 @@ def _layout_of(checkpoint: Checkpoint) -> _Layout:
     for name, target in TARGETS.items():
         try:
             if name == RELEASED:
-                stored = stored_model(checkpoint.config)
+                stored = stored_model(checkpoint.config, checkpoint.tensors)
             else:
-                stored = target.stored_draft(checkpoint.config)
+                stored = target.stored_draft(checkpoint.config, names=checkpoint.tensors)
         except MtpExportError as error:
             failures.append(error)
         else:

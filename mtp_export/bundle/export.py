@@ -50,7 +50,7 @@ def open_source(place: Place) -> tuple[Checkpoint, StoredModel]:
     first tensor that is missing, extra or of another shape or dtype.
     """
     checkpoint = open_checkpoint(place)
-    stored = stored_source(checkpoint.config)
+    stored = stored_source(checkpoint.config, checkpoint.tensors)
     # The MTP layer comes last, as a rule.
     if not any(stored.family.mtp_layer_of(n) is not None for n in reversed(checkpoint.tensors)):
         layers = checkpoint.config.get("num_nextn_predict_layers", "no")
@@ -58,7 +58,7 @@ def open_source(place: Place) -> tuple[Checkpoint, StoredModel]:
             "The checkpoint has no MTP layer",
             where=place,
             expected="num_nextn_predict_layers of 1 or more in config.json, and tensors of the "
-            f"layer after the last (model.layers.{checkpoint.config['num_hidden_layers']}.*)",
+            f"layer after the last (model.layers.{len(stored.family.layers)}.*)",
             found=f"{layers} num_nextn_predict_layers, and no such tensor",
             todo="Many converted copies lack the layer: start from the original release, and check "
             "with mtp-export inspect",

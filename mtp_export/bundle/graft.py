@@ -71,7 +71,7 @@ def plan_graft(options: GraftOptions, *, dry_run: bool = False) -> BundlePlan:
     tensors = {name: one for name, one in host.tensors.items() if name not in own}
     described = describe_graft(quantization_of(host.config), tensors, draft)
     config = with_quantization(config, described.main)
-    main = stored_model(config).main
+    main = stored_model(config, tensors).main
     _check_tensors(host, main, tensors)
     _check_draft_is_read(options, draft, main)
     stored = main.with_mtp_of(donated, donated.quantization)

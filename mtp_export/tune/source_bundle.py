@@ -51,7 +51,7 @@ class SourceBundle:
         """
         parts = _parts(folder)
         assert parts.mtp is not None, "is_bundle looked for it"
-        main, mtp = stored_model(parts.main.config), stored_model(parts.mtp.config)
+        main, mtp = (stored_model(one.config, one.tensors) for one in (parts.main, parts.mtp))
         stored = main.with_mtp_of(mtp, main.quantization)
         recorded = read_manifest(folder)["options"]
         return cls(

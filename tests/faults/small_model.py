@@ -4,6 +4,7 @@ precision table: what is visible in files and weights needs no trained model."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks.make_checkpoint import write_tokenizer
 from cases import edit_json, export, quantize, read_json, read_tensors
 from mtp_checkpoints.families import family_of
-from runtime.checkpoints import SMALL, SMALL_CONFIGS, YARN, write_checkpoint
+from runtime.checkpoints import SMALL, SMALL_CONFIGS, YARN, changed, text_part, write_checkpoint
 
 CONFIG: dict[str, Any] = SMALL | {
     "vocab_size": 320,
@@ -90,7 +91,7 @@ _FP8_CHANNELS: dict[str, Any] = {
 def family_config(model_type: str) -> dict[str, Any]:
     """A config of another family whose checkpoint write_dense can write."""
     changes = {"vocab_size": CONFIG["vocab_size"], "torch_dtype": "bfloat16"}
-    return SMALL_CONFIGS[model_type] | changes
+    return changed(SMALL_CONFIGS[model_type], **changes)
 
 
 def write_dense(folder: Path, seed: int = 0, config: dict[str, Any] = CONFIG) -> Path:
@@ -109,12 +110,12 @@ def write_dense(folder: Path, seed: int = 0, config: dict[str, Any] = CONFIG) ->
         save_file(own, folder / shard, metadata={"format": "pt"})
         places |= dict.fromkeys(own, shard)
     (folder / _INDEX).write_text(json.dumps({"weight_map": places}))
-    write_tokenizer(folder, config["vocab_size"])
+    write_tokenizer(folder, text_part(config)["vocab_size"])
     return folder
 
 
 def _in_first_shard(name: str) -> bool:
-    return name.startswith(tuple(f"model.layers.{layer}." for layer in range(4)))
+    return re.match(r"model\.(language_model\.)?layers\.[0-3]\.", name) is not None
 
 
 def in_channels(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

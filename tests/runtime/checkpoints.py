@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,86 @@ GLM_MOE_DSA: dict[str, Any] = (
         "routed_scaling_factor": 2.5,
     }
 )
+QWEN3_NEXT: dict[str, Any] = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "torch_dtype": "float32",
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "partial_rotary_factor": 0.25,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+_OF_NEXT_ALONE = ("decoder_sparse_step", "mlp_only_layers", "norm_topk_prob", "rope_theta")
+_OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+QWEN3_5_MOE_TEXT: dict[str, Any] = {
+    **{key: value for key, value in QWEN3_NEXT.items() if key not in _OF_NEXT_ALONE},
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+    "attn_output_gate": True,
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+}
+QWEN3_5_TEXT: dict[str, Any] = {
+    **{key: value for key, value in QWEN3_5_MOE_TEXT.items() if key not in _OF_EXPERTS},
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "tie_word_embeddings": True,
+}
+_VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+    "patch_size": 2,
+}
+
+
+def _with_vision(model_type: str, architecture: str, text: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "tie_word_embeddings": text["tie_word_embeddings"],
+        "text_config": {key: value for key, value in text.items() if key != "architectures"},
+        "vision_config": _VISION | {"model_type": f"{model_type}_vision"},
+    }
+
+
+QWEN3_5 = _with_vision("qwen3_5", "Qwen3_5ForConditionalGeneration", QWEN3_5_TEXT)
+QWEN3_5_MOE = _with_vision("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", QWEN3_5_MOE_TEXT)
 # A small config of every family, with at least one MTP layer; contract tests go by it.
 SMALL_CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": SMALL,
@@ -129,7 +210,15 @@ SMALL_CONFIGS: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": GLM4_MOE_LITE,
     "deepseek_v32": DEEPSEEK_V32,
     "glm_moe_dsa": GLM_MOE_DSA,
+    "qwen3_next": QWEN3_NEXT,
+    "qwen3_5": QWEN3_5,
+    "qwen3_5_moe": QWEN3_5_MOE,
+    "qwen3_5_text": QWEN3_5_TEXT,
+    "qwen3_5_moe_text": QWEN3_5_MOE_TEXT,
 }
+# Families that the runtime has no layers for.
+NOT_COMPUTED = tuple(name for name in SMALL_CONFIGS if name.startswith("qwen"))
+COMPUTED = tuple(name for name in SMALL_CONFIGS if name not in NOT_COMPUTED)
 YARN = {
     "type": "yarn",
     "factor": 4.0,
@@ -141,21 +230,46 @@ YARN = {
 }
 
 
-def write_checkpoint(folder: Path, config: dict[str, Any] | None = None, seed: int = 0) -> Path:
-    """Random float32 weights for every tensor of the config, in one file."""
+def text_part(config: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a config's decoder."""
+    return config.get("text_config") or config
+
+
+def changed(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """A config with changes of its decoder's fields."""
+    if "text_config" not in config:
+        return config | changes
+    return config | {"text_config": config["text_config"] | changes}
+
+
+def write_checkpoint(
+    folder: Path,
+    config: dict[str, Any] | None = None,
+    seed: int = 0,
+    names: Collection[str] = (),
+) -> Path:
+    """Random float32 weights for every tensor of the config, in one file; of a vision tower one.
+
+    names: some tensors', which tell what the config does not.
+    """
     config = SMALL if config is None else config
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for spec in family_of(config).tensors.values():
+    family = family_of(config, names)
+    for spec in family.tensors.values():
         if spec.optional:
             continue
         values = torch.randn(spec.shape, generator=generator)
         if spec.role is Role.NORM:
-            tensors[spec.name] = 1 + 0.1 * values
+            of_stream = not spec.name.endswith("linear_attn.norm.weight")
+            mean = 1 - family.facts.norm_offset if of_stream else 1
+            tensors[spec.name] = mean + 0.1 * values
         elif len(spec.shape) == 1:
             tensors[spec.name] = 0.1 * values
         else:
-            tensors[spec.name] = values * spec.shape[1] ** -0.5
+            tensors[spec.name] = values * spec.shape[-1] ** -0.5
+    for prefix in family.carried:
+        tensors[f"{prefix}pos_embed.weight"] = torch.randn([4, 32], generator=generator)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2))

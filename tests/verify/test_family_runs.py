@@ -11,15 +11,15 @@ import pytest
 from cases import export, nightly_but
 from faults.matrix import no_progress
 from faults.small_model import family_config, write_dense
-from mtp_checkpoints.families import FAMILIES
 from mtp_export.verify import CHECKS, check_result
 from mtp_export.verify.check import Level, Status
 from mtp_export.verify.context import Context
 from mtp_export.verify.options import VerifyOptions
+from runtime.checkpoints import COMPUTED
 from runtime.harness import prompts_of
 
 PASSING = ("greedy", "sampling", "differential", "paths", "stream")
-OTHERS = [model_type for model_type in FAMILIES if model_type != "deepseek_v3"]
+OTHERS = [model_type for model_type in COMPUTED if model_type != "deepseek_v3"]
 
 
 @pytest.mark.parametrize("model_type", nightly_but(["glm4_moe"], OTHERS))

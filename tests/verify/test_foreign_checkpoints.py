@@ -103,7 +103,7 @@ def test_experts_that_are_not_there_are_named(tmp_path: Path) -> None:
 
 
 QWEN = {
-    "model_type": "qwen3_5_moe",
+    "model_type": "qwen4_exp",
     "text_config": {"num_hidden_layers": 2, "mtp_num_hidden_layers": 1, "num_experts": 2},
 }
 MAIN = ("model.language_model.layers.0.norm.weight", "model.language_model.layers.1.norm.weight")
@@ -392,7 +392,7 @@ def test_inspect_counts_what_it_does_not_know(tmp_path: Path) -> None:
     assert outcome.code == 0, outcome.err
     facts = json.loads(outcome.out)
     assert (facts["model_type"], facts["parts"], facts["mtp_layers"]) == (
-        "qwen3_5_moe",
+        "qwen4_exp",
         ["main", "mtp"],
         [0],
     )

@@ -3,7 +3,7 @@ and runtime alike."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from mtp_checkpoints.errors import UnsupportedError
@@ -13,6 +13,9 @@ from mtp_checkpoints.families import (
     glm4_moe,
     glm4_moe_lite,
     glm_moe_dsa,
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_next,
 )
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.spec import ModelSpec
@@ -24,13 +27,19 @@ FAMILIES: dict[str, Callable[[Fields], ModelSpec]] = {
     "glm4_moe_lite": glm4_moe_lite.spec,
     "deepseek_v32": deepseek_v32.spec,
     "glm_moe_dsa": glm_moe_dsa.spec,
+    "qwen3_next": qwen3_next.spec,
+    "qwen3_5": qwen3_5.spec,
+    "qwen3_5_moe": qwen3_5_moe.spec,
+    "qwen3_5_text": qwen3_5.text_spec,
+    "qwen3_5_moe_text": qwen3_5_moe.text_spec,
 }
 
 
-def family_of(config: Mapping[str, Any]) -> ModelSpec:
+def family_of(config: Mapping[str, Any], names: Collection[str] = ()) -> ModelSpec:
     """Describe the model of a config.json, whatever it says of quantization.
 
-    Raises UnsupportedError for a model_type without a family, and what the family raises.
+    names: those of the tensors that are stored, which tell what no config does. Raises
+    UnsupportedError for a model_type without a family, and what the family raises.
     """
     model_type = config.get("model_type")
     refuse_without_mtp(str(model_type))
@@ -41,4 +50,4 @@ def family_of(config: Mapping[str, Any]) -> ModelSpec:
             found=repr(model_type)[:100],
             todo="Other models need a family of their own; CONTRIBUTING.md says how to add one",
         )
-    return FAMILIES[model_type](Fields(config))
+    return FAMILIES[model_type](Fields(config)).as_stored(names)

@@ -28,8 +28,11 @@ class Role(StrEnum):
     SHARED_EXPERT = "shared expert"
     ROUTED_EXPERT = "routed expert"
     MTP_PROJECTION = "mtp projection"
+    CONVOLUTION = "convolution"
+    DELTA_GATES = "delta net gates"  # decay and write strength, by head; never quantized
     INDEXER = "indexer"  # projections of queries and keys
     INDEXER_HEADS = "indexer heads"  # weights of the heads, which are never quantized
+    OTHER_PART = "other parts"  # of a vision tower, say: carried, and not described
     VOCABULARY = "vocabulary"  # the target's tokens that a draft's head has
 
     __hash__ = str.__hash__  # Enum's own is Python code, which each of 46,000 tensors would run

@@ -15,7 +15,7 @@ _DTYPES = {"bfloat16": DType.BF16, "float16": DType.F16, "float32": DType.F32}
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
     """Sizes and constants of a model; dtype is the safetensors dtype of weights that are not
-    quantized."""
+    quantized. norm_offset is added to the weight of every norm of the stream."""
 
     dtype: DType
     vocab: int
@@ -23,6 +23,7 @@ class ModelFacts:
     norm_eps: float
     max_positions: int
     eos_token_ids: tuple[int, ...]
+    norm_offset: float = 0.0
 
     @classmethod
     def of(cls, fields: Fields) -> ModelFacts:

@@ -45,7 +45,7 @@ def moe_decoder(
     facts, sparse = ModelFacts.of(fields), _sparse(fields, main, total)
     moe, dense = None, None
     if any(sparse):
-        _check_count(fields, sum(sparse))
+        check_expert_count(fields, "n_routed_experts", sum(sparse))
         moe = Moe.of(fields)
     if not all(sparse):
         dense = GatedMlp.of(fields)
@@ -85,14 +85,15 @@ def _sparse(fields: Fields, main: int, total: int) -> list[bool]:
     return [at >= main or (at >= dense and at % every == 0) for at in range(total)]
 
 
-def _check_count(fields: Fields, sparse_layers: int) -> None:
-    """Refuse more experts than any model has, before their tensors are named."""
-    experts = fields.whole("n_routed_experts")
+def check_expert_count(fields: Fields, key: str, sparse_layers: int) -> None:
+    """Refuse more experts than any model has, before their tensors are named; key is the field of
+    those of one layer (InvalidInputError)."""
+    experts = fields.whole(key)
     matrices = 3 * experts * sparse_layers
     if matrices > _MAX_EXPERT_MATRICES:
         raise InvalidInputError(
             "config.json promises more tensors than any model has",
             expected=f"at most {_MAX_EXPERT_MATRICES} matrices of experts",
-            found=f"{matrices}: {experts} n_routed_experts in {sparse_layers} layers",
+            found=f"{matrices}: {experts} {key} in {sparse_layers} layers",
             todo="Correct config.json, or get it again from the checkpoint's source",
         )

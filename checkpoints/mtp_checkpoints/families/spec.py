@@ -6,11 +6,12 @@ the runtime walks its parts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import ClassVar, NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from mtp_checkpoints.families.base import (
     ModulePatterns,
@@ -22,6 +23,7 @@ from mtp_checkpoints.families.base import (
 )
 from mtp_checkpoints.families.contract import MtpContract
 from mtp_checkpoints.families.facts import ModelFacts
+from mtp_checkpoints.families.parts.feed_forward import FusedExperts, Moe
 from mtp_checkpoints.families.parts.rope import Rope
 
 _LINEARS = {
@@ -31,30 +33,29 @@ _LINEARS = {
 }
 PLAIN_HEADS = ("lm_head", "re:.*shared_head.*")
 """Entries of a config that leave out the heads."""
-_OTHER_MATRICES = (
-    PLAIN_HEADS[0],
-    "re:.*mlp.gate$",
-    "re:.*eh_proj$",
-    PLAIN_HEADS[1],
-    "re:.*embed_tokens$",
-)
+_EXPERTS = ".experts."
+_ONE_EXPERT = re.compile(r"\.experts\.\d", re.ASCII)
 _FUSED: dict[tuple[str, ...], tuple[str, ...]] = {("gate_proj", "up_proj"): ("gate_up_proj",)}
 
 
+Stored = TypeVar("Stored")
+
+
 class FeedForward(Protocol):
-    """The part of a decoder layer that takes every row by itself; a frozen dataclass."""
+    """The part of a decoder layer that takes every row by itself; a frozen dataclass.
+
+    patterns: module names of its linears, as engines' quantization configs refer to them.
+    """
+
+    @property
+    def patterns(self) -> ModulePatterns: ...
 
     def tensors(self, prefix: str, make: TensorMaker) -> Iterator[TensorSpec]:
         """Yield the tensors of one layer, under the names of its modules' prefix."""
 
 
 class Attention(FeedForward, Protocol):
-    """The part of a decoder layer that mixes the rows of a request; a frozen dataclass.
-
-    patterns: module names of its linears, as engines' quantization configs refer to them.
-    """
-
-    patterns: ClassVar[ModulePatterns]
+    """The part of a decoder layer that mixes the rows of a request; a frozen dataclass."""
 
     @property
     def rope(self) -> Rope | None:
@@ -68,6 +69,7 @@ class LayerSpec:
     prefix: str
     attention: Attention
     feed_forward: FeedForward
+    attention_name: str = "self_attn"
 
     @property
     def input_norm(self) -> str:
@@ -75,7 +77,7 @@ class LayerSpec:
 
     @property
     def attention_prefix(self) -> str:
-        return attention_prefix(self.prefix)
+        return f"{self.prefix}.{self.attention_name}"
 
     @property
     def post_norm(self) -> str:
@@ -107,14 +109,14 @@ class Input(StrEnum):
 
 class MtpModules(NamedTuple):
     """Modules that an MTP layer has around its decoder layer; embedding and head may be absent
-    from a checkpoint, and are the main model's then."""
+    from a checkpoint, and are the main model's then, as they always are where they are None."""
 
-    embedding: str
+    embedding: str | None
     embedding_norm: str
     hidden_norm: str
     projection: str
     head_norm: str
-    head: str
+    head: str | None
 
     @classmethod
     def under(cls, prefix: str) -> MtpModules:
@@ -125,11 +127,20 @@ class MtpModules(NamedTuple):
 
 @dataclass(frozen=True)
 class MtpSpec:
-    """One MTP layer; inputs are the halves of its projection's input, in the order of columns."""
+    """One MTP layer; inputs are the halves of its projection's input, in the order of columns.
+
+    prefix: that of all its modules' names, where it is not the decoder layer's.
+    """
 
     layer: LayerSpec
     modules: MtpModules
     inputs: tuple[Input, Input] = (Input.EMBEDDING, Input.HIDDEN)
+    prefix: str = ""
+
+    @property
+    def name(self) -> str:
+        """Beginning of the names of all its modules."""
+        return self.prefix or self.layer.prefix
 
     def tensors(self, facts: ModelFacts, make: TensorMaker) -> Iterator[TensorSpec]:
         """Yield the tensors of the layer, and of what is around it."""
@@ -139,7 +150,8 @@ class MtpSpec:
             yield make.norm(norm, hidden)
         yield make.matrix(names.projection, (hidden, 2 * hidden), Role.MTP_PROJECTION)
         for module, role in ((names.embedding, Role.EMBEDDING), (names.head, Role.HEAD)):
-            yield make.matrix(module, (facts.vocab, hidden), role)._replace(optional=True)
+            if module is not None:
+                yield make.matrix(module, (facts.vocab, hidden), role)._replace(optional=True)
 
 
 @dataclass(frozen=True)
@@ -148,7 +160,9 @@ class ModelSpec:
 
     mtp_contract: inputs of the MTP modules, as config.json records them or else as is usual;
     usual_contract: as they were trained. mtp_names: names that engines have for the MTP layer
-    besides its own.
+    besides its own. head is the embedding where both are one tensor. may_fuse: checkpoints store
+    the experts of a layer one by one or fused. carried: what names of tensors begin with that
+    belong to the main part and are not described, such as those of a vision tower.
     """
 
     facts: ModelFacts
@@ -160,6 +174,28 @@ class ModelSpec:
     embedding: str = "model.embed_tokens"
     norm: str = "model.norm"
     head: str = "lm_head"
+    may_fuse: bool = False
+    carried: tuple[str, ...] = ()
+
+    def as_stored(self, names: Collection[str]) -> ModelSpec:
+        """Return the model with the experts of each layer fused or one by one, as tensors of these
+        names have them; as is usual for a layer of which none is there."""
+        if not self.may_fuse:
+            return self
+        apart = {name.partition(_EXPERTS)[0] for name in names if _ONE_EXPERT.search(name)}
+        layers = tuple(_as_stored(layer, names, apart) for layer in self.layers)
+        mtp = tuple(replace(m, layer=_as_stored(m.layer, names, apart)) for m in self.mtp)
+        return replace(self, layers=layers, mtp=mtp)
+
+    def carries(self, name: str) -> bool:
+        """Return whether a tensor belongs to the main part though it is not described."""
+        return name.startswith(self.carried)
+
+    def without_carried(self, tensors: Mapping[str, Stored]) -> Mapping[str, Stored]:
+        """Return tensors by name without those that are carried."""
+        if not self.carried:
+            return tensors
+        return {name: one for name, one in tensors.items() if not self.carries(name)}
 
     @property
     def mtp_layers(self) -> range:
@@ -188,7 +224,8 @@ class ModelSpec:
         table = (facts.vocab, facts.hidden)
         yield make.matrix(self.embedding, table, Role.EMBEDDING)
         yield make.norm(self.norm, facts.hidden)
-        yield make.matrix(self.head, table, Role.HEAD)
+        if self.head != self.embedding:
+            yield make.matrix(self.head, table, Role.HEAD)
         for layer in self.layers:
             yield from layer.tensors(facts.hidden, make)
         for number, module in zip(self.mtp_layers, self.mtp, strict=True):
@@ -204,24 +241,40 @@ class ModelSpec:
                 (mtp.modules.embedding, self.embedding),
                 (mtp.modules.head, self.head),
             )
+            if local is not None
         )
 
     @cached_property
     def patterns(self) -> ModulePatterns:
         """Module names as engines' quantization configs refer to them."""
-        of_parts = [type(layer.attention).patterns for layer in self.every_layer]
+        of_parts = [
+            part.patterns
+            for layer in self.every_layer
+            for part in (layer.attention, layer.feed_forward)
+        ]
         kinds = list({id(patterns): patterns for patterns in of_parts}.values())
-        linears = _LINEARS | {r: module for kind in kinds for r, module in kind.linears.items()}
+        linears = _LINEARS | _by_role(kinds)
         others = (pattern for kind in kinds for pattern in kind.other_matrices)
+        copied = [m.layer.prefix for m in self.mtp if m.modules.head is not None]
         return ModulePatterns(
             linears={role: linears[role] for role in Role if role in linears},
             # vLLM looks for the copy as the layer's `head`, and loads it as its `shared_head.head`.
-            heads=(self.head, *(f"re:{m.layer.prefix}.(shared_head.)?head$" for m in self.mtp)),
-            other_matrices=(*_OTHER_MATRICES, *dict.fromkeys(others)),
+            heads=(PLAIN_HEADS[0], *(f"re:{prefix}.(shared_head.)?head$" for prefix in copied)),
+            other_matrices=(*self._usual_matrices(), *dict.fromkeys(others)),
             fused=_FUSED | {parts: names for kind in kinds for parts, names in kind.fused.items()},
             absorbed=tuple(dict.fromkeys(name for kind in kinds for name in kind.absorbed)),
             mtp_names=self.mtp_names,
         )
+
+    def _usual_matrices(self) -> Iterator[str]:
+        """Yield names and patterns of matrices around layers that are not quantized, and of gates
+        of experts."""
+        yield from (PLAIN_HEADS[0], "re:.*mlp.gate$")
+        own = dict.fromkeys(m.modules.projection for m in self.mtp if m.prefix)
+        yield from (f"re:.*{projection}$" for projection in own)
+        if not own:
+            yield from ("re:.*eh_proj$", PLAIN_HEADS[1])
+        yield "re:.*embed_tokens$"
 
     def mtp_layer_of(self, name: str) -> int | None:
         """Return the MTP layer that a tensor name belongs to, None for the main model's."""
@@ -232,5 +285,27 @@ class ModelSpec:
 
     @cached_property
     def _mtp_prefixes(self) -> list[tuple[str, int]]:
-        prefixes = (f"{module.layer.prefix}." for module in self.mtp)
+        prefixes = (f"{module.name}." for module in self.mtp)
         return list(zip(prefixes, self.mtp_layers, strict=True))
+
+
+def _by_role(kinds: Iterable[ModulePatterns]) -> dict[Role, str]:
+    """Return per role the pattern of the linears of some kinds of parts together."""
+    found: dict[Role, list[str]] = {}
+    for kind in kinds:
+        for role, pattern in kind.linears.items():
+            if pattern not in found.setdefault(role, []):
+                found[role].append(pattern)
+    return {role: own[0] if len(own) == 1 else f"({'|'.join(own)})" for role, own in found.items()}
+
+
+def _as_stored(layer: LayerSpec, names: Collection[str], apart: Collection[str]) -> LayerSpec:
+    """Return a layer with its experts as they are stored; apart: the prefixes of mixtures whose
+    experts are stored one by one."""
+    moe, prefix = layer.feed_forward, layer.feed_forward_prefix
+    if not isinstance(moe, Moe):
+        return layer
+    fused = any(name in names for name in FusedExperts.under(prefix))
+    if not fused and prefix not in apart:
+        return layer
+    return replace(layer, feed_forward=replace(moe, is_fused=fused))

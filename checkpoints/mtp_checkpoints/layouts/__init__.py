@@ -32,7 +32,7 @@ def likely_target(config: Mapping[str, Any], names: Set[str], main_layers: int) 
 
     def known_names(target: Target) -> int:
         try:
-            stored = target.stored_draft(config, main_layers)
+            stored = target.stored_draft(config, main_layers, names)
         except MtpExportError:
             return 0
         return len(stored.tensors.keys() & names)

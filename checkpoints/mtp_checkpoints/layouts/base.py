@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
@@ -192,14 +192,17 @@ class Target:
                 todo="Use --target hf",
             )
 
-    def stored_draft(self, config: Mapping[str, Any], main_layers: int = 1) -> StoredModel:
-        """Return what a draft folder made for the target holds, by its own config.json.
+    def stored_draft(
+        self, config: Mapping[str, Any], main_layers: int = 1, names: Collection[str] = ()
+    ) -> StoredModel:
+        """Return what a draft folder made for the target holds, by its own config.json and the
+        names of its tensors, as for family_of.
 
         main_layers is the main model's num_hidden_layers, which single-layer drafts do not record;
         only the released names in the answer depend on it. Raises as stored_model.
         """
         released = self.released_config(config, main_layers)
-        return stored_mtp(released, self.mtp_name, transposes=self.transposes)
+        return stored_mtp(released, self.mtp_name, names, transposes=self.transposes)
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ def with_absent_listed(
         return dict(config)
     specs = [
         spec
-        for spec in family_of(config).tensors.values()
+        for spec in family_of(config, tensors).tensors.values()
         if experts or spec.role is not Role.ROUTED_EXPERT
     ]
     return _listed(config, plain_linears(quant_config_of(quantization), specs, tensors))

@@ -122,7 +122,7 @@ def _check_experts_of_sglang(config: Mapping[str, Any], tensors: Collection[str]
     """Refuse a draft with unquantized experts: SGLang's method of experts asks no rule."""
     experts = (
         spec.name
-        for spec in family_of(config).tensors.values()
+        for spec in family_of(config, tensors).tensors.values()
         if spec.mtp_layer is not None and spec.role is Role.ROUTED_EXPERT
     )
     if (plain := next((name for name in experts if name in tensors), None)) is not None:
@@ -210,7 +210,7 @@ def _with_heads_by_name(config: Mapping[str, Any], quantization: Config) -> Conf
         for key, group in groups.items()
     }
     by_name = quant_config_of({**quantization, "config_groups": names})
-    heads = [layer.modules.head for layer in family_of(config).mtp]
+    heads = [head for layer in family_of(config).mtp if (head := layer.modules.head) is not None]
     more = [head for head in heads if by_name.format_of(head, Role.HEAD) is None]
     return {**quantization, "ignore": [*(quantization.get("ignore") or []), *more]}
 

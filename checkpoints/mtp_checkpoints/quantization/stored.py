@@ -3,7 +3,7 @@ model that it belongs to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, repeat
@@ -223,16 +223,14 @@ class StoredModel:
     def with_mtp_of(self, other: StoredModel, quantization: object) -> StoredModel:
         """Return the main model's part beside the MTP layers of another checkpoint."""
         main, mtp = self.main, other.mtp
-        return StoredModel(
-            self.family,
-            quantization,
-            specs=[*main.specs, *mtp.specs],
-            kinds=[*main.kinds, *mtp.kinds],
-        )
+        family = replace(self.family, mtp=other.family.mtp)
+        specs, kinds = [*main.specs, *mtp.specs], [*main.kinds, *mtp.kinds]
+        return StoredModel(family, quantization, specs=specs, kinds=kinds)
 
     def differences(self, tensors: Mapping[str, HasLayout]) -> list[Mismatch]:
         """Return every difference between a folder's tensors and those that it must hold, in a
-        stable order."""
+        stable order; none for tensors that are carried."""
+        tensors = self.family.without_carried(tensors)
         return [] if self._are_in(tensors) else compare(tensors, self.tensors.values())
 
     def _are_in(self, tensors: Mapping[str, HasLayout]) -> bool:
@@ -254,43 +252,46 @@ class StoredModel:
         return held == len(tensors)
 
 
-def stored_model(config: Mapping[str, Any]) -> StoredModel:
+def stored_model(config: Mapping[str, Any], names: Collection[str] = ()) -> StoredModel:
     """Return what a folder in the released layout holds, main and MTP, by its config.json.
 
-    Raises UnsupportedError for a model or quantization that this tool does not know,
-    InvalidInputError for a config that contradicts itself or that engines cannot follow.
+    names as for family_of. Raises UnsupportedError for a model or quantization that this tool does
+    not know, InvalidInputError for a config that contradicts itself or that engines cannot follow.
     """
-    family = family_of(config)
+    family = family_of(config, names)
     return _stored(family, list(family.tensors.values()), quantization_of(config))
 
 
-def stored_source(config: Mapping[str, Any]) -> StoredModel:
+def stored_source(config: Mapping[str, Any], names: Collection[str] = ()) -> StoredModel:
     """Return what a checkpoint to export or quantize holds: unquantized, native fp8, or fp8 with a
     scale per channel.
 
-    Raises as stored_model, and UnsupportedError for any other quantization.
+    names and errors as of stored_model; UnsupportedError for any other quantization too.
     """
     family_of(config)
     quantization = quantization_of(config)
-    if not isinstance(quantization, dict) or quantization.get("quant_method") != COMPRESSED:
-        native_fp8(quantization)
-        return stored_model(config)
-    stored = stored_model(config)
-    if not stored.in_channels:
-        native_fp8(quantization)
-    return stored
+    if isinstance(quantization, dict) and quantization.get("quant_method") == COMPRESSED:
+        stored = stored_model(config, names)
+        if stored.in_channels:
+            return stored
+    native_fp8(quantization)
+    return stored_model(config, names)
 
 
 def stored_mtp(
-    config: Mapping[str, Any], mtp_name: Callable[[str, int], str], *, transposes: bool
+    config: Mapping[str, Any],
+    mtp_name: Callable[[str, int], str],
+    names: Collection[str] = (),
+    *,
+    transposes: bool,
 ) -> StoredModel:
     """Return what a folder holds that keeps the MTP layers under other names.
 
     config is the config.json in the released form, its quantization_config in the folder's names.
     mtp_name maps a released tensor name and the MTP layer's index to the folder's name. transposes:
-    matrices of linears are stored as [K, N]. Raises as stored_model.
+    matrices of linears are stored as [K, N]. names and errors as of stored_model.
     """
-    family = family_of(config)
+    family = family_of(config, names)
     layers = {
         spec.name: layer
         for spec in family.tensors.values()

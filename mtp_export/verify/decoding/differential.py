@@ -87,7 +87,7 @@ def _gate(context: Context) -> tuple[str, RunGate]:
         return gate_of(context.recorded_options)
     assert context.source is not None, "a source was loaded"
     parts = {layout.name: _storages(layout.stored) for layout in context.layouts}
-    source = _storages(stored_model(context.source.config))
+    source = _storages(stored_model(context.source.config, context.source.tensors))
     return gate_of_storages(parts.get(MAIN, set()), parts.get(MTP, set()), source)
 
 

@@ -133,15 +133,15 @@ def layout_of(part: Part, target: Target, main_layers: int) -> PartLayout:
     assert part.checkpoint is not None, "asked for a part that could not be opened"
     config = as_engines_take(part.checkpoint.config, part.checkpoint.tensors)
     if part.name == MAIN:
-        return PartLayout(part.name, part.checkpoint, stored_model(config).main)
-    stored = target.stored_draft(config, main_layers)
+        names = part.checkpoint.tensors
+        return PartLayout(part.name, part.checkpoint, stored_model(config, names).main)
+    stored = target.stored_draft(config, main_layers, part.checkpoint.tensors)
     return PartLayout(part.name, part.checkpoint, stored)
 
 
 def layer_count(checkpoints: Iterable[Checkpoint]) -> int:
     """The main model's num_hidden_layers, as far as the parts tell."""
     for checkpoint in checkpoints:
-        layers = checkpoint.config.get("num_hidden_layers")
-        if type(layers) is int and layers > 0:
+        if layers := main_layers(checkpoint.config):
             return layers
     return 1

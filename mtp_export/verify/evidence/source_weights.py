@@ -27,7 +27,7 @@ class SourceWeights:
     @classmethod
     def of(cls, source: Checkpoint) -> SourceWeights:
         """Return the weights of a source. Raises as stored_model."""
-        stored = stored_model(source.config)
+        stored = stored_model(source.config, source.tensors)
         weights = {w.stored.weight.name: w for w in weights_on_disk(stored, source.tensors)}
         shared = family_of(source.config).shared
         return cls(weights, {pair.mtp_name: pair.main_name for pair in shared})

@@ -132,7 +132,7 @@ class Found:
     def wanted_anywhere(self) -> Collection[str]:
         """Names of all tensors of a model of a known family; none of another."""
         try:
-            return stored_model(self.config).tensors
+            return stored_model(self.config, self.tensors).tensors
         except MtpExportError:  # config_match says why
             return ()
 
@@ -290,7 +290,7 @@ def _copies(found: Found) -> Iterator[Item]:
     if not found.has_main or MTP not in found.context.checkpoints:
         return
     try:
-        stored = stored_model(found.config)
+        stored = stored_model(found.config, found.tensors)
     except MtpExportError:  # config_match says why
         return
     for name, state in shared_tensors(found.tensors, stored).items():

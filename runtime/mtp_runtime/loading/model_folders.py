@@ -13,7 +13,6 @@ from mtp_checkpoints.families.signs import COUNT_FIELDS
 from mtp_checkpoints.layouts import likely_target, target_of_bundle
 from mtp_checkpoints.layouts.base import Target
 from mtp_checkpoints.quantization.absent import as_engines_take
-from mtp_checkpoints.quantization.mismatches import compare
 from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight, stored_model
 from mtp_checkpoints.sources.local_folder import LocalFolder
 from mtp_checkpoints.tensors.bundle_folder import RELEASED, open_parts
@@ -32,7 +31,7 @@ class ModelFolder:
 
     def check(self) -> None:
         """Refuse a folder that differs from its promise (InvalidInputError)."""
-        problems = compare(self.checkpoint.tensors, self.stored.tensors.values())
+        problems = self.stored.differences(self.checkpoint.tensors)
         if problems:
             problems[0].raise_as_error(self.checkpoint.folder, len(problems) - 1)
 
@@ -52,7 +51,8 @@ def open_folders(path: Path, mtp: Path | None = None) -> list[ModelFolder]:
         folders = [_whole(Checkpoint.open(path))]
     else:
         opened = open_parts(path)
-        folders = [ModelFolder(opened.main, stored_model(opened.main.config).main)]
+        main = opened.main
+        folders = [ModelFolder(main, stored_model(main.config, main.tensors).main)]
         if opened.mtp is not None:
             folders.append(_draft(opened.mtp, opened.main, target_of_bundle(path)))
     for folder in folders:
@@ -71,13 +71,15 @@ def _apart(main: Checkpoint, mtp: Checkpoint) -> list[ModelFolder]:
     target = likely_target(mtp.config, mtp.tensors.keys(), len(spec.layers))
     if target.name == RELEASED:
         mtp = mtp.of_tensors([name for name in mtp.tensors if spec.mtp_layer_of(name) is not None])
-    stored = stored_model(as_engines_take(main.config, main.tensors, experts=True)).main
+    taken = as_engines_take(main.config, main.tensors, experts=True)
+    stored = stored_model(taken, main.tensors).main
     return [ModelFolder(main_part, stored), _draft(mtp, main, target)]
 
 
 def _whole(checkpoint: Checkpoint) -> ModelFolder:
     """Return a single folder as it is: main alone, or main and MTP."""
-    stored = stored_model(as_engines_take(checkpoint.config, checkpoint.tensors, experts=True))
+    config = as_engines_take(checkpoint.config, checkpoint.tensors, experts=True)
+    stored = stored_model(config, checkpoint.tensors)
     if checkpoint.tensors.keys() & stored.mtp.tensors.keys():
         return ModelFolder(checkpoint, stored)
     return ModelFolder(checkpoint, stored.main)
@@ -85,9 +87,10 @@ def _whole(checkpoint: Checkpoint) -> ModelFolder:
 
 def _draft(mtp: Checkpoint, main: Checkpoint, target: Target) -> ModelFolder:
     """Return the MTP folder of a bundle, which must hold the main model's MTP layers."""
-    specs = family_of(main.config).tensors.values()
+    family = family_of(main.config, mtp.tensors)
+    specs = family.tensors.values()
     layers = {spec.name: spec.shape for spec in specs if spec.mtp_layer is not None}
-    stored = target.stored_draft(mtp.config, main.config["num_hidden_layers"])
+    stored = target.stored_draft(mtp.config, len(family.layers), mtp.tensors)
     described = {name: weight.weight.shape for name, weight in stored.weights.items()}
     unlike = [name for name in {**layers, **described} if layers.get(name) != described.get(name)]
     if unlike:

@@ -273,6 +273,7 @@ def _shared(loader: LayerLoader, part: parts.Moe, names: MlpModules | None) -> I
 
 def _router(loader: LayerLoader, part: parts.Router, names: MoeModules) -> SigmoidRouter:
     source = loader.source
+    assert names.router_bias is not None, "check_moe refuses other routers"
     return SigmoidRouter(
         weight=source.raw(weight_name(names.router)).float().t().contiguous(),
         bias=source.raw(names.router_bias).float(),

@@ -247,10 +247,10 @@ class OpenedModel:
 
     def mtp_module(self, main: Model, mtp: MtpSpec, contract: MtpContract) -> MtpModule:
         """Load one MTP layer; embedding and head are the main model's own where they are equal."""
-        source = self.source
-        local = weight_name(mtp.modules.embedding)
-        tied = source.is_tied(local, weight_name(self.spec.embedding))
-        embedding = main.embedding if tied else source.embedding(local)
+        own, of_main = mtp.modules.embedding, weight_name(self.spec.embedding)
+        embedding = main.embedding
+        if own is not None and not self.source.is_tied(weight_name(own), of_main):
+            embedding = self.source.embedding(weight_name(own))
         head = replace(main.head, outputs=self._mtp_outputs(main, mtp))
         return self.mtp_layer(mtp, embedding, head=head, contract=contract)
 
@@ -281,10 +281,10 @@ class OpenedModel:
         return Linear.build(unquantized(swapped), source.dtype, source.keep_dense)
 
     def _mtp_outputs(self, main: Model, mtp: MtpSpec) -> Outputs:
-        local, of_main = weight_name(mtp.modules.head), weight_name(self.spec.head)
-        if self.source.is_tied(local, of_main):
+        own = mtp.modules.head
+        if own is None or self.source.is_tied(weight_name(own), weight_name(self.spec.head)):
             return main.head.outputs
-        return Outputs(self.source.head(mtp.modules.head), main.execution)
+        return Outputs(self.source.head(own), main.execution)
 
 
 def load_model(
@@ -359,7 +359,7 @@ def open_model(
     if options.requires_mtp and not source.has_mtp:
         raise no_module_to_draft_with(path)
     main = folders[0].checkpoint
-    spec = family_of(main.config)
+    spec = family_of(main.config, source.owners)
     contract = (options.contract or source.contract) if options.with_mtp else None
     config = config_for(spec, options.max_model_len)
     return OpenedModel(source, spec, config, contract, main.folder)

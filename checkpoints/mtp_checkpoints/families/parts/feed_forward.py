@@ -1,22 +1,36 @@
 """Feed-forward parts: the gated MLP, and the mixture of such experts behind a router.
 
-Source: DeepSeek-V3 technical report, section 2.1.2.
+Source: DeepSeek-V3 technical report, section 2.1.2; transformers' qwen3_next and qwen3_5_moe.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, repeat
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from mtp_checkpoints.errors import InvalidInputError
-from mtp_checkpoints.families.base import FLOATS, Role, TensorMaker, TensorSpec, weight_name
+from mtp_checkpoints.families.base import (
+    FLOATS,
+    ModulePatterns,
+    Role,
+    TensorMaker,
+    TensorSpec,
+    weight_name,
+)
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.named_tuples import rows_of
 from mtp_kernels.sizes import Routing
 
 BIASED = "noaux_tc"  # the method of a router with a bias that counts for picking alone
+GREEDY = "greedy"  # the method of a router whose scores alone count
+SOFTMAX = "softmax"  # over the scores of all experts
+_USUAL = ModulePatterns(linears={})  # the names that nearly every model has
+_GATED = ModulePatterns(
+    linears={Role.SHARED_EXPERT: "mlp.shared_expert[.].*"},
+    other_matrices=("re:.*mlp.shared_expert_gate$",),
+)
 
 
 class MlpModules(NamedTuple):
@@ -32,17 +46,34 @@ class MlpModules(NamedTuple):
         return cls(f"{prefix}.gate_proj", f"{prefix}.up_proj", f"{prefix}.down_proj")
 
 
+class FusedExperts(NamedTuple):
+    """Tensors that hold the matrices of all experts of a layer, full names: [E, gate | up, in] and
+    [E, out, inner]."""
+
+    gate_up: str
+    down: str
+
+    @classmethod
+    def under(cls, prefix: str) -> FusedExperts:
+        """Names as transformers' modules have them."""
+        return cls(f"{prefix}.experts.gate_up_proj", f"{prefix}.experts.down_proj")
+
+
 @dataclass(frozen=True, slots=True)
 class MoeModules:
     """Modules of a mixture of experts; shared experts are stored as one MLP, side by side.
 
-    router_bias is a tensor's full name: it belongs to the router, but is no weight of it.
+    router_bias is a tensor's full name: it belongs to the router, but is no weight of it; None for
+    a router without one. experts are those that are stored one by one, fused the tensors of all,
+    None where they are apart. shared_gate is None where shared experts are simply added.
     """
 
     router: str
-    router_bias: str
+    router_bias: str | None
     experts: tuple[MlpModules, ...]
     shared: MlpModules | None
+    shared_gate: str | None = None
+    fused: FusedExperts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +83,8 @@ class GatedMlp:
     hidden: int
     inner: int
     activation: str
+
+    patterns: ClassVar[ModulePatterns] = _USUAL
 
     @classmethod
     def of(cls, fields: Fields) -> GatedMlp:
@@ -106,6 +139,14 @@ class Router:
             fields.word("scoring_func", "sigmoid"), fields.word("topk_method", BIASED), routing
         )
 
+    @classmethod
+    def softmax(cls, fields: Fields, experts: int, *, normalises: bool) -> Router:
+        """Read the router of Qwen's layers with so many experts."""
+        picked = fields.whole("num_experts_per_tok")
+        routing = Routing(picked, 1, 1, normalises=normalises, scale=1.0)
+        _check(routing, experts)
+        return cls(SOFTMAX, GREEDY, routing)
+
 
 def _check(routing: Routing, experts: int) -> None:
     """Refuse groups that the experts do not fill, and more experts than can be picked."""
@@ -129,12 +170,20 @@ def _check(routing: Routing, experts: int) -> None:
 @dataclass(frozen=True, slots=True)
 class Moe:
     """Routed experts, of which a router picks some for every row, and shared ones that every row
-    goes through, stored side by side as one MLP."""
+    goes through, stored side by side as one MLP.
+
+    shared_inner: inner values of all shared experts together; None: each has those of a routed one.
+    shared_gate: the sigmoid of a gate multiplies what the shared expert adds. is_fused: the routed
+    experts are stored as two tensors of three dimensions, else one by one.
+    """
 
     expert: GatedMlp
     experts: int
     shared: int
     router: Router
+    shared_inner: int | None = None
+    shared_gate: bool = False
+    is_fused: bool = False
 
     @classmethod
     def of(cls, fields: Fields) -> Moe:
@@ -147,14 +196,45 @@ class Moe:
             router=Router.of(fields, experts),
         )
 
+    @classmethod
+    def gated(cls, fields: Fields, *, normalises: bool) -> Moe:
+        """Read a sparse layer as Qwen's configs describe it, with one shared expert of a gate.
+
+        normalises: the weights of the picked experts are made to sum to 1.
+        """
+        experts, inner = fields.whole("num_experts"), fields.whole("moe_intermediate_size")
+        return cls(
+            GatedMlp(fields.whole("hidden_size"), inner, _activation(fields)),
+            experts,
+            shared=1,
+            router=Router.softmax(fields, experts, normalises=normalises),
+            shared_inner=fields.whole("shared_expert_intermediate_size"),
+            shared_gate=True,
+        )
+
+    @property
+    def patterns(self) -> ModulePatterns:
+        """Module names of its linears, as engines' quantization configs refer to them."""
+        return _GATED if self.shared_gate else _USUAL
+
+    @property
+    def shared_mlp(self) -> GatedMlp | None:
+        """The shared experts side by side; None where there are none."""
+        inner = self.expert.inner * self.shared if self.shared_inner is None else self.shared_inner
+        return replace(self.expert, inner=inner) if self.shared else None
+
     def modules(self, prefix: str) -> MoeModules:
         """Names of one layer's modules."""
-        experts = (f"{prefix}.experts.{expert}" for expert in range(self.experts))
+        numbers = range(0 if self.is_fused else self.experts)
+        shared = f"{prefix}.shared_expert" if self.shared_gate else f"{prefix}.shared_experts"
+        biased = self.router.method == BIASED
         return MoeModules(
             router=f"{prefix}.gate",
-            router_bias=f"{prefix}.gate.e_score_correction_bias",
-            experts=tuple(map(MlpModules.under, experts)),
-            shared=MlpModules.under(f"{prefix}.shared_experts") if self.shared else None,
+            router_bias=f"{prefix}.gate.e_score_correction_bias" if biased else None,
+            experts=tuple(MlpModules.under(f"{prefix}.experts.{number}") for number in numbers),
+            shared=MlpModules.under(shared) if self.shared else None,
+            shared_gate=f"{prefix}.shared_expert_gate" if self.shared_gate else None,
+            fused=FusedExperts.under(prefix) if self.is_fused else None,
         )
 
     def tensors(self, prefix: str, make: TensorMaker) -> Iterator[TensorSpec]:
@@ -162,11 +242,16 @@ class Moe:
         names, expert = self.modules(prefix), self.expert
         router = make.kept(weight_name(names.router), (self.experts, expert.hidden), Role.ROUTER)
         yield router
-        if self.router.method == BIASED:
+        if names.router_bias is not None:
             yield make.kept(names.router_bias, (self.experts,), Role.ROUTER)._replace(dtypes=FLOATS)
-        if names.shared is not None:
-            together = GatedMlp(expert.hidden, expert.inner * self.shared, expert.activation)
+        if names.shared_gate is not None:
+            yield make.kept(weight_name(names.shared_gate), (1, expert.hidden), Role.ROUTER)
+        if names.shared is not None and (together := self.shared_mlp) is not None:
             yield from together.matrices([names.shared], Role.SHARED_EXPERT, make)
+        if names.fused is not None:
+            count, inner, hidden = self.experts, expert.inner, expert.hidden
+            yield make.kept(names.fused.gate_up, (count, 2 * inner, hidden), Role.ROUTED_EXPERT)
+            yield make.kept(names.fused.down, (count, hidden, inner), Role.ROUTED_EXPERT)
         yield from expert.matrices(names.experts, Role.ROUTED_EXPERT, make)
 
 

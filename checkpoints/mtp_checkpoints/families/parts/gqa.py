@@ -1,4 +1,5 @@
-"""Grouped-query attention, as GLM-4.5 stores it: biases and norms of queries and keys are optional.
+"""Grouped-query attention, as GLM-4.5 stores it: biases and norms of queries and keys, and the
+gates of what heads attend to, are optional.
 
 Source: Ainslie et al., GQA (arXiv 2305.13245); config.json of the released GLM-4.5.
 """
@@ -86,10 +87,13 @@ class Gqa:
     def tensors(self, prefix: str, make: TensorMaker) -> Iterator[TensorSpec]:
         """Yield projections, biases and norms of one layer."""
         sizes, names, hidden = self.sizes, self.modules(prefix), self.hidden
-        queries, keys = sizes.heads * sizes.head, sizes.kv_heads * sizes.head
+        keys = sizes.kv_heads * sizes.head
         rotary = RotaryRows(sizes.head, 0, sizes.rope)
+        of_queries = rotary
+        if sizes.is_gated:  # per head [query | gate]
+            of_queries = RotaryRows(2 * sizes.head, 0, sizes.rope)
         for module, rows, turned in (
-            (names.query, queries, rotary),
+            (names.query, sizes.queries * sizes.head, of_queries),
             (names.key, keys, rotary),
             (names.value, keys, None),
         ):
@@ -97,7 +101,7 @@ class Gqa:
             yield weight
             if sizes.has_bias:
                 yield weight._replace(name=f"{module}.bias", shape=(rows,))
-        yield make.matrix(names.output, (hidden, queries), Role.ATTENTION)
+        yield make.matrix(names.output, (hidden, sizes.output), Role.ATTENTION)
         for norm in (names.query_norm, names.key_norm):
             if norm is not None:
                 yield make.norm(norm, sizes.head)

@@ -1,0 +1,166 @@
+"""Decoders of gated delta nets with attention of gated heads in between, and an MTP module of names
+of its own, as Qwen3-Next and Qwen3.5 lay them out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
+from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.facts import ModelFacts, refuse_set
+from mtp_checkpoints.families.fields import Fields
+from mtp_checkpoints.families.moe_decoder import main_layers
+from mtp_checkpoints.families.parts.gated_delta import GatedDeltaNet
+from mtp_checkpoints.families.parts.gqa import Gqa
+from mtp_checkpoints.families.signs import COUNT_FIELDS
+from mtp_checkpoints.families.spec import FeedForward, LayerSpec, ModelSpec, MtpModules, MtpSpec
+
+_USUAL = MtpContract(source="vLLM, SGLang and transformers' MtpModel")
+# What configs leave out, as in transformers.
+_DEFAULTS = {"head_dim": 256, "partial_rotary_factor": 0.25, "use_qk_norm": True}
+_LINEAR, _FULL = "linear_attention", "full_attention"
+_MTP = "mtp"
+_NORM_OFFSET = 1.0  # of every norm but that of a gated delta net's output
+# Read where the text part's own config has none.
+_INHERITED = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "mtp_contract")
+_TIED = "tie_word_embeddings"
+_VISION = "model.visual."
+
+
+@dataclass(frozen=True)
+class TextPart:
+    """A decoder's own fields of config.json, and where its tensors are.
+
+    prefix: that of its modules' names. is_tied: head and embedding are one tensor. carried: what
+    names of other parts' tensors begin with.
+    """
+
+    fields: Fields
+    prefix: str
+    is_tied: bool
+    carried: tuple[str, ...] = ()
+
+    @classmethod
+    def whole(cls, fields: Fields) -> TextPart:
+        """Return the part of a config.json that describes a text model alone."""
+        return cls(fields, "model", fields.flag(_TIED, False))
+
+    @classmethod
+    def of(cls, fields: Fields) -> TextPart:
+        """Return the part of a config.json with a text_config beside that of a vision tower.
+
+        Embeddings are tied where either says so: tools write the field into one of the two.
+        """
+        text = fields.section("text_config")
+        inherited = {key: fields.values[key] for key in _INHERITED if fields.has(key)}
+        return cls(
+            Fields({**inherited, **text.values}, text.prefix),
+            "model.language_model",
+            fields.flag(_TIED, False) or text.flag(_TIED, False),
+            carried=(_VISION,),
+        )
+
+
+def gated_delta_decoder(
+    part: TextPart,
+    feed_forward: FeedForward,
+    *,
+    usual_mtp_layers: int,
+    is_interleaved: bool,
+    mtp_feed_forward: FeedForward | None = None,
+) -> ModelSpec:
+    """Describe a decoder whose layers have one kind of feed-forward, that of the MTP layer stored
+    otherwise where it is given.
+
+    usual_mtp_layers: those of a config.json that does not count them. is_interleaved is that of
+    GatedDeltaNet. Raises InvalidInputError for a missing or unusable field, UnsupportedError for a
+    variant that no release has.
+    """
+    fields = Fields({**_DEFAULTS, **part.fields.values}, part.fields.prefix)
+    _refuse_variants(fields)
+    attention, delta_net = (
+        gated_attention(fields),
+        GatedDeltaNet.of(fields, is_interleaved=is_interleaved),
+    )
+    layers = [
+        LayerSpec(f"{part.prefix}.layers.{index}", attention, feed_forward)
+        if attends
+        else LayerSpec(f"{part.prefix}.layers.{index}", delta_net, feed_forward, "linear_attn")
+        for index, attends in enumerate(_attending(fields, main_layers(fields)))
+    ]
+    of_mtp = LayerSpec(f"{_MTP}.layers.0", attention, mtp_feed_forward or feed_forward)
+    embedding = f"{part.prefix}.embed_tokens"
+    return ModelSpec(
+        replace(ModelFacts.of(fields), norm_offset=_NORM_OFFSET),
+        tuple(layers),
+        (MtpSpec(of_mtp, _mtp_modules(), prefix=_MTP),) * _mtp_layers(fields, usual_mtp_layers),
+        mtp_contract=_USUAL.overridden_by(fields),
+        usual_contract=_USUAL,
+        mtp_names=(),
+        embedding=embedding,
+        norm=f"{part.prefix}.norm",
+        head=embedding if part.is_tied else "lm_head",
+        may_fuse=mtp_feed_forward is not None,
+        carried=part.carried,
+    )
+
+
+def gated_attention(fields: Fields) -> Gqa:
+    """Read attention with norms of queries and keys, and gates of its heads."""
+    attention = Gqa.of(fields)
+    return replace(attention, sizes=attention.sizes._replace(is_gated=True))
+
+
+def _mtp_modules() -> MtpModules:
+    return MtpModules(
+        embedding=None,
+        embedding_norm=f"{_MTP}.pre_fc_norm_embedding",
+        hidden_norm=f"{_MTP}.pre_fc_norm_hidden",
+        projection=f"{_MTP}.fc",
+        head_norm=f"{_MTP}.norm",
+        head=None,
+    )
+
+
+def _refuse_variants(fields: Fields) -> None:
+    """Raise UnsupportedError for what no release has."""
+    for key in ("attention_bias", "mtp_use_dedicated_embeddings"):
+        refuse_set(fields, key)
+    if not fields.without_nulls().flag("attn_output_gate", True):
+        raise UnsupportedError(
+            f"config.json sets {fields.prefix}attn_output_gate to false, which no release does",
+            expected="true",
+            found="false",
+        )
+
+
+def _mtp_layers(fields: Fields, usual: int) -> int:
+    """Return the number of MTP layers, at most one."""
+    key = next((name for name in COUNT_FIELDS if fields.has(name)), None)
+    count = usual if key is None else fields.whole(key, minimum=0)
+    if count > 1:
+        raise UnsupportedError(
+            f"config.json sets {fields.prefix}{key} to more MTP layers than any release has",
+            expected="1",
+            found=count,
+        )
+    return count
+
+
+def _attending(fields: Fields, layers: int) -> Sequence[bool]:
+    """Return which layers have attention: as listed, or by a period."""
+    key = "layer_types"
+    listed = fields.values.get(key)
+    if listed is None:
+        period = fields.without_nulls().whole("full_attention_interval", 4)
+        return [(index + 1) % period == 0 for index in range(layers)]
+    kinds = listed if isinstance(listed, list) else []
+    if len(kinds) != layers or not all(kind in (_LINEAR, _FULL) for kind in kinds):
+        raise InvalidInputError(
+            f"config.json has no usable {fields.prefix}{key}",
+            expected=f"{_LINEAR} or {_FULL} for each of {layers} layers",
+            found=repr(listed)[:100],
+            todo="Correct config.json, or get it again from the checkpoint's source",
+        )
+    return [kind == _FULL for kind in kinds]

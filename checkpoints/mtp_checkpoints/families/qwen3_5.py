@@ -1,0 +1,29 @@
+"""Qwen3.5, 3.6 and 3.8, dense: gated delta nets in their flat layout, attention of gated heads in
+every fourth layer, and an MTP module of one layer, beside a vision tower that is carried as it is.
+
+Source: config.json and the index of the released checkpoints, from 0.8B to 27B; transformers'
+qwen3_5; vLLM's qwen3_5_mtp.
+"""
+
+from __future__ import annotations
+
+from mtp_checkpoints.families.fields import Fields
+from mtp_checkpoints.families.gated_delta_decoder import TextPart, gated_delta_decoder
+from mtp_checkpoints.families.parts.feed_forward import GatedMlp
+from mtp_checkpoints.families.spec import ModelSpec
+
+
+def spec(fields: Fields) -> ModelSpec:
+    """Describe a config.json with a text_config."""
+    return _decoder(TextPart.of(fields))
+
+
+def text_spec(fields: Fields) -> ModelSpec:
+    """Describe a config.json of the text model alone, as transformers saves it."""
+    return _decoder(TextPart.whole(fields))
+
+
+def _decoder(part: TextPart) -> ModelSpec:
+    return gated_delta_decoder(
+        part, GatedMlp.of(part.fields), usual_mtp_layers=0, is_interleaved=False
+    )

@@ -1,0 +1,39 @@
+"""Qwen3.5 and 3.6 with a mixture of experts: as the dense models, with the experts of main layers
+stored fused. Those of the MTP layer are stored one by one in 3.5, and fused in 3.6.
+
+Source: config.json and the index of the released checkpoints, 35B-A3B and larger; transformers'
+qwen3_5_moe; vLLM's qwen3_5_mtp.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mtp_checkpoints.families.fields import Fields
+from mtp_checkpoints.families.gated_delta_decoder import TextPart, gated_delta_decoder
+from mtp_checkpoints.families.moe_decoder import check_expert_count, main_layers
+from mtp_checkpoints.families.parts.feed_forward import Moe
+from mtp_checkpoints.families.spec import ModelSpec
+
+
+def spec(fields: Fields) -> ModelSpec:
+    """Describe a config.json with a text_config."""
+    return _decoder(TextPart.of(fields), is_fused=True)
+
+
+def text_spec(fields: Fields) -> ModelSpec:
+    """Describe a config.json of the text model alone, as transformers saves it: with the experts of
+    every layer one by one."""
+    return _decoder(TextPart.whole(fields), is_fused=False)
+
+
+def _decoder(part: TextPart, *, is_fused: bool) -> ModelSpec:
+    check_expert_count(part.fields, "num_experts", main_layers(part.fields) + 1)
+    apart = Moe.gated(part.fields, normalises=True)  # whatever norm_topk_prob says
+    return gated_delta_decoder(
+        part,
+        replace(apart, is_fused=is_fused),
+        usual_mtp_layers=0,
+        is_interleaved=False,
+        mtp_feed_forward=apart,
+    )

@@ -1,0 +1,40 @@
+"""Qwen3-Next: gated delta nets, attention of gated heads in every fourth layer, a mixture of
+experts that are stored one by one, and an MTP module that config.json does not count.
+
+Source: config.json and the index of the released Qwen3-Next-80B-A3B; transformers' qwen3_next;
+vLLM's qwen3_next_mtp.
+"""
+
+from __future__ import annotations
+
+from mtp_checkpoints.errors import UnsupportedError
+from mtp_checkpoints.families.fields import Fields
+from mtp_checkpoints.families.gated_delta_decoder import TextPart, gated_delta_decoder
+from mtp_checkpoints.families.moe_decoder import check_expert_count, main_layers
+from mtp_checkpoints.families.parts.feed_forward import Moe
+from mtp_checkpoints.families.signs import USUAL_COUNTS
+from mtp_checkpoints.families.spec import ModelSpec
+
+
+def spec(fields: Fields) -> ModelSpec:
+    """Describe a config.json."""
+    check_expert_count(fields, "num_experts", main_layers(fields) + 1)
+    _refuse_dense_layers(fields)
+    return gated_delta_decoder(
+        TextPart.whole(fields),
+        Moe.gated(fields, normalises=fields.flag("norm_topk_prob", True)),
+        usual_mtp_layers=USUAL_COUNTS["qwen3_next"],
+        is_interleaved=True,
+    )
+
+
+def _refuse_dense_layers(fields: Fields) -> None:
+    """Raise UnsupportedError for layers without experts, of which no release has any."""
+    for key, usual in (("mlp_only_layers", []), ("decoder_sparse_step", 1)):
+        found = fields.values.get(key)
+        if found is not None and found != usual:
+            raise UnsupportedError(
+                f"config.json sets {key}, which gives layers no experts, as no release does",
+                expected=usual,
+                found=repr(found)[:100],
+            )
