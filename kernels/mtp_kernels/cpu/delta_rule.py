@@ -81,7 +81,6 @@ class _Columns:
     builder: Any
     columns: int
     vectors: Any
-    decay: Any
 
     def part(self, base: Any, index: Any, column: int = 0) -> Any:
         """Return the address of a vector of a column."""
@@ -89,11 +88,10 @@ class _Columns:
         at = row_at(self.builder, base, self.builder.mul(self.vectors, size), column)
         return self.builder.add(at, self.builder.mul(index, size))
 
-    def decayed(self, source: Any, index: Any) -> list[Any]:
-        """Return a vector of each column, decayed."""
+    def read(self, source: Any, index: Any) -> list[Any]:
+        """Return a vector of each column."""
         places = [self.part(source, index, column) for column in range(self.columns)]
-        read = [load(self.builder, place, VECTOR) for place in places]
-        return [self.builder.fmul(vector, self.decay) for vector in read]
+        return [load(self.builder, place, VECTOR) for place in places]
 
     def sums(self, factor: Any, vectors_at: Callable[[Any], list[Any]]) -> Any:
         """Return the sum of each column's products with the entries at address `factor`."""
@@ -115,19 +113,21 @@ def _step(columns: int) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         source, target, key, query, value, gates, vectors, out = arguments
+        decay = load(builder, gates, FLOAT)
         beta = load(builder, builder.add(gates, integer(FLOAT_BYTES)), FLOAT)
-        decay = splat(builder, load(builder, gates, FLOAT))
-        state = _Columns(builder, columns, vectors, decay)
-        recalled = state.sums(key, lambda index: state.decayed(source, index))
+        every_decay, state = splat(builder, decay), _Columns(builder, columns, vectors)
+        recalled = state.sums(key, lambda index: state.read(source, index))
         moves = []
         for column in range(columns):
             wanted = load(builder, builder.add(value, integer(column * FLOAT_BYTES)), FLOAT)
             found = builder.extract_element(recalled, ir.Constant(ir.IntType(32), column))
-            moves.append(splat(builder, builder.fmul(beta, builder.fsub(wanted, found))))
+            error = builder.fsub(wanted, builder.fmul(decay, found))
+            moves.append(splat(builder, builder.fmul(beta, error)))
 
         def moved(index: Any) -> list[Any]:
             own_key = load(builder, state.part(key, index), VECTOR)
-            pairs = zip(moves, state.decayed(source, index), strict=True)
+            kept = [builder.fmul(vector, every_decay) for vector in state.read(source, index)]
+            pairs = zip(moves, kept, strict=True)
             made = [fma(builder, own_key, move, vector) for move, vector in pairs]
             for column, vector in enumerate(made):
                 store(builder, vector, state.part(target, index, column))

@@ -60,8 +60,9 @@ class LayerKind:
     """The computations that a decoder layer is made of, by name; a backend runs some of them.
 
     "mla" is latent attention, "gqa" attention of grouped queries; "dense" a gated MLP,
-    "sigmoid_moe" DeepSeek-V3's mixture of experts: sigmoid scores, a bias for picking, groups.
-    Other names stand for layers that no backend has.
+    "sigmoid_moe" DeepSeek-V3's mixture of experts: sigmoid scores, a bias for picking, groups;
+    "softmax_moe" one whose scores are a softmax over all experts. Other names stand for layers that
+    no backend has.
     """
 
     attention: str
@@ -71,13 +72,15 @@ class LayerKind:
 @dataclass(frozen=True)
 class DecoderConfig:
     """Sizes and constants that all layers of a decoder share; softmax_scale multiplies attention
-    scores. routing is that of its sparse layers, of no meaning where all are dense."""
+    scores. routing is that of its sparse layers, of no meaning where all are dense; their scores
+    are sigmoids, or a softmax over all experts where has_softmax is True."""
 
     hidden: int
     attention: LatentSizes | GroupedSizes
     norm_eps: float
     softmax_scale: float
     routing: Routing = ONE_EXPERT
+    has_softmax: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,18 +129,20 @@ class LayerWeights:
     """One layer's float32 tensors as a checkpoint has them: matrices [out, in].
 
     gate_up and expert_down hold e routed experts, then shared ones; router and router_bias are
-    None in a dense layer, whose MLP is one shared expert. i is the inner size. input_norm is None
-    in a layer whose attention is given rows [T, w] of their own, as that of an EAGLE-3 draft; only
-    the first layer of a decoder may be one.
+    None in a dense layer, whose MLP is one shared expert. i is the inner size. The sigmoid of a
+    row's product with shared_gate, if there is one, multiplies what shared experts make of it.
+    input_norm is None in a layer whose attention is given rows [T, w] of their own, as that of an
+    EAGLE-3 draft; only the first layer of a decoder may be one.
     """
 
     input_norm: torch.Tensor | None  # [d]
     attention: LatentWeights | GroupedWeights
     post_norm: torch.Tensor  # [d]
     router: torch.Tensor | None  # [e, d]
-    router_bias: torch.Tensor | None  # [e], added for picking only
+    router_bias: torch.Tensor | None  # [e], added to sigmoids for picking only
     gate_up: Matrix  # [e + shared, 2*i, d]
     expert_down: Matrix  # [e + shared, d, i]
+    shared_gate: torch.Tensor | None = None  # [d]
 
     @property
     def tensors(self) -> dict[str, Any]:

@@ -94,9 +94,10 @@ def expected_shapes(config: DecoderConfig, found: Shapes, *, first: bool) -> Sha
         **config.attention.weights(hidden, given or hidden),
         "post_norm": (hidden,),
         "router": (routed, hidden) if routed else None,
-        "router_bias": (routed,) if routed else None,
+        "router_bias": (routed,) if routed and not config.has_softmax else None,
         "gate_up": (experts, 2 * inner, hidden),
         "expert_down": (experts, hidden, inner),
+        "shared_gate": (hidden,) if routed and found["shared_gate"] is not None else None,
     }
 
 

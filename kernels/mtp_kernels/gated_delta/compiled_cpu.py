@@ -49,7 +49,7 @@ def gated_delta(
         team.threads_for(products * (rows + READ_COST * len(spans.slots))),
         inputs.detach().numpy(),
         gates.detach().numpy(),
-        weight.detach().t().contiguous().numpy(),
+        np.ascontiguousarray(weight.detach().numpy().T),
         Pool(state.states.numpy(), state.inputs.numpy(), state.gates.numpy()),
         spans,
         sizes,

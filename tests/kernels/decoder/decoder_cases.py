@@ -32,7 +32,9 @@ class Case:
 
     q_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
-    layers: str = "dm"  # d dense, m mixture of experts, t dense and given rows of twice the width
+    # d dense, m mixture of experts, g one with a gate of shared experts, t dense and given rows of
+    # twice the width
+    layers: str = "dm"
     shared: int = 1
     experts: int = 8
     inner: int = 40
@@ -85,16 +87,18 @@ def make_layer(case: Case, kind: str, generator: torch.Generator) -> LayerWeight
     def matrix(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
 
-    experts = case.experts + case.shared if kind == "m" else 1
-    routed = kind == "m"
+    routed = kind in "mg"
+    experts = case.experts + case.shared if routed else 1
+    biased = routed and not case.config.has_softmax
     return LayerWeights(
         input_norm=None if kind == "t" else norm(hidden),
         attention=make_attention(case.config, generator, hidden * (1 + (kind == "t"))),
         post_norm=norm(hidden),
         router=matrix(case.experts, hidden) if routed else None,
-        router_bias=0.2 * torch.randn(case.experts, generator=generator) if routed else None,
+        router_bias=0.2 * torch.randn(case.experts, generator=generator) if biased else None,
         gate_up=torch.cat([matrix(experts, case.inner, hidden) for _ in range(2)], dim=1),
         expert_down=matrix(experts, hidden, case.inner),
+        shared_gate=matrix(hidden) if kind == "g" else None,
     )
 
 

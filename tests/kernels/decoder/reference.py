@@ -52,7 +52,8 @@ class Backend:
     def runs(self, kind: LayerKind) -> bool:
         """Return True for latent or grouped-query attention with a dense or mixture-of-experts
         MLP."""
-        return kind.attention in ("mla", "gqa") and kind.feed_forward in ("dense", "sigmoid_moe")
+        known = ("dense", "sigmoid_moe", "softmax_moe")
+        return kind.attention in ("mla", "gqa") and kind.feed_forward in known
 
     def pack(self, weights: LayerWeights) -> KeptLayer:
         """Keep a layer's weights."""
@@ -291,18 +292,22 @@ def expanded(
 def feed_forward(config: DecoderConfig, layer: LayerWeights, x: torch.Tensor) -> torch.Tensor:
     """Return the MLP of normed rows x [T, d]: picked experts by weight, then the shared ones."""
     out, routed = torch.zeros_like(x), 0
-    if layer.router is not None and layer.router_bias is not None:
-        routed = len(layer.router)
-        scores = torch.sigmoid(x @ layer.router.T)
-        for row, (own, biased) in enumerate(zip(scores, scores + layer.router_bias, strict=True)):
+    if layer.router is not None:
+        routed, scores = len(layer.router), x @ layer.router.T
+        scores = scores.softmax(-1) if config.has_softmax else torch.sigmoid(scores)
+        for row, own in enumerate(scores):
+            biased = own if layer.router_bias is None else own + layer.router_bias
             experts = picked_experts(config, biased)
             weights = own[experts]
             if config.routing.normalises:
                 weights = weights / weights.sum()
             for expert, weight in zip(experts.tolist(), weights, strict=True):
                 out[row] += weight * config.routing.scale * gated_mlp(layer, expert, x[row])
+    weight = torch.ones(len(x), 1)
+    if layer.shared_gate is not None:
+        weight = torch.sigmoid(x @ layer.shared_gate)[:, None]
     for shared in range(routed, len(layer.gate_up)):
-        out += gated_mlp(layer, shared, x)
+        out += weight * gated_mlp(layer, shared, x)
     return out
 
 

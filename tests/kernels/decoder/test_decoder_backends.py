@@ -28,6 +28,7 @@ from mtp_kernels.decoder import LayerKind
 OTHERS = sorted(decoder.BACKENDS)
 MIXED = Case((1, 40, 0, 4, 1, 70), (130, 40, 9, 64, 1, 100))  # prefill and decode in one batch
 GROUPED = grouped(MIXED)
+ONE_GROUP = {"groups": 1, "groups_per_token": 1}
 CASES = {
     "one row": Case((1,), (1,)),
     "decode": Case((1, 1, 1), (17, 200, 64)),
@@ -43,11 +44,14 @@ CASES = {
     "no query rank": changed(MIXED, query_rank=0),
     "no shared expert": replace(MIXED, shared=0),
     "three shared experts": replace(MIXED, shared=3),
-    "one group": changed(MIXED, groups=1, groups_per_token=1),
+    "one group": changed(MIXED, **ONE_GROUP),
     "one group of two kept": changed(MIXED, groups=2, groups_per_token=1),
     "all groups kept": changed(MIXED, groups_per_token=4),
-    "all experts": changed(MIXED, groups=1, groups_per_token=1, experts_per_token=8),
+    "all experts": changed(MIXED, experts_per_token=8, **ONE_GROUP),
     "weights as they are": changed(MIXED, normalises=False, scale=1.0),
+    "softmax": changed(replace(MIXED, layers="gm"), has_softmax=True, **ONE_GROUP),
+    "softmax as it is": changed(MIXED, has_softmax=True, normalises=False, scale=1.0, **ONE_GROUP),
+    "a gate of shared experts": replace(MIXED, layers="gdg"),
     "yarn": changed(replace(MIXED, attention_scaling=1.37), softmax_scale=0.55),
     "whole vectors": changed(replace(MIXED, inner=64), hidden=64, value=32, latent=64, rope=16),
     "ragged sizes": changed(
@@ -167,7 +171,8 @@ def test_kinds_of_layers(backend: str) -> None:
     for attention in ("mla", "gqa"):
         assert made.runs(LayerKind(attention, "dense"))
         assert made.runs(LayerKind(attention, "sigmoid_moe"))
-    for kind in (LayerKind("gdn", "dense"), LayerKind("mla", "softmax_moe"), LayerKind("", "")):
+        assert made.runs(LayerKind(attention, "softmax_moe"))
+    for kind in (LayerKind("gdn", "dense"), LayerKind("mla", "tanh_moe"), LayerKind("", "")):
         assert not made.runs(kind)
 
 

@@ -73,7 +73,8 @@ class Backend:
     def runs(self, kind: LayerKind) -> bool:
         """Return True for latent or grouped-query attention with a dense or mixture-of-experts
         MLP."""
-        return kind.attention in ("mla", "gqa") and kind.feed_forward in ("dense", "sigmoid_moe")
+        known = ("dense", "sigmoid_moe", "softmax_moe")
+        return kind.attention in ("mla", "gqa") and kind.feed_forward in known
 
     def pack(self, weights: LayerWeights) -> PackedLayer:
         """Pack a layer."""

@@ -57,6 +57,7 @@ class Scratch(NamedTuple):
     values: Any  # [T, h*v]
     normed: Any  # [T, d]
     weights: Any  # [T, k] of the picked experts
+    shared_weights: Any  # [T] of shared experts
     inner: Any  # [T * experts per row, whole panels]
     picked: Any  # [T, k] experts
     parts: Any

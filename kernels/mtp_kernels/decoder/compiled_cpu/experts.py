@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from mtp_kernels.cpu.elementwise import sigmoid
+from mtp_kernels.cpu.code import FLOAT_BYTES
+from mtp_kernels.cpu.elementwise import exponential, sigmoid
 from mtp_kernels.cpu.jit import inner
 from mtp_kernels.cpu.panel_forms import FLOAT32, PANEL
 from mtp_kernels.cpu.team import owns, share, wait
-from mtp_kernels.cpu.vectors import address, first_rows, rows_of
+from mtp_kernels.cpu.vectors import address, dot_row, first_rows, rows_of
 from mtp_kernels.decoder.compiled_cpu.rows import (
     BLOCK_ROWS,
     STRIP,
@@ -52,23 +53,57 @@ def route(member: Any, layer: Any, sizes: Any, scratch: Any, x: Any) -> None:
     first, last = share(member, x.shape[0])
     for row in range(first, last):
         norm_row(x[row], norm, sizes.norm_eps, scratch.normed[row])
+        weigh_shared(layer, sizes, scratch, row)
     if not layer.routed:
         return
     width = panels_of(layer.routed) * PANEL
     scores = np.empty((BLOCK_ROWS, width), np.float32)
     choice = np.empty(layer.routed, np.float32)
-    bias = vector(layer.router_bias, layer.routed)
     normed = rows_of(scratch.normed)
     weight = panel_of(layer.router, FLOAT32, 0, sizes.hidden)
     for row in range(first, last, BLOCK_ROWS):
         block = block_of(normed, row, last)
         project(block, weight, (0, width // PANEL), address(scores), width)
         for r in range(block.count):
-            for expert in range(layer.routed):
-                scores[r, expert] = sigmoid(scores[r, expert])
-                choice[expert] = scores[r, expert] + bias[expert]
+            own = scores[r, : layer.routed]
+            if sizes.has_softmax:
+                softmax(own, choice)
+            else:
+                score(own, vector(layer.router_bias, layer.routed), choice)
             keep_best_groups(choice, sizes.routing.groups, sizes.routing.groups_per_token)
-            pick(scores[r], choice, sizes, scratch.picked[row + r], scratch.weights[row + r])
+            pick(own, choice, sizes, scratch.picked[row + r], scratch.weights[row + r])
+
+
+@inner
+def weigh_shared(layer: Any, sizes: Any, scratch: Any, row: Any) -> None:
+    """Write the weight of shared experts in a normed row: 1, or the sigmoid of its gate."""
+    if not layer.shared_gate:
+        scratch.shared_weights[row] = np.float32(1.0)
+        return
+    at = address(scratch.shared_weights) + FLOAT_BYTES * row
+    dot_row(address(scratch.normed[row]), layer.shared_gate, sizes.hidden, at)
+    scratch.shared_weights[row] = sigmoid(scratch.shared_weights[row])
+
+
+@inner
+def score(scores: Any, bias: Any, choice: Any) -> None:
+    """Replace a row's products with the router [e] by sigmoids; write these with the bias to
+    choice."""
+    for expert in range(scores.size):
+        scores[expert] = sigmoid(scores[expert])
+        choice[expert] = scores[expert] + bias[expert]
+
+
+@inner
+def softmax(scores: Any, choice: Any) -> None:
+    """Replace a row's products with the router [e] by their softmax; copy it to choice."""
+    largest, total = scores.max(), np.float32(0.0)
+    for expert in range(scores.size):
+        scores[expert] = exponential(scores[expert] - largest)
+        total += scores[expert]
+    for expert in range(scores.size):
+        scores[expert] /= total
+        choice[expert] = scores[expert]
 
 
 @inner
@@ -219,7 +254,8 @@ def add_experts(
                 project(block, packed, (0, count), address(made), STRIP)
                 for r in range(block.count):
                     place = places[start + r]
-                    weight = weights[place] if place >= 0 else np.float32(1.0)
-                    out = x[rows[start + r], column : column + size]
+                    row = rows[start + r]
+                    weight = weights[place] if place >= 0 else scratch.shared_weights[row]
+                    out = x[row, column : column + size]
                     for c in range(size):
                         out[c] += weight * made[r, c]

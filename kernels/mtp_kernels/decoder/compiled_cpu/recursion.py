@@ -219,6 +219,7 @@ def part_of(scratch: Any, attention_input: Any, sizes: Any) -> Scratch:
         scratch.values[:rows],
         scratch.normed[:rows],
         scratch.weights[:rows],
+        scratch.shared_weights[:rows],
         scratch.inner,
         scratch.picked[:rows],
         scratch.parts,

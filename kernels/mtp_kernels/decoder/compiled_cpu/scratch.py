@@ -57,6 +57,7 @@ def make_scratch(
             (count, attention.output),
             (count, config.hidden),
             (count, picked),
+            (count,),
             inner,
         ),
         np.empty((count, picked), np.int64),

@@ -49,6 +49,7 @@ class Sizes(NamedTuple):
     value_at: int  # floats from a cached key to its value
     attention: LatentSizes | GroupedSizes
     routing: Routing  # its scale is float32
+    has_softmax: bool  # of scores
     norm_eps: Any  # float32
     softmax_scale: Any  # float32
 
@@ -89,6 +90,7 @@ def sizes_of(config: DecoderConfig) -> Sizes:
         value_at=value_at,
         attention=attention,
         routing=routing._replace(scale=cast(Any, np.float32(routing.scale))),
+        has_softmax=config.has_softmax,
         norm_eps=np.float32(config.norm_eps),
         softmax_scale=np.float32(config.softmax_scale),
     )
