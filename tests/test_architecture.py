@@ -77,6 +77,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "mtp_export.busy_machine",
         "mtp_export.inspection",
         "mtp_export.options",
+        "mtp_export.paragraphs",
         "mtp_export.paths",
         "mtp_export.plan",
         "mtp_export.progress",

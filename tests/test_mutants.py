@@ -40,6 +40,7 @@ WHOLE = (
     "mtp_export/commands/typed_option.py",
     "mtp_export/commands/unfinished.py",
     "mtp_export/options.py",
+    "mtp_export/paragraphs.py",
     "mtp_export/serve/activity.py",
     "mtp_export/serve/address.py",
     "mtp_export/verify/files/listed_files.py",

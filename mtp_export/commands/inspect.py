@@ -48,8 +48,9 @@ def inspect(options: InspectCommand) -> None:
         "bundle": str(source),
         "parts": {name: each.as_json() for name, each in found.items()},
     }
-    table = Group(*(line for each in found.values() for line in inspection_table(each).renderables))
-    print_result(facts, table, options.reporting)
+    tables = (inspection_table(each).renderables for each in found.values())
+    lines = [line for table in tables for line in ("", *table)]
+    print_result(facts, Group(*lines[1:]), options.reporting)
     for name, each in found.items():
         _refuse_problems(parts[name], each)
 

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mtp_export.options import Access, Panel, option, path_option
+from mtp_export.paragraphs import lines_of
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -127,20 +128,32 @@ def print_result(facts: dict[str, Any], table: RenderableType, reporting: Report
 
 
 def show(result: RenderableType) -> None:
-    """Print tables and paragraphs. What has words that are wider than the terminal is broken within
-    them there, a table becomes lines, and a file gets it unwrapped."""
+    """Print tables and paragraphs. A terminal gets paragraphs as lines that fit it, also of a table
+    that is wider; a file gets all unwrapped."""
     console = plain_console()
     terminal_width = console.width
     anywhere = console.options.update(max_width=_ANY_WIDTH)
     for part in result.renderables if isinstance(result, Group) else [result]:
         needed = console.measure(part, options=anywhere)
         fits = needed.minimum <= terminal_width
-        if console.is_terminal and not fits and isinstance(part, FiguresTable):
-            console.print(*part.as_lines(), sep="\n", overflow="fold")
+        paragraphs = list(_paragraphs(part, console, fits=fits)) if console.is_terminal else []
+        if paragraphs:
+            for text in paragraphs:
+                console.print(*lines_of(text, console, terminal_width), sep="\n")
             continue
         console.width = terminal_width if fits or console.is_terminal else needed.maximum
         is_heading = isinstance(part, Text) and bool(part.no_wrap)
         console.print(part, crop=False, soft_wrap=is_heading)
+
+
+def _paragraphs(part: RenderableType, console: Console, *, fits: bool) -> Iterator[Text]:
+    """Yield what a terminal gets as lines: paragraphs that are no heading, or the rows of a table
+    that does not fit it."""
+    if isinstance(part, FiguresTable) and not fits:
+        yield from part.as_lines()
+    text = console.render_str(part) if isinstance(part, str) else part
+    if isinstance(text, Text) and not text.no_wrap:
+        yield from text.split("\n", allow_blank=True)
 
 
 @contextmanager

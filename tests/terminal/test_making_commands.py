@@ -105,6 +105,18 @@ def test_rows_of_a_narrow_table_have_their_names(tmp_path: Path) -> None:
     assert "version: " in in_terminal("env", columns=24, rows=20).text
 
 
+@pytest.mark.parametrize("columns", [80, 60, 40])
+def test_an_inspection_fits_the_terminal(columns: int) -> None:
+    """Also as rows that became lines; what follows a first line is below it, indented."""
+    seen = in_terminal("inspect", SERVED, columns=columns, rows=20)
+    assert seen.code == 0 and seen.wider_than(columns) == []
+    copy = next(i for i, line in enumerate(seen.lines) if line.startswith("model.layers.3.embed"))
+    assert seen.lines[copy + 1].startswith("  ") and seen.lines[copy + 1].strip()
+    row = next(i for i, line in enumerate(seen.lines) if "routed expert" in line)
+    assert seen.lines[row].startswith("│") is (columns == 80)
+    assert columns == 80 or seen.lines[row + 1].startswith("  ")
+
+
 def assert_served(seen: Seen, columns: int | None) -> None:
     """The banner and the end of a server; its command is whole."""
     assert seen.code == 0, seen.text

@@ -14,6 +14,7 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
+from mtp_export.paragraphs import lines_of
 from mtp_export.progress import counted
 from mtp_export.verify.check import (
     LEFT_OUT,
@@ -41,11 +42,7 @@ class Summary:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         """Yield the lines of the page."""
         for text, indent in self._paragraphs(options.max_width):
-            hanging = " " * min(indent, options.max_width // 3)
-            width = max(1, options.max_width - len(hanging))
-            for number, line in enumerate(text.wrap(console, width, overflow="fold")):
-                line.rstrip()
-                yield Text(hanging if number or indent == 0 else "") + line
+            yield from lines_of(text, console, options.max_width, indent)
 
     def _paragraphs(self, width: int) -> Iterator[tuple[Text, int]]:
         """Yield texts with the indent of their further lines."""

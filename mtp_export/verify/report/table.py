@@ -10,6 +10,7 @@ from rich.constrain import Constrain
 from rich.table import Table
 from rich.text import Text
 
+from mtp_export.paragraphs import lines_of
 from mtp_export.verify.check import Item
 from mtp_export.verify.report.report import Report
 from mtp_export.verify.report.summary import STYLES
@@ -31,7 +32,8 @@ class ItemTable:
             yield Constrain(_table(self.report), _MOST_COLUMNS)
             return
         for result, item in self.report.items:
-            yield Text.assemble(f"{result.name}, {item.name}: ", *_outcome(item), overflow="fold")
+            row = Text.assemble(f"{result.name}, {item.name}: ", *_outcome(item))
+            yield from lines_of(row, console, options.max_width)
 
 
 def _table(report: Report) -> Table:
