@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mtp_checkpoints.errors import UnsupportedError
+from mtp_checkpoints.families.signs import count_field
+from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.layouts import target_of
 from mtp_checkpoints.quantization.stored import StoredModel, stored_source
 from mtp_checkpoints.sources.byte_source import Place
@@ -53,20 +55,27 @@ def open_source(place: Place) -> tuple[Checkpoint, StoredModel]:
     stored = stored_source(checkpoint.config, checkpoint.tensors)
     # The MTP layer comes last, as a rule.
     if not any(stored.family.mtp_layer_of(n) is not None for n in reversed(checkpoint.tensors)):
-        layers = checkpoint.config.get("num_nextn_predict_layers", "no")
-        raise UnsupportedError(
-            "The checkpoint has no MTP layer",
-            where=place,
-            expected="num_nextn_predict_layers of 1 or more in config.json, and tensors of the "
-            f"layer after the last (model.layers.{len(stored.family.layers)}.*)",
-            found=f"{layers} num_nextn_predict_layers, and no such tensor",
-            todo="Many converted copies lack the layer: start from the original release, and check "
-            "with mtp-export inspect",
-        )
+        raise _without_mtp(checkpoint, stored.family)
     problems = stored.differences(checkpoint.tensors)
     if problems:
         problems[0].raise_as_error(place, len(problems) - 1)
     return checkpoint, stored
+
+
+def _without_mtp(checkpoint: Checkpoint, family: ModelSpec) -> UnsupportedError:
+    """Return the error of a checkpoint that has no tensor of an MTP layer."""
+    field, layers = family.count_field, len(family.mtp) if count_field(checkpoint.config) else "no"
+    where = f"the layer after the last (model.layers.{len(family.layers)}.*)"
+    if family.mtp_prefix:
+        where = f"the MTP module ({family.mtp_prefix}.*)"
+    return UnsupportedError(
+        "The checkpoint has no MTP layer",
+        where=checkpoint.path,
+        expected=f"{field} of 1 or more in config.json, and tensors of {where}",
+        found=f"{layers} {field}, and no such tensor",
+        todo="Many converted copies lack the layer: start from the original release, and check "
+        "with mtp-export inspect",
+    )
 
 
 def plan_bundle(

@@ -65,7 +65,7 @@ def plan_graft(options: GraftOptions, *, dry_run: bool = False) -> BundlePlan:
     check_same_model(host, config, donor)
     own = _own_layers(host, config)
     if own and not options.replace:
-        raise _has_layers(host, own)
+        raise _has_layers(host, own, donated.family.mtp[0].name)
     dialect = engine_of(options.bundle.target).dialect or VLLM  # without integers they are alike
     draft = Draft(donated, SCHEMES[options.mtp_quant], dialect)
     tensors = {name: one for name, one in host.tensors.items() if name not in own}
@@ -124,12 +124,12 @@ def _own_layers(host: Checkpoint, config: Mapping[str, Any]) -> dict[str, int]:
     return {name: layer for name, layer in layers if layer is not None}
 
 
-def _has_layers(host: Checkpoint, own: Mapping[str, int]) -> InvalidInputError:
+def _has_layers(host: Checkpoint, own: Mapping[str, int], module: str) -> InvalidInputError:
     first = next(iter(own))
     return InvalidInputError(
         "The main model has an MTP layer already",
         where=host.path,
-        expected=f"no tensor of model.layers.{min(own.values())}",
+        expected=f"no tensor of {module}",
         found=f"{first} ({len(own) - 1} more)",
         todo="Serve it as it is, split it with mtp-export --input-dir, or give --replace to graft"
         " the other layer in its place",

@@ -9,6 +9,7 @@ from typing import Any
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.families import family_of
 from mtp_checkpoints.families.parts import GatedMlp, Moe
+from mtp_checkpoints.families.signs import with_counts_of
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.sources import strict_json
 from mtp_checkpoints.sources.byte_source import Place
@@ -22,7 +23,6 @@ _SIZES = (
     *("first_k_dense_replace", "num_attention_heads", "num_key_value_heads"),
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )
-_MTP_LAYERS = "num_nextn_predict_layers"
 _CONTRACT = "mtp_contract"
 _EXPERTS = "n_routed_experts"
 _TODO = "Take the original checkpoint that the main model was quantized from"
@@ -30,8 +30,8 @@ _TODO = "Take the original checkpoint that the main model was quantized from"
 
 def with_mtp_layers(config: Mapping[str, Any], donor: Mapping[str, Any]) -> dict[str, Any]:
     """Return the main config.json with the MTP layers of the donor's, and how they are fed."""
-    keys = (key for key in (_MTP_LAYERS, _CONTRACT) if key in donor)
-    return {**config, **{key: donor[key] for key in keys}}
+    contract = {_CONTRACT: donor[_CONTRACT]} if _CONTRACT in donor else {}
+    return {**with_counts_of(config, donor), **contract}
 
 
 def check_same_model(main: Checkpoint, config: Mapping[str, Any], donor: Checkpoint) -> None:

@@ -68,7 +68,7 @@ def _main_of(shard: ShardHeader, stored: StoredModel) -> list[TensorInfo]:
 def main_part(checkpoint: Checkpoint, stored: StoredModel, options: SplitOptions) -> PartPlan:
     """Return the plan of the main part: unchanged shards are linked, all others written anew.
 
-    config.json keeps num_nextn_predict_layers, which engines read there.
+    config.json keeps the number of MTP layers, which engines read there.
     """
     shards: list[OutputShard] = []
     for shard in checkpoint.main_shards:
@@ -99,7 +99,7 @@ def mtp_part(
     if target.single_mtp_layer and len(family.mtp_layers) > 1:
         raise UnsupportedError(
             f"Target {target.name} reads one MTP layer",
-            expected="num_nextn_predict_layers 1",
+            expected=f"{family.count_field} 1",
             found=len(family.mtp_layers),
             todo="Use --target hf",
         )
@@ -153,11 +153,13 @@ def _main_steps(
     tensors: Sequence[TensorInfo],
 ) -> tuple[Step, ...]:
     """Return the steps of main tensors; a kept scale stays where it is stored, and one that the
-    step of its weight reads has none."""
+    step of its weight reads has none. Carried tensors are copied."""
     if conversion.keeps_all:
         return tuple(map(copy_step, tensors))
     steps = (
-        conversion.step(stored.weight_of[own.name], own, checkpoint.tensors, name=own.name)
+        copy_step(own)
+        if stored.family.carries(own.name)
+        else conversion.step(stored.weight_of[own.name], own, checkpoint.tensors, name=own.name)
         for own in tensors
     )
     return tuple(step for step in steps if step is not None)

@@ -128,7 +128,7 @@ def _main_config(
     if method.whole_names:
         listed += modules_of(spec for spec in _linears(family) if spec.mtp_layer is not None)
     else:
-        listed += [f"model.layers.{layer}" for layer in family.mtp_layers]
+        listed += [module.name for module in family.mtp]
     return method.leave_out(quantization, listed)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +95,11 @@ def family_config(model_type: str) -> dict[str, Any]:
     return changed(SMALL_CONFIGS[model_type], **changes)
 
 
-def write_dense(folder: Path, seed: int = 0, config: dict[str, Any] = CONFIG) -> Path:
-    """The model in bf16 in two shards, with a tokenizer."""
-    write_checkpoint(folder, config, seed)
+def write_dense(
+    folder: Path, seed: int = 0, config: dict[str, Any] = CONFIG, names: Collection[str] = ()
+) -> Path:
+    """The model in bf16 in two shards, with a tokenizer; names as for write_checkpoint."""
+    write_checkpoint(folder, config, seed, names)
     single = folder / "model.safetensors"
     tensors = {
         name: tensor if name.endswith("e_score_correction_bias") else tensor.bfloat16()

@@ -101,6 +101,8 @@ def gated_delta_decoder(
         embedding=embedding,
         norm=f"{part.prefix}.norm",
         head=embedding if part.is_tied else "lm_head",
+        count_field=f"{part.fields.prefix}{COUNT_FIELDS[1]}",
+        mtp_prefix=_MTP,
         may_fuse=mtp_feed_forward is not None,
         carried=part.carried,
     )

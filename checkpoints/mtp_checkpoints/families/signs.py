@@ -125,6 +125,17 @@ def announced(config: Mapping[str, Any]) -> Announced | None:
     return None
 
 
+def with_counts_of(config: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json that counts MTP modules as another of the same model does, in the fields
+    and parts of that."""
+    result = {**config, **{name: other[name] for name in COUNT_FIELDS if name in other}}
+    for name in _NESTED:
+        own, inner = config.get(name), other.get(name)
+        if isinstance(own, Mapping) and isinstance(inner, Mapping):
+            result[name] = with_counts_of(own, inner)
+    return result
+
+
 def count_field(config: Mapping[str, Any]) -> str:
     """Return the field of a config.json that counts MTP modules, with what it says; "" for none."""
     for prefix, own in _configs(config):

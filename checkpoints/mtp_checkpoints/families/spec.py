@@ -160,9 +160,11 @@ class ModelSpec:
 
     mtp_contract: inputs of the MTP modules, as config.json records them or else as is usual;
     usual_contract: as they were trained. mtp_names: names that engines have for the MTP layer
-    besides its own. head is the embedding where both are one tensor. may_fuse: checkpoints store
-    the experts of a layer one by one or fused. carried: what names of tensors begin with that
-    belong to the main part and are not described, such as those of a vision tower.
+    besides its own. head is the embedding where both are one tensor. count_field: that of
+    config.json which counts the MTP layers. mtp_prefix: that of their tensors, "" where they are
+    the layers after the last. may_fuse: checkpoints store the experts of a layer one by one or
+    fused. carried: what names of tensors begin with that belong to the main part and are not
+    described, such as those of a vision tower.
     """
 
     facts: ModelFacts
@@ -174,6 +176,8 @@ class ModelSpec:
     embedding: str = "model.embed_tokens"
     norm: str = "model.norm"
     head: str = "lm_head"
+    count_field: str = "num_nextn_predict_layers"
+    mtp_prefix: str = ""
     may_fuse: bool = False
     carried: tuple[str, ...] = ()
 

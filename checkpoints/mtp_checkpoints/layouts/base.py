@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -111,6 +111,14 @@ class DraftReading:
     loads_tables: bool = True
     unquantized_beside: frozenset[str] = frozenset()
     refuses_recomputed: frozenset[str] = frozenset()
+
+    def of_layers_named(self, prefix: str) -> DraftReading:
+        """Return the way for a model whose MTP module has names of its own, by their prefix; "" for
+        one whose MTP layer follows the last: no engine renames the former."""
+        if not prefix or self.layer_name is None:
+            return self
+        reason = "the draft is built by the quantization_config of its own config.json"
+        return replace(self, layer_name=None, reason=reason)
 
 
 @dataclass(frozen=True)

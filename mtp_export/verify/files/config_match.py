@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 from mtp_checkpoints.containers.base import CONFIG_NAME, TensorInfo
 from mtp_checkpoints.errors import InvalidInputError, MtpExportError, UnsupportedError
 from mtp_checkpoints.families.base import Role
-from mtp_checkpoints.families.signs import main_layers, projection_in_main
+from mtp_checkpoints.families.signs import (
+    COUNT_FIELDS,
+    announced,
+    count_field,
+    main_layers,
+    projection_in_main,
+)
 from mtp_checkpoints.formats import mixes_groups_with_fp8
 from mtp_checkpoints.layouts.base import DraftReading, Engine
 from mtp_checkpoints.quantization.absent import with_projection_listed
@@ -109,13 +115,16 @@ def _advertised(context: Context) -> Item:
     name = "MTP layers advertised"
     if context.main is None:
         return not_tested(name, "main/ is not there or cannot be opened")
-    promised = context.main.config.get("num_nextn_predict_layers") or 0
+    config = context.main.config
+    found = announced(config)
+    promised = 0 if found is None else found.count or 0
     has_part = context.part(MTP) is not None
     problems = []
     if promised and not has_part and context.recorded("part") != MAIN:
         problems.append(Problem("main/config.json", causes.advertised_without_mtp(promised)))
     if has_part and not promised:
-        problems.append(Problem("main/config.json", causes.MTP_LAYERS_NOT_ADVERTISED))
+        field = count_field(config).partition(" ")[0] or COUNT_FIELDS[0]
+        problems.append(Problem("main/config.json", causes.mtp_layers_not_advertised(field)))
     return verdict(name, problems, str(promised))
 
 
@@ -239,8 +248,10 @@ def _as_read(name: str, layout: PartLayout, config: Any, reading: DraftReading) 
     specs = [one.weight for one in layout.stored.weights.values()]
     tensors = _by_released_names(layout)
     rename: Callable[[str], str] = str
-    keeps_patterns = reading.layer_name in layout.stored.family.patterns.mtp_names
-    layers = tuple(sorted({f"model.layers.{spec.mtp_layer}" for spec in specs}))
+    family = layout.stored.family
+    reading = reading.of_layers_named(family.mtp_prefix)
+    keeps_patterns = reading.layer_name in family.patterns.mtp_names
+    layers = tuple(dict.fromkeys(module.layer.prefix for module in family.mtp))
     reason = reading.reason
     if reading.layer_name is not None:
         rename = partial(_with_layer_name, layers, reading.layer_name)

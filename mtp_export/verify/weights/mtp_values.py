@@ -17,6 +17,7 @@ from mtp_export.verify import gates
 from mtp_export.verify.check import Item, Problem, judged, not_tested, verdict
 from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.evidence.part_walk import in_threads
+from mtp_export.verify.weights.unnamed_values import norms_as_main
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +43,10 @@ def run(context: Context) -> Iterator[Item]:
         if lost.isdisjoint(tensor.name for tensor in weight.tensors)
     ]
     norms = [w for w in weights if w.stored.weight.role is Role.NORM]
-    yield _norms(norms)
+    if layout.stored.family.facts.norm_offset:
+        yield norms_as_main(context, [norm.tensors[0] for norm in norms])
+    else:
+        yield _norms(norms)
     yield from _own_norms(context, layout.stored.family, norms)
     for weight in weights:
         if weight.stored.weight.role is Role.MTP_PROJECTION:

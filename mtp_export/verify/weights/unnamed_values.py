@@ -14,7 +14,7 @@ import xxhash
 
 from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.families.base import FLOATS
-from mtp_checkpoints.families.signs import is_joint_projection
+from mtp_checkpoints.families.signs import has_layers, is_joint_projection
 from mtp_checkpoints.formats.base import BLOCK
 from mtp_checkpoints.tensors.bundle_folder import MTP
 from mtp_checkpoints.tensors.tensor_reader import TensorReader, read_rows
@@ -73,7 +73,7 @@ def run(context: Context) -> Iterator[Item]:
             )
         )
     yield from _values(facts, format_bytes(total))
-    yield _norms(context, decoded)
+    yield norms_as_main(context, decoded)
     yield from _halves(facts)
     yield _twins(facts)
     codes = len(tensors) - len(decoded)
@@ -144,11 +144,12 @@ def _problems(facts: Sequence[_Facts], words: Sequence[str]) -> list[Problem]:
     return [Problem(one.tensor.name, text) for one, text in zip(facts, words, strict=True)]
 
 
-def _norms(context: Context, tensors: Sequence[TensorInfo]) -> Item:
+def norms_as_main(context: Context, tensors: Sequence[TensorInfo]) -> Item:
     """Each norm that the main model's layers have too lies where theirs do: around 1 where engines
     multiply by w, around 0 where they multiply by 1 + w."""
     name, problems, compared = "mtp: norms as the main model's", list[Problem](), 0
-    main = _norms_by_kind(() if context.main is None else context.main.tensors.values())
+    of_main = () if context.main is None else context.main.tensors.values()
+    main = _norms_by_kind(one for one in of_main if _multiplies_stream(one.name))
     for kind, norms in _norms_by_kind(tensors).items():
         usual = [_is_centred(one) for one in main.get(kind, ())[:_MAIN_NORMS]]
         if not usual or any(usual) != all(usual):
@@ -161,6 +162,12 @@ def _norms(context: Context, tensors: Sequence[TensorInfo]) -> Item:
     if not compared:
         return not_tested(name, "none has the name of a main layer's")
     return verdict(name, problems, f"{compared} norms")
+
+
+def _multiplies_stream(name: str) -> bool:
+    """Return whether a tensor is of a decoder layer, and of no gated delta net, whose norm is one
+    of its own kind: it multiplies by w in a model whose others multiply by 1 + w."""
+    return has_layers([name]) and ".linear_attn." not in name
 
 
 def _norms_by_kind(tensors: Iterable[TensorInfo]) -> dict[str, list[TensorInfo]]:

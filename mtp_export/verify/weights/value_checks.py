@@ -117,7 +117,7 @@ def _varies(fact: WeightFacts) -> bool:
 def _must_vary(fact: WeightFacts, every: Sequence[WeightFacts]) -> bool:
     """True for every matrix and router bias, and for another vector if one of its role varies."""
     spec = fact.weight.stored.weight
-    if len(spec.shape) == 2 or _is_router_bias(fact):
+    if len(spec.shape) > 1 or _is_router_bias(fact):
         return True
     return any(
         _varies(other)
@@ -180,7 +180,7 @@ def _scales_alike(facts: Sequence[WeightFacts]) -> Item:
     kinds: dict[str, list[tuple[str, float]]] = defaultdict(list)
     for fact in facts:
         spec = fact.weight.stored.weight
-        if _varies(fact) and len(spec.shape) == 2:
+        if _varies(fact) and len(spec.shape) > 1:
             size = fact.statistics.root_mean_square
             kinds[_kind(spec.name)].append((fact.weight.name, size))
     problems, most = [], 1.0

@@ -9,7 +9,7 @@ from mtp_checkpoints.containers import is_checkpoint
 from mtp_checkpoints.containers.base import CONFIG_NAME
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.families import family_of
-from mtp_checkpoints.families.signs import COUNT_FIELDS
+from mtp_checkpoints.families.signs import with_counts_of
 from mtp_checkpoints.layouts import likely_target, target_of_bundle
 from mtp_checkpoints.layouts.base import Target
 from mtp_checkpoints.quantization.absent import as_engines_take
@@ -64,8 +64,7 @@ def _apart(main: Checkpoint, mtp: Checkpoint) -> list[ModelFolder]:
     """Return the main part of one checkpoint and the MTP part of another, whose config may be the
     only one that counts its layers."""
     if not family_of(main.config).mtp:
-        counts = {name: mtp.config[name] for name in COUNT_FIELDS if name in mtp.config}
-        main = replace(main, config={**main.config, **counts})
+        main = replace(main, config=with_counts_of(main.config, mtp.config))
     spec = family_of(main.config)
     main_part = main.of_tensors([name for name in main.tensors if spec.mtp_layer_of(name) is None])
     target = likely_target(mtp.config, mtp.tensors.keys(), len(spec.layers))

@@ -213,8 +213,9 @@ def _plain_linears(family: ModelSpec, draft: PartStorage) -> list[str]:
     """Return the draft's linears that are not quantized though others of their role are, by each
     name that engines have for them."""
     linears = (spec for spec in family.tensors.values() if spec.is_linear_weight)
+    prefix_of = {number: m.layer.prefix for number, m in enumerate(family.mtp, len(family.layers))}
     plain = (
-        spec.module.removeprefix(f"model.layers.{spec.mtp_layer}.")
+        spec.module.removeprefix(f"{prefix_of[spec.mtp_layer]}.")
         for spec in linears
         if spec.mtp_layer is not None
         and draft.storages[spec.role] != Unquantized.storage
@@ -226,7 +227,7 @@ def _plain_linears(family: ModelSpec, draft: PartStorage) -> list[str]:
 
 def _mtp_names(family: ModelSpec) -> list[str]:
     """Return the names of the MTP layers in the release and in engines."""
-    return [*(f"model.layers.{layer}" for layer in family.mtp_layers), *family.patterns.mtp_names]
+    return [*(module.layer.prefix for module in family.mtp), *family.patterns.mtp_names]
 
 
 # --- Writing --------------------------------------------------------------------------------------

@@ -90,9 +90,10 @@ def _bf16_modules(model: WrittenModel) -> list[str]:
 
 def _names_of(family: ModelSpec, module: str, mtp_layer: int | None) -> list[str]:
     """Return a module's name, and those of an MTP layer's module in engines."""
-    layer = f"model.layers.{mtp_layer}."
-    names = () if mtp_layer is None else family.patterns.mtp_names
-    return [module, *(module.replace(layer, f"{name}.") for name in names)]
+    if mtp_layer is None:
+        return [module]
+    layer = f"{family.mtp[mtp_layer - len(family.layers)].layer.prefix}."
+    return [module, *(module.replace(layer, f"{name}.") for name in family.patterns.mtp_names)]
 
 
 def _write_w4afp8(model: WrittenModel) -> Config:

@@ -77,10 +77,12 @@ def repeated_alike(compared: int, total: int) -> str:
 
 # --- config.json compared with the tensors --------------------------------------------------------
 
-MTP_LAYERS_NOT_ADVERTISED = (
-    "main/config.json has no num_nextn_predict_layers, though mtp/ is there: engines read"
-    " it there, and would serve without speculation"
-)
+
+def mtp_layers_not_advertised(field: str) -> str:
+    return (
+        f"main/config.json has no {field}, though mtp/ is there: engines read it there, and would"
+        " serve without speculation"
+    )
 
 
 def advertised_without_mtp(layers: int) -> str:
