@@ -17,7 +17,8 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.common.measure import machine
-from mtp_kernels.gated_delta import DeltaState, StateLayout, gated_delta
+from mtp_kernels.batch_layout import StateLayout
+from mtp_kernels.gated_delta import DeltaState, gated_delta
 from mtp_kernels.sizes import DeltaSizes
 
 # Sizes and number of the layers: of Qwen3.5-0.8B and Qwen3.5-35B-A3B.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from mtp_checkpoints.families.signs import text_fields
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_export.verify.check import (
     LEFT_OUT,
@@ -143,4 +144,4 @@ def _hidden_size(check: Check, context: Context) -> object:
     main = context.main
     if main is None or check.level is Level.FILES:
         return None
-    return main.config.get("hidden_size")
+    return text_fields(main.config).get("hidden_size")

@@ -10,27 +10,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from itertools import accumulate
+from typing import NamedTuple, Protocol
 
 import torch
 
 from mtp_checkpoints.errors import ResourceError
-from mtp_kernels.batch_layout import BatchLayout
+from mtp_kernels.batch_layout import BatchLayout, StateLayout
 from mtp_kernels.verify_attention import has_split_cache
 
-# Tensors [pages, page, ...] of one layer, whatever it keeps of a token: a latent, a key and a
-# value, a state after it.
+# Tensors of one layer: [pages, page, ...], whatever it keeps of a token, a latent, a key and a
+# value, a state after it; or a StateCache.
 LayerCache = tuple[torch.Tensor, ...]
+
+
+class StateCache(NamedTuple):
+    """Tensors [states, ...] of a layer that keeps one state per sequence, as a DeltaState has them:
+    the state, and raw inputs and gates from which it goes on through accepted drafts."""
+
+    states: torch.Tensor
+    inputs: torch.Tensor
+    gates: torch.Tensor
 
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """Size and kind of the tensors of a cache."""
+    """Size and kind of the tensors of a cache.
+
+    states: sequences whose states a layer keeps at a time, each with room for so many drafts.
+    """
 
     pages: int
     page_size: int
     dtype: torch.dtype
     device: torch.device
+    states: int = 0
+    drafts: int = 0
 
     def empty(self, *width: int) -> torch.Tensor:
         """Uninitialized entries [pages, page, *width]."""
@@ -40,7 +55,7 @@ class CacheSpec:
 def elements_per_token(new_cache: Callable[[CacheSpec], LayerCache]) -> int:
     """Number of elements that a layer caches of a token, given its new_cache."""
     token = CacheSpec(pages=1, page_size=1, dtype=torch.float32, device=torch.device("cpu"))
-    return sum(tensor.numel() for tensor in new_cache(token))
+    return sum(tensor.numel() for tensor in new_cache(token))  # without a state of any sequence
 
 
 class Cache(Protocol):
@@ -48,7 +63,11 @@ class Cache(Protocol):
 
     @property
     def tensors(self) -> Iterable[torch.Tensor]:
-        """Every tensor of every layer, as views [pages, page, ...]."""
+        """Every tensor of every layer with pages, as views [pages, page, ...]."""
+
+    @property
+    def states(self) -> Iterable[torch.Tensor]:
+        """Every tensor [states, ...] of every layer with a state per sequence."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +78,13 @@ class LayerCaches:
 
     @property
     def tensors(self) -> Iterable[torch.Tensor]:
-        return (tensor for layer in self.layers for tensor in layer)
+        paged = (layer for layer in self.layers if not isinstance(layer, StateCache))
+        return (tensor for layer in paged for tensor in layer)
+
+    @property
+    def states(self) -> Iterable[torch.Tensor]:
+        kept = (layer for layer in self.layers if isinstance(layer, StateCache))
+        return (tensor for layer in kept for tensor in layer)
 
 
 @dataclass(frozen=True)
@@ -72,33 +97,53 @@ class JoinedCaches:
     def tensors(self) -> Iterable[torch.Tensor]:
         return (tensor for part in self.parts for tensor in part.tensors)
 
+    @property
+    def states(self) -> Iterable[torch.Tensor]:
+        return (tensor for part in self.parts for tensor in part.states)
+
 
 @dataclass
 class CachedSequence:
     """Pages of one sequence, in order, and the number of its cached tokens.
 
     adopted: how many of those tokens a prefix cache had. keys: those of its first pages in it.
+    state: the place of its states in layers that keep some, which stand after its first
+    state_length tokens; drafts that were accepted since are replayed.
     """
 
     pages: list[int] = field(default_factory=list)
     length: int = 0
     adopted: int = 0
     keys: list[bytes] = field(default_factory=list)
+    state: int | None = None
+    state_length: int = 0
 
 
 class PageAllocator:
     """Allocates pages to sequences, whatever the layers keep in them.
 
     with_spare: caches have one page more, which no sequence gets, for rows that stand for nothing.
+    states: sequences with rows at a time, where layers keep a state of each, and drafts: the most
+    that a pass takes of one.
     """
 
     keeps_prefixes = False
 
-    def __init__(self, pages: int, page_size: int, *, with_spare: bool = False) -> None:
+    def __init__(
+        self,
+        pages: int,
+        page_size: int,
+        *,
+        with_spare: bool = False,
+        states: int = 0,
+        drafts: int = 0,
+    ) -> None:
         self.pages = pages
         self.page_size = page_size
         self._spare_pages = int(with_spare)
+        self._states, self._drafts = states, drafts
         self._free = list(range(pages - 1, -1, -1))
+        self._free_states = list(range(states - 1, -1, -1))
         self._poisoned: list[Cache] = []
 
     @property
@@ -107,7 +152,8 @@ class PageAllocator:
 
     def spec(self, dtype: torch.dtype, device: torch.device) -> CacheSpec:
         """Spec of a cache with room for all pages."""
-        return CacheSpec(self.pages + self._spare_pages, self.page_size, dtype, device)
+        pages = self.pages + self._spare_pages
+        return CacheSpec(pages, self.page_size, dtype, device, self._states, self._drafts)
 
     @property
     def spare_slot(self) -> int:
@@ -118,7 +164,7 @@ class PageAllocator:
     def poison_freed(self, cache: Cache) -> None:
         """Fill a cache with NaN, and from now on every slot of it that is freed: a test's way to
         see that nothing reads such slots."""
-        for tensor in cache.tensors:
+        for tensor in (*cache.tensors, *cache.states):
             tensor.fill_(torch.nan)
         self._poisoned.append(cache)
 
@@ -162,6 +208,46 @@ class PageAllocator:
         del sequence.keys[length // self.page_size :]
         sequence.length = length
         sequence.adopted = min(sequence.adopted, length)
+        if sequence.state is not None:
+            assert not length or length >= sequence.state_length, "a state cannot go back"
+            if not length:
+                self._free_state(sequence)
+
+    def advance(
+        self,
+        sequences: Sequence[CachedSequence],
+        spans: Sequence[tuple[int, int]],
+        certain: Sequence[int],
+    ) -> StateLayout | None:
+        """Take the states of sequences, which each go through rows [start, end) in one pass, to the
+        end of their certain rows, the first of them: the others are drafts. None: without states.
+
+        Drafts of the pass before that were accepted are replayed. A sequence begins at row 0.
+        """
+        if not self._states:
+            return None
+        replayed = []
+        for sequence, (start, _), count in zip(sequences, spans, certain, strict=True):
+            if sequence.state is None:
+                sequence.state = self._free_states.pop()
+            replayed.append(start - sequence.state_length if start else 0)
+            sequence.state_length = start + count
+        sizes = (end - start for start, end in spans)
+        return StateLayout(
+            cu_rows=_int32(accumulate(sizes, initial=0)),
+            slots=_int32(sequence.state for sequence in sequences),
+            replayed=_int32(replayed),
+            certain=_int32(certain),
+        )
+
+    def _free_state(self, sequence: CachedSequence) -> None:
+        """Take a sequence's state from it."""
+        assert sequence.state is not None, "a sequence that had rows"
+        for cache in self._poisoned:
+            for tensor in cache.states:
+                tensor[sequence.state] = torch.nan
+        self._free_states.append(sequence.state)
+        sequence.state, sequence.state_length = None, 0
 
     def adopt(self, sequence: CachedSequence, tokens: Sequence[int]) -> None:
         """Give an empty sequence the entries of its first tokens that a prefix cache has: none."""
@@ -189,10 +275,12 @@ def lay_out(
     sequences: Sequence[CachedSequence],
     spans: Sequence[tuple[int, int]],
     device: torch.device,
+    states: StateLayout | None = None,
 ) -> BatchLayout:
     """Lay rows [start, end) of each sequence side by side for one forward pass.
 
-    Their pages must be there; a row sees the tokens of its sequence up to itself.
+    Their pages must be there; a row sees the tokens of its sequence up to itself. states: of layers
+    that keep one of each sequence, as the pages advanced them.
     """
     positions: list[int] = []
     slots: list[int] = []
@@ -209,7 +297,23 @@ def lay_out(
         kv_lens=torch.tensor([end for _, end in spans], dtype=torch.int32, device=lengths_on),
         cu_q=torch.tensor(cu_q, dtype=torch.int32, device=lengths_on),
         max_q_len=max((end - start for start, end in spans), default=0),
+        states=states,
     )
+
+
+def lay_out_whole(
+    pages: PageAllocator,
+    sequences: Sequence[CachedSequence],
+    spans: Sequence[tuple[int, int]],
+    device: torch.device,
+) -> BatchLayout:
+    """Lay out rows as lay_out does, none of which is a draft: states advance through all."""
+    certain = [end - start for start, end in spans]
+    return lay_out(pages, sequences, spans, device, pages.advance(sequences, spans, certain))
+
+
+def _int32(numbers: Iterable[int | None]) -> torch.Tensor:
+    return torch.tensor(list(numbers), dtype=torch.int32)
 
 
 def page_table(sequences: Sequence[CachedSequence], device: torch.device) -> torch.Tensor:

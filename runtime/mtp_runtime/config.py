@@ -22,8 +22,8 @@ class ModelConfig:
     """Facts of a model that do not depend on the kind of its layers.
 
     layers counts main layers, max_positions tokens; rope is None for a model without rotary
-    positions. parts are those of its layers, equal ones once. positions_bound says what bounds the
-    positions.
+    positions. parts are those of its layers, equal ones once. state_elements: those that they keep
+    of a sequence, however long it is. positions_bound says what bounds the positions.
     """
 
     vocab: int
@@ -34,6 +34,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     rope: Rope | None
     parts: tuple[Attention | FeedForward, ...] = ()
+    state_elements: int = 0
     positions_bound: str = field(default="max_position_embeddings of config.json", kw_only=True)
 
     @classmethod
@@ -47,7 +48,9 @@ class ModelConfig:
             norm_eps=facts.norm_eps,
             max_positions=facts.max_positions,
             eos_token_ids=facts.eos_token_ids,
-            rope=spec.layers[0].attention.rope,
+            rope=next(
+                (layer.attention.rope for layer in spec.layers if layer.attention.rope), None
+            ),
             parts=spec.parts,
         )
 

@@ -18,16 +18,16 @@ from threading import Lock
 
 import torch
 
-from mtp_checkpoints.errors import ResourceError, UnsupportedError, UsageError
+from mtp_checkpoints.errors import ResourceError, UsageError
 from mtp_runtime.acceptance.base import Draft, Verdict
-from mtp_runtime.cache import PageAllocator, lay_out
+from mtp_runtime.cache import lay_out
 from mtp_runtime.config import EngineConfig
 from mtp_runtime.draft_length import Step, draft_length
 from mtp_runtime.drafters.base import Drafter, DrafterParts, Pass
 from mtp_runtime.judging import Group, Judge, score_prompts
 from mtp_runtime.models.model import Model, States
 from mtp_runtime.parallel import group as ranks
-from mtp_runtime.prefix_cache import SharedPages
+from mtp_runtime.prefix_cache import allocator_for
 from mtp_runtime.request import Arrival, Request, RequestMetrics, TokenEvent, Turn
 from mtp_runtime.static_graph.steps import Graphs, steps_by
 
@@ -51,17 +51,10 @@ class Engine:
     ) -> None:
         self.model = model
         self.config = config
-        if config.prefix_cache and len(model.mtp_modules) > 1:
-            raise UnsupportedError(
-                "The prefix cache does not keep what several MTP modules need",
-                expected="one MTP module at most",
-                found=len(model.mtp_modules),
-                todo="Leave the prefix cache out, or use --speculate-method none",
-            )
-        allocator = SharedPages if config.prefix_cache else PageAllocator
-        self.pages = allocator(
-            config.cache_tokens // config.page_size,
-            config.page_size,
+        self.pages = allocator_for(
+            config,
+            modules=len(model.mtp_modules),
+            keeps_states=model.config.state_elements > 0,
             with_spare=graphs is not None,
         )
         self.cache = model.new_cache(self.pages)
@@ -377,7 +370,8 @@ class Engine:
             self.pages.append(group.request.cached, group.rows)
         sequences = [group.request.cached for group in groups]
         spans = [(group.start, group.start + group.rows) for group in groups]
-        layout = lay_out(self.pages, sequences, spans, self.model.device)
+        states = self.pages.advance(sequences, spans, [g.end - g.start for g in groups])
+        layout = lay_out(self.pages, sequences, spans, self.model.device, states)
         ids = torch.tensor(tokens, device=self.model.device)
         return self._steps(ids, layout=layout)
 

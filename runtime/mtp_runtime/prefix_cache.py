@@ -13,7 +13,9 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
 
+from mtp_checkpoints.errors import UnsupportedError
 from mtp_runtime.cache import CachedSequence, PageAllocator
+from mtp_runtime.config import EngineConfig
 
 
 class SharedPages(PageAllocator):
@@ -21,8 +23,16 @@ class SharedPages(PageAllocator):
 
     keeps_prefixes = True
 
-    def __init__(self, pages: int, page_size: int, *, with_spare: bool = False) -> None:
-        super().__init__(pages, page_size, with_spare=with_spare)
+    def __init__(
+        self,
+        pages: int,
+        page_size: int,
+        *,
+        with_spare: bool = False,
+        states: int = 0,
+        drafts: int = 0,
+    ) -> None:
+        super().__init__(pages, page_size, with_spare=with_spare, states=states, drafts=drafts)
         self._holders = [0] * pages  # number of sequences
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
@@ -84,3 +94,34 @@ class SharedPages(PageAllocator):
             self._kept[page] = None
         else:
             super()._give_back(page)
+
+
+def allocator_for(
+    config: EngineConfig, *, modules: int, keeps_states: bool, with_spare: bool
+) -> PageAllocator:
+    """Make the allocator of an engine's pages, and of states where layers keep some.
+
+    modules: MTP modules of the model. Raises UnsupportedError for a prefix cache that does not keep
+    what they, or states, need.
+    """
+    if config.prefix_cache and modules > 1:
+        raise UnsupportedError(
+            "The prefix cache does not keep what several MTP modules need",
+            expected="one MTP module at most",
+            found=modules,
+            todo="Leave the prefix cache out, or use --speculate-method none",
+        )
+    if config.prefix_cache and keeps_states:
+        raise UnsupportedError(
+            "The prefix cache does not keep the states of a gated delta net",
+            expected="a model all of whose layers keep entries per token",
+            todo="Leave the prefix cache out",
+        )
+    make = SharedPages if config.prefix_cache else PageAllocator
+    return make(
+        config.cache_tokens // config.page_size,
+        config.page_size,
+        with_spare=with_spare,
+        states=config.max_batch_size if keeps_states else 0,
+        drafts=config.speculation.draft_tokens,
+    )

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 
 from mtp_kernels.batch_layout import BatchLayout
-from mtp_runtime.cache import Cache, CachedSequence, PageAllocator, lay_out
+from mtp_runtime.cache import Cache, CachedSequence, PageAllocator, lay_out, lay_out_whole
 from mtp_runtime.layers.attention import ForwardPass
 from mtp_runtime.models.execution import DraftModule, Head, Layers
 from mtp_runtime.models.model import Model, States
@@ -110,7 +110,7 @@ class PagedTexts:
     def of(cls, texts: Texts, *, page_size: int = PAGE_SIZE, more: int = 0) -> PagedTexts:
         """Take pages for every text, `more` pages being left over."""
         needed = sum(-(-len(text.tokens) // page_size) for text in texts.texts)
-        pages = PageAllocator(needed + more, page_size)
+        pages = PageAllocator(needed + more, page_size, states=len(texts.texts))
         sequences = tuple(CachedSequence() for _ in texts.texts)
         for sequence, text in zip(sequences, texts.texts, strict=True):
             pages.append(sequence, len(text.tokens))
@@ -141,7 +141,7 @@ class PagedTexts:
         starts = self.texts.starts
         rows = [torch.arange(starts[i] + first, starts[i] + end) for i, first, end in spans]
         sequences = [self.sequences[index] for index, _, _ in spans]
-        layout = lay_out(self.pages, sequences, [span[1:] for span in spans], device)
+        layout = lay_out_whole(self.pages, sequences, [span[1:] for span in spans], device)
         return Chunk(torch.cat(rows).to(device), layout)
 
 

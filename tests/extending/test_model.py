@@ -37,7 +37,8 @@ from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.rope import Rope, rotate_pairs
 from mtp_runtime.models.compiled import CompiledLayers, MixedLayers
 from mtp_runtime.models.execution import TorchLayers
-from mtp_runtime.models.layer_types import LAYERS, LayerLoader, LayerType
+from mtp_runtime.models.layer_loader import LayerLoader
+from mtp_runtime.models.layer_types import LAYERS, LayerType
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.models.model import Model
 from runtime.checkpoints import SMALL, write_checkpoint

@@ -216,9 +216,9 @@ SMALL_CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": QWEN3_5_TEXT,
     "qwen3_5_moe_text": QWEN3_5_MOE_TEXT,
 }
-# Families that the runtime has no layers for.
-NOT_COMPUTED = tuple(name for name in SMALL_CONFIGS if name.startswith("qwen"))
-COMPUTED = tuple(name for name in SMALL_CONFIGS if name not in NOT_COMPUTED)
+# Families whose layers keep a state per request, which ranks do not divide and nothing trains.
+WITH_STATES = tuple(name for name in SMALL_CONFIGS if name.startswith("qwen"))
+WITHOUT_STATES = tuple(name for name in SMALL_CONFIGS if name not in WITH_STATES)
 YARN = {
     "type": "yarn",
     "factor": 4.0,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mtp_runtime.cache import CachedSequence, PageAllocator, lay_out
+from mtp_runtime.cache import CachedSequence, PageAllocator, lay_out_whole
 from mtp_runtime.config import EngineConfig, SpeculationConfig
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import Drafter, DrafterParts
@@ -45,7 +45,7 @@ class Walk:
     sequence: CachedSequence = field(default_factory=CachedSequence)
 
     def __post_init__(self) -> None:
-        self.pages = PageAllocator(24, self.page_size)
+        self.pages = PageAllocator(24, self.page_size, states=1)
         self.cache = self.model.new_cache(self.pages)
         self.pages.poison_freed(self.cache)
 
@@ -55,7 +55,7 @@ class Walk:
         start = self.sequence.length
         self.pages.append(self.sequence, len(tokens))
         span = (start, self.sequence.length)
-        layout = lay_out(self.pages, [self.sequence], [span], self.model.device)
+        layout = lay_out_whole(self.pages, [self.sequence], [span], self.model.device)
         states = self.model(torch.tensor(tokens), self.cache, layout)
         return self.model.head.logits(states.after), states.before, states.after
 

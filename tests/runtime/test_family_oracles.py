@@ -38,6 +38,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe_lite": ("glm4_moe_lite", {}),
     "deepseek_v32": ("deepseek_v32", {}),
     "glm_moe_dsa": ("glm_moe_dsa", {}),
+    "qwen3_next": ("qwen3_next", {}),
+    "qwen3_next, weights not normalised": ("qwen3_next", {"norm_topk_prob": False}),
+    "qwen3_5": ("qwen3_5_text", {}),
+    "qwen3_5, not tied": ("qwen3_5_text", {"tie_word_embeddings": False}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {}),
 }
 
 

@@ -14,9 +14,9 @@ from faults.fault import Fault
 from faults.matrix import Bundles, verified
 from faults.small_model import family_config
 from faults.weight_faults import halves_swapped, mtp, noisy, one_bit, swapped
-from runtime.checkpoints import COMPUTED
+from runtime.checkpoints import SMALL_CONFIGS
 
-OTHERS = [model_type for model_type in COMPUTED if model_type != "deepseek_v3"]
+OTHERS = [model_type for model_type in SMALL_CONFIGS if model_type != "deepseek_v3"]
 
 
 def expert_missing(layer: str, bundle: Path) -> None:

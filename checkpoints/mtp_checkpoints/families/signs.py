@@ -107,6 +107,12 @@ def _configs(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]
             yield f"{name}.", inner
 
 
+def text_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields of a config.json that describe the decoder: those of its text part, where
+    it has one, whatever its family."""
+    return list(_configs(config))[-1][1]
+
+
 def announced(config: Mapping[str, Any]) -> Announced | None:
     """Return what a config.json announces; None for no MTP module at all."""
     for prefix, fields in _configs(config):

@@ -14,16 +14,16 @@ from typing import Protocol, cast
 
 import torch
 
+from mtp_kernels.batch_layout import StateLayout
 from mtp_kernels.gated_delta.state import (
     DeltaState,
-    StateLayout,
     check_layout,
     check_rows,
     check_state,
 )
 from mtp_kernels.sizes import DeltaSizes
 
-__all__ = ["AUTO", "BACKENDS", "DeltaState", "StateLayout", "gated_delta"]
+__all__ = ["AUTO", "BACKENDS", "DeltaState", "gated_delta"]
 
 # Loaded on first use. A backend is a module with `supports` and `gated_delta`.
 BACKENDS = {

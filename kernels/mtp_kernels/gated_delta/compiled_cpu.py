@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from mtp_kernels.batch_layout import StateLayout
 from mtp_kernels.cpu.code import LANES
 from mtp_kernels.cpu.delta_rule import READ_COST, Convolved, Pool, Spans, delta_rule
 from mtp_kernels.cpu.jit import compiled
 from mtp_kernels.cpu.memory import Arena, floats
 from mtp_kernels.cpu.team import process_team
-from mtp_kernels.gated_delta.state import DeltaState, StateLayout
+from mtp_kernels.gated_delta.state import DeltaState
 from mtp_kernels.sizes import DeltaSizes
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from mtp_kernels.gated_delta.state import DeltaState, StateLayout
+from mtp_kernels.batch_layout import StateLayout
+from mtp_kernels.gated_delta.state import DeltaState
 from mtp_kernels.sizes import DeltaSizes
 
 NORM_EPS = 1e-6

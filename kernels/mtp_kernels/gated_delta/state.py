@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mtp_kernels.batch_layout import StateLayout
 from mtp_kernels.sizes import DeltaSizes
 from mtp_kernels.tensor_checks import check_tensor
 
@@ -53,21 +54,6 @@ class DeltaState:
         """Make a slot that of a request without tokens."""
         self.states[slot] = 0.0
         self.inputs[slot] = 0.0
-
-
-@dataclass(frozen=True)
-class StateLayout:
-    """Rows of a pass by request, and the slot that each request's state lies in.
-
-    Request i of b owns rows cu_rows[i] to cu_rows[i+1]: certain[i] tokens, then drafts. Before
-    them, the first replayed[i] drafts of its last pass, those that were accepted, go through its
-    state once more. All on the CPU.
-    """
-
-    cu_rows: torch.Tensor  # [b+1] int32
-    slots: torch.Tensor  # [b] int32, no two the same
-    replayed: torch.Tensor  # [b] int32
-    certain: torch.Tensor  # [b] int32
 
 
 def check_rows(

@@ -4,6 +4,7 @@ the expected number of distinct experts, and a short probe of disk and arithmeti
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -30,6 +31,9 @@ MODULE_RUNS, HEAD_RUNS, LONE_HEADS = 12, 11, 4
 LOGIT_BYTES = 32  # of a row and token while two distributions are compared in float64
 PROBE_BYTES = 512 << 20
 PROBE_ROWS = (4, 64)
+
+
+_LAYER = re.compile(r".*?\blayers\.\d+", re.ASCII)  # what names of a layer's tensors begin with
 
 
 @dataclass(frozen=True)
@@ -169,12 +173,13 @@ class Sizes:
                         compared += 2 * weight.size_bytes
                 elif spec.mtp_layer is not None:
                     module.add(weight)
-                elif "layers" in spec.name.split(".")[:2]:
-                    key = ".".join(spec.name.split(".")[:3])
-                    layers.setdefault(key, Layer(per_token)).add(weight)
+                elif found := _LAYER.match(spec.name):
+                    layers.setdefault(found[0], Layer(per_token)).add(weight)
         embedding = ends[Role.EMBEDDING]
         row_bytes = embedding.size_bytes // embedding.rows
-        return cls(tuple(layers.values()), module, ends[Role.HEAD], row_bytes, compared)
+        return cls(
+            tuple(layers.values()), module, ends.get(Role.HEAD, embedding), row_bytes, compared
+        )
 
 
 def cost_of(context: Context, streamed: StreamedModel, texts: Texts) -> Cost:

@@ -8,7 +8,7 @@ import torch
 
 from mtp_export.progress import CountCallback
 from mtp_export.verify.evidence.decode import Decoded
-from mtp_runtime.cache import CachedSequence, PageAllocator, lay_out
+from mtp_runtime.cache import CachedSequence, PageAllocator, lay_out_whole
 from mtp_runtime.models.model import Model
 
 _TEXTS, _TOKENS, _BLOCK = 4, 12, 4
@@ -45,7 +45,7 @@ def paced_logits(
     before are prefilled whole, all texts in one batch. advance takes the tokens of each step."""
     config = model.config
     needed = sum(-(-len(text) // _PAGE_SIZE) for text in texts)
-    pages = PageAllocator(needed, _PAGE_SIZE)
+    pages = PageAllocator(needed, _PAGE_SIZE, states=len(texts))
     cache = model.new_cache(pages)
     sequences = [CachedSequence() for _ in texts]
     parts: list[list[torch.Tensor]] = [[] for _ in texts]
@@ -56,7 +56,7 @@ def paced_logits(
         tokens = [t for i, (a, b) in zip(active, spans, strict=True) for t in texts[i][a:b]]
         for i, (a, b) in zip(active, spans, strict=True):
             pages.append(sequences[i], b - a)
-        layout = lay_out(pages, [sequences[i] for i in active], spans, model.device)
+        layout = lay_out_whole(pages, [sequences[i] for i in active], spans, model.device)
         after = model(torch.tensor(tokens, device=model.device), cache, layout).after
         advance(len(tokens))
         row = 0

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.families import family_of
 from mtp_checkpoints.tensors.reader import Checkpoint
 
 Prompt = tuple[int, ...]
@@ -50,7 +51,7 @@ def choose_prompts(
     if given is not None:
         return encoded(main, path, (prompt for prompt, _ in given))
     if not Tokenizer.find(main.folder).found:
-        return _random_prompts(main.config.get("vocab_size", 1))
+        return _random_prompts(family_of(main.config).facts.vocab)
     return encoded(main, path, BUILT_IN)
 
 
@@ -72,7 +73,7 @@ def encoded(
     """Token ids of texts; ids stay as they are. Raises what choose_prompts raises."""
     from mtp_runtime.tokenizer import Tokenizer
 
-    tokenizer, vocab = Tokenizer.find(main.folder), main.config.get("vocab_size", 1)
+    tokenizer, vocab = Tokenizer.find(main.folder), family_of(main.config).facts.vocab
     found: list[Prompt] = []
     for prompt in prompts:
         if isinstance(prompt, str):

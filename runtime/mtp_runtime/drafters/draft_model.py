@@ -34,7 +34,13 @@ class ModelDrafter(ChainDrafter):
                 found=model.config.vocab,
             )
         self._model = model
-        self._pages = PageAllocator(parts.pages.pages, parts.pages.page_size)
+        config = parts.config
+        self._pages = PageAllocator(
+            parts.pages.pages,
+            parts.pages.page_size,
+            states=config.max_batch_size if model.config.state_elements else 0,
+            drafts=config.speculation.draft_tokens,
+        )
         self._cache = model.new_cache(self._pages)
         if parts.config.poison_freed:
             self._pages.poison_freed(self._cache)
@@ -59,20 +65,27 @@ class ModelDrafter(ChainDrafter):
             self._pages.truncate(sequence, 0)
 
     def _catch_up(self, chains: list[Chain]) -> torch.Tensor:
-        """Compute all tokens not computed yet; returns the last rows [b, d] after the norm."""
-        sequences, spans, tokens, last = [], [], [], []
+        """Compute all tokens not computed yet; returns the last rows [b, d] after the norm.
+
+        States stand after a request's own tokens, so that every draft goes through them again.
+        """
+        sequences, spans, certain, tokens, last = [], [], [], [], []
         for chain in chains:
             request = chain.request
             sequence = self._sequences.setdefault(request.request_id, CachedSequence())
+            if sequence.state is not None and chain.tokens:
+                self._pages.truncate(sequence, len(request.tokens))
             known = request.tokens + chain.tokens
             start = sequence.length
+            certain.append(len(request.tokens) - start)
             self._pages.append(sequence, len(known) - start)
             sequences.append(sequence)
             spans.append((start, len(known)))
             tokens += known[start:]
             last.append(len(tokens) - 1)
         device = self._model.device
-        layout = lay_out(self._pages, sequences, spans, device)
+        advanced = self._pages.advance(sequences, spans, certain)
+        layout = lay_out(self._pages, sequences, spans, device, advanced)
         ids = torch.tensor(tokens, device=device)
         states = self._model(ids, self._cache, layout)
         return states.after[last]

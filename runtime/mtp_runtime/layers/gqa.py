@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from mtp_checkpoints.errors import UnsupportedError
 from mtp_kernels.sizes import GroupedSizes
 from mtp_runtime.cache import CacheSpec, LayerCache
 from mtp_runtime.layers.attention import Attention, ForwardPass
@@ -55,7 +56,8 @@ class Gqa(Attention):
         """Attend from rows x [T, d] to the cached keys; returns [T, d]."""
         keys, values = cache
         layout = forward.layout
-        query, key, value = self.project(x, forward.cos_sin(self.rope))
+        projected = self.qkv(x)
+        query, key, value = self.split(projected, forward.cos_sin(self.rope))
         keys.flatten(0, 1).index_copy_(0, layout.slots, key)
         values.flatten(0, 1).index_copy_(0, layout.slots, value)
         attended = torch.empty_like(query)
@@ -68,17 +70,26 @@ class Gqa(Attention):
             attended[rows] = attend(
                 query[rows], _cached(keys, pages, length), _cached(values, pages, length), seen
             )
-        return self.output(attended.flatten(1))
+        return self.output(self.gated(attended, projected).flatten(1))
 
-    def project(
-        self, x: torch.Tensor, cos_sin: torch.Tensor
+    def gated(self, attended: torch.Tensor, projected: torch.Tensor) -> torch.Tensor:
+        """Return what heads attended to [T, h, n] as the output projection takes it."""
+        return attended
+
+    def queries(self, projected: torch.Tensor) -> torch.Tensor:
+        """Return the queries [T, h, n] among the projection's outputs [T, h + 2g, n]."""
+        return projected[:, : self.sizes.heads]
+
+    def split(
+        self, projected: torch.Tensor, cos_sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Project x [T, d] to queries [T, h, n], keys and values [T, g, n], rotated."""
-        projected = self.qkv(x)
+        """Return queries [T, h, n], keys and values [T, g, n], normed and rotated, of what x was
+        projected to."""
         if self.bias is not None:
             projected = projected + self.bias
-        sizes = [self.sizes.heads, self.sizes.kv_heads, self.sizes.kv_heads]
-        query, key, value = torch.split(projected.view(len(x), -1, self.sizes.head), sizes, dim=1)
+        heads = projected.view(len(projected), -1, self.sizes.head)
+        query = self.queries(heads)
+        key, value = heads[:, self.sizes.queries :].chunk(2, dim=1)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         query, key = (rotate_halves(each, cos_sin[:, None]) for each in (query, key))
@@ -89,10 +100,38 @@ class Gqa(Attention):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Project x [T, d] to scaled queries [T, h, n] and, for every one of them, keys and
         values [T, h, n]."""
-        query, key, value = self.project(x, cos_sin)
+        query, key, value = self.split(self.qkv(x), cos_sin)
         each = self.sizes.heads // self.sizes.kv_heads
         key, value = (tensor.repeat_interleave(each, dim=1) for tensor in (key, value))
         return query * self.scale, key, value
+
+
+@dataclass(frozen=True)
+class GatedGqa(Gqa):
+    """Grouped-query attention whose heads are gated: qkv maps x to [query | gate] of every head,
+    then keys and values, and the sigmoid of its gate multiplies what a head attended to.
+
+    Source: transformers' qwen3_next.
+    """
+
+    def queries(self, projected: torch.Tensor) -> torch.Tensor:
+        """Return every other of the first heads."""
+        return projected[:, : self.sizes.queries : 2]
+
+    def gated(self, attended: torch.Tensor, projected: torch.Tensor) -> torch.Tensor:
+        """Multiply what heads attended to by their gates."""
+        heads = projected.view(len(projected), -1, self.sizes.head)
+        return attended * heads[:, 1 : self.sizes.queries : 2].sigmoid()
+
+    def expanded(
+        self, x: torch.Tensor, cos_sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Refuse to be trained: what trains attention takes no gates."""
+        raise UnsupportedError(
+            "Layers with gated attention are not trained",
+            expected="attention without gates of its heads",
+            todo="Export the module as it is, or graft another one",
+        )
 
 
 def _cached(entries: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:

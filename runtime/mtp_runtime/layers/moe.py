@@ -119,16 +119,37 @@ class SigmoidRouter:
 
 
 @dataclass(frozen=True)
+class SoftmaxRouter:
+    """Picks experts by their shares of the softmax over all; weight [d, e] is float32.
+
+    Source: transformers' qwen3_next.
+    """
+
+    weight: torch.Tensor
+    routing: Routing
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return expert ids [T, k] and their weights [T, k], float32, for x [T, d]."""
+        shares = torch.mm(x.float(), self.weight).softmax(dim=-1)  # [T, e]
+        weights, picked = shares.topk(self.routing.experts_per_token, dim=-1)
+        if self.routing.normalises:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return picked, weights * self.routing.scale
+
+
+@dataclass(frozen=True)
 class Moe:
     """Routed experts, and shared ones that every row goes through with weight 1.
 
     experts holds the routed ones, then `shared` shared ones. Experts that no row picked are not
-    asked for.
+    asked for. shared_gate [d], float32: the sigmoid of its product with a row is what the shared
+    ones are weighted with; None: 1.
     """
 
     router: Router
     experts: Experts
     shared: int
+    shared_gate: torch.Tensor | None = None
 
     @property
     def routed_experts(self) -> int:
@@ -140,8 +161,13 @@ class Moe:
         picked, weights = self.router(x)
         total = self.experts.routed(x, picked, weights)
         for expert in self.experts.each(range(self.routed_experts, len(self.experts))):
-            total += expert(x)
+            total += expert(x) if self.shared_gate is None else expert(x) * self.share_of(x)
         return total.to(x.dtype)
+
+    def share_of(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the weight [T, 1] of shared experts behind a gate."""
+        assert self.shared_gate is not None, "shared experts behind a gate"
+        return torch.mv(x.float(), self.shared_gate).sigmoid()[:, None]
 
 
 def expert_by_expert(

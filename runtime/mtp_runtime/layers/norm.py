@@ -15,9 +15,9 @@ class RmsNorm:
     eps: float
 
     @classmethod
-    def build(cls, weight: torch.Tensor, eps: float) -> RmsNorm:
-        """Build from a weight [d] as it is stored."""
-        return cls(weight.float(), eps)
+    def build(cls, weight: torch.Tensor, eps: float, offset: float = 0.0) -> RmsNorm:
+        """Build from a weight [d] as it is stored: less the offset."""
+        return cls(weight.float() + offset, eps)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return torch.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)

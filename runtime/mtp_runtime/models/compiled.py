@@ -50,6 +50,10 @@ class StackedCache:
     def tensors(self) -> Iterable[torch.Tensor]:
         return self.stacked.unbind()
 
+    @property
+    def states(self) -> Iterable[torch.Tensor]:
+        return ()
+
 
 def stacked(cache: Cache) -> torch.Tensor:
     """Return the one tensor of a cache that compiled layers made."""

@@ -26,7 +26,8 @@ from mtp_runtime.layers.tensor_parallel import ALONE, TensorParallel
 from mtp_runtime.loading.draft_folder import DraftFolder, DraftTensor, layout_on_disk, values_of
 from mtp_runtime.loading.held_source import HeldSource
 from mtp_runtime.models.execution import DraftModule, Head, Outputs
-from mtp_runtime.models.layer_types import LayerLoader, layer_type, load_layer
+from mtp_runtime.models.layer_loader import LayerLoader
+from mtp_runtime.models.layer_types import layer_type, load_layer
 from mtp_runtime.models.model import Model
 
 Tensors = Mapping[str, DraftTensor]
@@ -117,7 +118,7 @@ def eagle3_module(
     source = HeldSource.of(
         tensors, target.dtype, target.device, parallel, packs=target.execution.packs
     )
-    loader = LayerLoader(source, family.facts.norm_eps, family.facts.max_positions)
+    loader = LayerLoader(source, family.facts, family.facts.max_positions)
     for part in (family.layer.attention, family.layer.feed_forward):
         layer_type(part)
     local_embedding = weight_name(family.embedding)

@@ -29,7 +29,8 @@ from mtp_runtime.loading.same_files import require_same_files
 from mtp_runtime.loading.weight_source import Ledger, WeightSource
 from mtp_runtime.models.compiled import CompiledExecution, refuse_torch_layers
 from mtp_runtime.models.execution import Execution, Head, Outputs, TorchExecution
-from mtp_runtime.models.layer_types import LayerLoader, layer_type, load_layer
+from mtp_runtime.models.layer_loader import LayerLoader
+from mtp_runtime.models.layer_types import config_for, load_layer
 from mtp_runtime.models.memory_plan import MemoryPlan, planned
 from mtp_runtime.models.model import Model, MtpModule
 from mtp_runtime.models.offloaded import OffloadedExecution
@@ -222,7 +223,7 @@ class OpenedModel:
     @cached_property
     def loader(self) -> LayerLoader:
         """Loader of the model's layers."""
-        return LayerLoader(self.source, self.config.norm_eps, self.config.max_positions)
+        return LayerLoader(self.source, self.spec.facts, self.config.max_positions)
 
     def model(
         self, execution: Execution, layers: int | None = None, of_main: Execution | None = None
@@ -279,6 +280,10 @@ class OpenedModel:
         matrix = dense(source.weight(module), source.dtype)
         swapped = torch.cat(matrix.chunk(2, dim=1)[::-1], dim=1)
         return Linear.build(unquantized(swapped), source.dtype, source.keep_dense)
+
+    def _is_tied(self, local: str, of_main: str) -> bool:
+        """Return True where an MTP layer's module is absent, or equal to the main's."""
+        return self.source.is_tied(weight_name(local), weight_name(of_main))
 
     def _mtp_outputs(self, main: Model, mtp: MtpSpec) -> Outputs:
         own = mtp.modules.head
@@ -363,21 +368,6 @@ def open_model(
     contract = (options.contract or source.contract) if options.with_mtp else None
     config = config_for(spec, options.max_model_len)
     return OpenedModel(source, spec, config, contract, main.folder)
-
-
-def config_for(spec: ModelSpec, tokens: int | None) -> ModelConfig:
-    """Return the facts of a model for contexts of at most some tokens; None: as many as its layers
-    usually take.
-
-    Raises UnsupportedError for a part that the runtime does not compute, UsageError for more tokens
-    than the model has positions.
-    """
-    config = ModelConfig.of(spec)
-    for part in spec.parts:
-        usual = layer_type(part).usual_context
-        if tokens is None and usual is not None:
-            config = config.bounded(*usual(part))
-    return config if tokens is None else config.for_contexts(tokens)
 
 
 def _kind(name: str) -> str:

@@ -81,6 +81,10 @@ class ModelCache:
     def tensors(self) -> Iterable[torch.Tensor]:
         return (tensor for cache in (self.main, *self.mtp) for tensor in cache.tensors)
 
+    @property
+    def states(self) -> Iterable[torch.Tensor]:
+        return (tensor for cache in (self.main, *self.mtp) for tensor in cache.states)
+
 
 @dataclass(frozen=True)
 class Model:

@@ -37,8 +37,10 @@ from mtp_runtime.layers.attention import ForwardPass
 from mtp_runtime.layers.tensor_parallel import ALONE, TensorParallel
 from mtp_runtime.loading.draft_folder import DraftFolder, DraftTensor, layout_on_disk
 from mtp_runtime.loading.held_source import HeldSource
+from mtp_runtime.models.attention_types import check_chooses
 from mtp_runtime.models.execution import Execution, Head, Layers, Outputs, TorchExecution
-from mtp_runtime.models.layer_types import LayerLoader, check_chooses, load_layer
+from mtp_runtime.models.layer_loader import LayerLoader
+from mtp_runtime.models.layer_types import load_layer
 from mtp_runtime.models.model import Model
 
 Tensors = Mapping[str, DraftTensor]
@@ -240,7 +242,7 @@ class StoredHeads:
             if problems:
                 problems[0].raise_as_error(prefix, len(problems) - 1)
             source = self._source(target.execution, target, tensors)
-            loader = LayerLoader(source, facts.norm_eps, positions)
+            loader = LayerLoader(source, facts, positions)
             heads.append(target.execution.layers([load_layer(loader, last)]))
         return LayerHeads(tuple(heads), target)
 

@@ -15,7 +15,7 @@ from mtp_checkpoints.errors import InvalidInputError, MtpExportError, Unsupporte
 from mtp_checkpoints.families import FAMILIES, family_of
 from mtp_checkpoints.families.contract import Hidden, MtpContract
 from mtp_runtime import LLM, SamplingParams
-from mtp_runtime.models.load import config_for
+from mtp_runtime.models.layer_types import config_for
 from runtime.checkpoints import SMALL, SMALL_CONFIGS, YARN, changed, text_part, write_checkpoint
 
 NAN, INFINITE = float("nan"), float("inf")

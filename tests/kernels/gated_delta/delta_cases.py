@@ -8,7 +8,8 @@ from random import Random
 
 import torch
 
-from mtp_kernels.gated_delta import DeltaState, StateLayout, gated_delta
+from mtp_kernels.batch_layout import StateLayout
+from mtp_kernels.gated_delta import DeltaState, gated_delta
 from mtp_kernels.sizes import DeltaSizes
 
 SIZES = DeltaSizes(key_heads=1, value_heads=2, key=16, value=6, width=4)

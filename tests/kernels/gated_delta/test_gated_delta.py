@@ -26,8 +26,9 @@ from delta_cases import (
 )
 from transformers.models.qwen3_next import modeling_qwen3_next as transformers_layer
 
+from mtp_kernels.batch_layout import StateLayout
 from mtp_kernels.cpu.team import Team
-from mtp_kernels.gated_delta import BACKENDS, DeltaState, StateLayout, gated_delta
+from mtp_kernels.gated_delta import BACKENDS, DeltaState, gated_delta
 from mtp_kernels.sizes import DeltaSizes
 
 # Sequences of accepted and rejected drafts that each backend decodes, in batches.

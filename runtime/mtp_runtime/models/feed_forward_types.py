@@ -1,0 +1,134 @@
+"""Feed-forward layers: what loads them of their parts, and what the kernels pack of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from mtp_checkpoints.errors import UnsupportedError
+from mtp_checkpoints.families import parts
+from mtp_checkpoints.families.base import weight_name
+from mtp_checkpoints.families.parts.feed_forward import (
+    BIASED,
+    GREEDY,
+    SOFTMAX,
+    FusedExperts,
+    MlpModules,
+    MoeModules,
+)
+from mtp_checkpoints.formats import unquantized
+from mtp_runtime.config import refuse_other_values
+from mtp_runtime.layers.linear import Linear
+from mtp_runtime.layers.moe import (
+    HeldExperts,
+    Mlp,
+    Moe,
+    Router,
+    SigmoidRouter,
+    SoftmaxRouter,
+)
+from mtp_runtime.layers.tensor_parallel import ParallelMoe
+from mtp_runtime.loading.weight_source import WeightSource
+from mtp_runtime.models.layer_loader import LayerLoader, Stacks
+
+
+def check_mlp(part: parts.GatedMlp) -> None:
+    """Raise UnsupportedError for an activation that is not computed."""
+    refuse_other_values({"hidden_act": part.activation}, {"hidden_act": "silu"})
+
+
+def check_moe(part: parts.Moe) -> None:
+    """Raise UnsupportedError for a router or an activation that is not computed."""
+    check_mlp(part.expert)
+    router = part.router
+    if (router.scoring, router.method) != (SOFTMAX, GREEDY):
+        described = {"scoring_func": router.scoring, "topk_method": router.method}
+        refuse_other_values(described, {"scoring_func": "sigmoid", "topk_method": BIASED})
+
+
+def load_mlp(loader: LayerLoader, part: parts.GatedMlp, prefix: str) -> Mlp:
+    """Load a dense layer's MLP."""
+    return loader.split_mlp(MlpModules.under(prefix), range(part.inner))
+
+
+def load_moe(loader: LayerLoader, part: parts.Moe, prefix: str) -> Moe | ParallelMoe:
+    """Load a mixture of experts, routed ones first; of those every rank has some, whole."""
+    source, names = loader.source, part.modules(prefix)
+    parallel, shares = source.parallel, source.split.parts(part.experts)
+    local = shares[source.split.rank]
+    shared = tuple(_shared(loader, part, names.shared))
+    if names.fused is None:
+        experts = source.experts(names.experts[local.start : local.stop], loader.mlp, shared)
+    else:
+        experts = HeldExperts((*_fused(source, names.fused, local), *shared))
+    router = _router(loader, part.router, names)
+    if parallel.group.is_one:
+        return Moe(router, experts, len(shared), _shared_gate(source, names))
+    if names.shared_gate is not None:
+        raise UnsupportedError(
+            "Ranks do not divide shared experts behind a gate",
+            where=prefix,
+            expected="one process",
+            found=f"{source.split.size} ranks",
+        )
+    for number, expert in enumerate(names.experts):
+        if number not in local:
+            source.elsewhere(expert)
+    return ParallelMoe(router, experts, shared=len(shared), parts=tuple(shares), parallel=parallel)
+
+
+def _shared(loader: LayerLoader, part: parts.Moe, names: MlpModules | None) -> Iterator[Mlp]:
+    """Yield the shared experts one by one, which lie side by side."""
+    if names is None:
+        return
+    together = part.shared_mlp
+    assert together is not None, "names of shared experts"
+    each = together.inner // part.shared
+    for number in range(part.shared):
+        inner = range(number * each, (number + 1) * each)
+        yield loader.split_mlp(names, inner, joins=not loader.source.parallel.reduces)
+
+
+def _fused(source: WeightSource, names: FusedExperts, experts: range) -> Iterator[Mlp]:
+    """Yield some routed experts of a layer, all of which are in two tensors."""
+    gate_up, down = (source.raw(name) for name in names)  # [E, 2i, d] and [E, d, i]
+    for expert in experts:
+        yield Mlp(*(_dense_linear(source, matrices[expert]) for matrices in (gate_up, down)))
+
+
+def _dense_linear(source: WeightSource, matrix: torch.Tensor) -> Linear:
+    return Linear.build(unquantized(matrix), source.dtype, source.keep_dense)
+
+
+def _shared_gate(source: WeightSource, names: MoeModules) -> torch.Tensor | None:
+    """Load the gate [d] of the shared experts, where they have one."""
+    if names.shared_gate is None:
+        return None
+    return source.raw(weight_name(names.shared_gate)).float().flatten()
+
+
+def _router(loader: LayerLoader, part: parts.Router, names: MoeModules) -> Router:
+    source = loader.source
+    weight = source.raw(weight_name(names.router)).float().t().contiguous()
+    if names.router_bias is None:
+        return SoftmaxRouter(weight, part.routing)
+    return SigmoidRouter(
+        weight=weight,
+        bias=source.raw(names.router_bias).float(),
+        routing=part.routing,
+        scale=torch.tensor([part.routing.scale], device=source.device),
+    )
+
+
+def mlp_stacks(part: parts.GatedMlp, prefix: str, max_positions: int) -> Stacks:
+    names = MlpModules.under(prefix)
+    return ((names.gate, names.up),)
+
+
+def moe_stacks(part: parts.Moe, prefix: str, max_positions: int) -> Stacks | None:
+    if part.router.scoring == SOFTMAX:
+        return None
+    names = part.modules(prefix)
+    shared = () if names.shared is None else (names.shared,)
+    return ((mlp.gate, mlp.up) for mlp in (*names.experts, *shared))
