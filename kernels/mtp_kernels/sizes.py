@@ -144,6 +144,19 @@ class DeltaSizes(NamedTuple):
         """Inputs of the output projection."""
         return self.value_heads * self.value
 
+    def weights(self, hidden: int, input_width: int) -> Shapes:
+        """Return the shapes of the weights, given those of the stream and of attention's input."""
+        heads = self.value_heads
+        return {
+            "inputs": (self.channels + self.output, input_width),
+            "gate_inputs": (2 * heads, input_width),
+            "convolution": (self.channels, self.width),
+            "rate": (heads,),
+            "decay_bias": (heads,),
+            "value_norm": (self.value,),
+            "output": (hidden, self.output),
+        }
+
 
 class Routing(NamedTuple):
     """Choice of a sparse layer's experts, and the weights of those that are picked.

@@ -163,13 +163,14 @@ def delta_rule(
 ) -> None:  # fmt: skip
     """Write what value heads read from their states to out [T, Hv, V], and advance the pool.
 
-    x [T, channels] raw rows; gates [T, 2, Hv], log decay and beta; taps [width, channels]; rows is
-    memory for all of them and for replayed ones.
+    x [T, >= channels] raw rows; gates [T, 2, Hv], log decay and beta; taps [width, channels]; rows
+    is memory for all of them and for replayed ones. Members have called `wait` when all is done.
     """
     convolve_rows(member, x, gates, taps, pool, spans, sizes, rows)
     wait(member)
     advance_states(member, pool, spans, sizes, rows, out)
     keep_drafts(member, x, gates, pool, spans)
+    wait(member)
 
 
 @inner
@@ -215,12 +216,11 @@ def convolve(
 @inner
 def raw_row(x: Any, pool: Pool, spans: Spans, request: Any, number: Any) -> Any:
     """Return the address of a request's raw row, counted from the first of its slot."""
-    before, channels = pool.inputs.shape[1] - pool.gates.shape[1], x.shape[1]
-    kept = before + spans.replayed[request]
+    kept = pool.inputs.shape[1] - pool.gates.shape[1] + spans.replayed[request]
     if number < kept:
         line = spans.slots[request] * pool.inputs.shape[1] + number
-        return address(pool.inputs) + FLOAT_BYTES * line * channels
-    return address(x) + FLOAT_BYTES * (spans.cu_rows[request] + number - kept) * channels
+        return address(pool.inputs) + FLOAT_BYTES * line * pool.inputs.shape[2]
+    return address(x) + FLOAT_BYTES * (spans.cu_rows[request] + number - kept) * x.shape[1]
 
 
 @inner
@@ -329,7 +329,7 @@ def step_columns(
 def keep_drafts(member: Any, x: Any, gates: Any, pool: Pool, spans: Spans) -> None:
     """Keep the raw rows that the next pass needs, and the drafts' gates, by the member's
     channels."""
-    first, last = share(member, x.shape[1])
+    first, last = share(member, pool.inputs.shape[2])
     before = pool.inputs.shape[1] - pool.gates.shape[1]
     for request in range(spans.slots.size):
         slot, certain = spans.slots[request], spans.certain[request]

@@ -14,8 +14,16 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 
 from mtp_kernels.batch_layout import BatchLayout
+from mtp_kernels.gated_delta.state import DeltaState, StateLayout
 from mtp_kernels.quantize.row_codes import RowCodes
-from mtp_kernels.sizes import ONE_EXPERT, GroupedSizes, LatentSizes, Routing, Shapes
+from mtp_kernels.sizes import (
+    ONE_EXPERT,
+    DeltaSizes,
+    GroupedSizes,
+    LatentSizes,
+    Routing,
+    Shapes,
+)
 
 # Loaded on first use. A backend is a module with a class `Backend`, which takes a dtype of DTYPES
 # and one of ACTIVATIONS.
@@ -59,7 +67,8 @@ def pieces_of(matrix: Matrix) -> Iterator[Piece]:
 class LayerKind:
     """The computations that a decoder layer is made of, by name; a backend runs some of them.
 
-    "mla" is latent attention, "gqa" attention of grouped queries; "dense" a gated MLP,
+    "mla" is latent attention, "gqa" attention of grouped queries, "gated_delta" a gated delta net
+    in its place; "dense" a gated MLP,
     "sigmoid_moe" DeepSeek-V3's mixture of experts: sigmoid scores, a bias for picking, groups;
     "softmax_moe" one whose scores are a softmax over all experts. Other names stand for layers that
     no backend has.
@@ -79,6 +88,17 @@ class DecoderConfig:
     attention: LatentSizes | GroupedSizes
     norm_eps: float
     softmax_scale: float
+    routing: Routing = ONE_EXPERT
+    has_softmax: bool = False
+
+
+@dataclass(frozen=True)
+class DeltaConfig:
+    """Sizes and constants that all layers of a delta decoder share, as those of DecoderConfig."""
+
+    hidden: int
+    attention: DeltaSizes
+    norm_eps: float
     routing: Routing = ONE_EXPERT
     has_softmax: bool = False
 
@@ -125,6 +145,24 @@ class GroupedWeights:
 
 
 @dataclass(frozen=True)
+class DeltaWeights:
+    """Weights of a gated delta net: matrices [out, in], c channels [queries | keys | values].
+
+    inputs project to channels and output gates z, gate_inputs to what betas are sigmoids of, and to
+    decays. A value head's log decay is rate * softplus(decay + decay_bias). What a value head reads
+    is normed by itself, times value_norm and silu(z).
+    """
+
+    inputs: Matrix  # [c + h*v, d]
+    gate_inputs: Matrix  # [2*h, d]
+    convolution: torch.Tensor  # [c, width]
+    rate: torch.Tensor  # [h]
+    decay_bias: torch.Tensor  # [h]
+    value_norm: torch.Tensor  # [v]
+    output: Matrix  # [d, h*v]
+
+
+@dataclass(frozen=True)
 class LayerWeights:
     """One layer's float32 tensors as a checkpoint has them: matrices [out, in].
 
@@ -136,7 +174,7 @@ class LayerWeights:
     """
 
     input_norm: torch.Tensor | None  # [d]
-    attention: LatentWeights | GroupedWeights
+    attention: LatentWeights | GroupedWeights | DeltaWeights
     post_norm: torch.Tensor  # [d]
     router: torch.Tensor | None  # [e, d]
     router_bias: torch.Tensor | None  # [e], added to sigmoids for picking only
@@ -293,6 +331,25 @@ class Decoder(Protocol):
         """Return layers [first, stop), at least one, as a decoder of their own."""
 
 
+class DeltaDecoder(Protocol):
+    """Some consecutive layers of a model with gated delta nets."""
+
+    config: DeltaConfig
+
+    def __len__(self) -> int: ...
+
+    def __call__(self, x: torch.Tensor, layout: StateLayout, state: DeltaState) -> None:
+        """Replace x [T, d] by the output of the last layer, and advance the requests' states.
+
+        state: tensors of all layers [layers, ...], each as in a DeltaState of one. Raises TypeError
+        or ValueError for tensors that are not contiguous float32 on the decoder's device or do not
+        fit each other.
+        """
+
+    def part(self, first: int, stop: int) -> DeltaDecoder:
+        """Return layers [first, stop), at least one, as a decoder of their own."""
+
+
 class Recursion(Protocol):
     """Greedy drafts of a module, each made from the one before it."""
 
@@ -337,6 +394,9 @@ class Backend(Protocol):
         Raises TypeError or ValueError for layers that do not fit the config, and where there is no
         layer.
         """
+
+    def delta_decoder(self, config: DeltaConfig, layers: Sequence[PackedLayer]) -> DeltaDecoder:
+        """Join layers with gated delta nets. Raises as `decoder` does."""
 
     def norm(self, weight: torch.Tensor, eps: float) -> RowStep:
         """Return the RMS norm with a weight [d] float32."""

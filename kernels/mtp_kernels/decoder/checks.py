@@ -9,11 +9,13 @@ import torch
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.decoder import (
     DecoderConfig,
+    DeltaConfig,
     LayerWeights,
     PackedLayer,
     RecursionParts,
     StoredMatrix,
 )
+from mtp_kernels.gated_delta.state import DeltaState, StateLayout, check_layout, check_state
 from mtp_kernels.sizes import GroupedSizes, Shapes
 from mtp_kernels.tensor_checks import check_cached_lengths, check_shape, check_tensor
 
@@ -27,16 +29,31 @@ MAY_BE_ZERO = ("query_rank", "has_bias", "has_norms", "is_gated")
 
 def check_config(config: DecoderConfig, inv_freq: torch.Tensor) -> None:
     """Check that the config's sizes can be computed with, and the rope frequencies."""
+    check_sizes(config)
     attention = config.attention
-    sizes = {"hidden": config.hidden} | attention._asdict()
-    for name, size in sizes.items():
-        if size < 1 and name not in MAY_BE_ZERO:
-            raise ValueError(f"{name}: expected at least 1, found {size}")
     if attention.rope % 2:
         raise ValueError(f"rope: expected an even size, found {attention.rope}")
     if isinstance(attention, GroupedSizes):
         check_groups(attention)
     check_shape("inv_freq", inv_freq, (attention.rope // 2,), FLOAT)
+
+
+def check_sizes(config: DecoderConfig | DeltaConfig) -> None:
+    """Check that what the config counts is there."""
+    sizes = {"hidden": config.hidden} | config.attention._asdict()
+    for name, size in sizes.items():
+        if size < 1 and name not in MAY_BE_ZERO:
+            raise ValueError(f"{name}: expected at least 1, found {size}")
+
+
+def check_delta_config(config: DeltaConfig) -> None:
+    """Check that the config's sizes can be computed with, and that value heads share key heads."""
+    check_sizes(config)
+    sizes = config.attention
+    if sizes.value_heads % sizes.key_heads:
+        raise ValueError(
+            f"value_heads: expected a multiple of {sizes.key_heads}, found {sizes.value_heads}"
+        )
 
 
 def check_groups(sizes: GroupedSizes) -> None:
@@ -59,7 +76,7 @@ def check_weights(weights: LayerWeights) -> None:
             raise ValueError(f"{name}: expected on cpu, found on {tensor.device}")
 
 
-def check_layers(config: DecoderConfig, layers: Sequence[PackedLayer]) -> None:
+def check_layers(config: DecoderConfig | DeltaConfig, layers: Sequence[PackedLayer]) -> None:
     """Check that there are layers, and that their weights have the shapes of the config."""
     if not layers:
         raise ValueError("layers: expected at least one, found none")
@@ -81,7 +98,7 @@ def attention_input_width(shapes: Shapes) -> int:
     return matrix[1] if shapes["input_norm"] is None and len(matrix) == 2 else 0
 
 
-def expected_shapes(config: DecoderConfig, found: Shapes, *, first: bool) -> Shapes:
+def expected_shapes(config: DecoderConfig | DeltaConfig, found: Shapes, *, first: bool) -> Shapes:
     """Return the shapes that a layer's weights must have; experts and their width are its own, and
     of the first layer the width of rows that it is given."""
     hidden, router, gate_up = config.hidden, found["router"], found["gate_up"] or ()
@@ -101,7 +118,7 @@ def expected_shapes(config: DecoderConfig, found: Shapes, *, first: bool) -> Sha
     }
 
 
-def check_routing(config: DecoderConfig, routed: int, number: int) -> None:
+def check_routing(config: DecoderConfig | DeltaConfig, routed: int, number: int) -> None:
     """Check that a row can pick its experts out of the best groups."""
     picked, groups, kept, *_ = config.routing
     if groups < 1 or routed % groups or not 1 <= kept <= groups:
@@ -145,6 +162,20 @@ def check_pass(
     check_cached_lengths(
         rows, kv_cache, page_table=layout.page_table, kv_lens=layout.kv_lens, cu_q=layout.cu_q
     )
+
+
+def check_delta_pass(
+    config: DeltaConfig, layers: int, x: torch.Tensor, layout: StateLayout, state: DeltaState
+) -> None:
+    """Check the tensors of one pass of a delta decoder, contents of the layout included."""
+    device = torch.device("cpu")
+    check_tensor("x", x, shape=("T", config.hidden), dtypes=FLOAT, device=device)
+    number = min(len(state.states), len(state.inputs), len(state.gates))
+    if number < layers:
+        raise ValueError(f"state: expected at least {layers} layers, found {number}")
+    first = DeltaState(state.states[0], state.inputs[0], state.gates[0])
+    check_state(first, x, config.attention)
+    check_layout(layout, first, len(x))
 
 
 def check_stream(config: DecoderConfig, x: torch.Tensor, kv_cache: torch.Tensor) -> None:

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.decoder import (
     DecoderConfig,
+    DeltaConfig,
+    DeltaWeights,
     GroupedWeights,
     LatentWeights,
     LayerKind,
@@ -29,17 +31,21 @@ from mtp_kernels.decoder import (
 )
 from mtp_kernels.decoder.checks import (
     check_config,
+    check_delta_config,
+    check_delta_pass,
     check_layers,
     check_parts,
     check_pass,
     check_recursion,
     check_weights,
 )
+from mtp_kernels.gated_delta import DeltaState, StateLayout, gated_delta
 from mtp_kernels.sizes import GroupedSizes, LatentSizes, Shapes
 
 # Weights that are kept in a backend's dtype.
-MATRICES = ("down", "query_up", "key_up", "value_up", "qkv", "output", "gate_up", "expert_down")
-Weights = TypeVar("Weights", bound=LayerWeights | LatentWeights | GroupedWeights)
+MATRICES = ("down", "query_up", "key_up", "value_up", "qkv", "output", "gate_up", "expert_down",
+            "inputs", "gate_inputs")  # fmt: skip
+Weights = TypeVar("Weights", bound=LayerWeights | LatentWeights | GroupedWeights | DeltaWeights)
 
 
 class Backend:
@@ -50,10 +56,10 @@ class Backend:
         self._dtype = dtype
 
     def runs(self, kind: LayerKind) -> bool:
-        """Return True for latent or grouped-query attention with a dense or mixture-of-experts
-        MLP."""
-        known = ("dense", "sigmoid_moe", "softmax_moe")
-        return kind.attention in ("mla", "gqa") and kind.feed_forward in known
+        """Return True for latent or grouped-query attention, or a gated delta net, with a dense or
+        mixture-of-experts MLP."""
+        rows = kind.feed_forward in ("dense", "sigmoid_moe", "softmax_moe")
+        return kind.attention in ("mla", "gqa", "gated_delta") and rows
 
     def pack(self, weights: LayerWeights) -> KeptLayer:
         """Keep a layer's weights."""
@@ -66,6 +72,12 @@ class Backend:
         check_config(config, rope.inv_freq)
         check_layers(config, layers)
         return Decoder(config, tuple(layers), Rotation(rope.inv_freq, rope.attention_scaling))
+
+    def delta_decoder(self, config: DeltaConfig, layers: Sequence[KeptLayer]) -> DeltaDecoder:
+        """Join layers with gated delta nets."""
+        check_delta_config(config)
+        check_layers(config, layers)
+        return DeltaDecoder(config, tuple(layers))
 
     def norm(self, weight: torch.Tensor, eps: float) -> RowStep:
         """Return an RMS norm."""
@@ -246,6 +258,51 @@ class Decoder:
         return query, torch.cat([key, value], dim=1).flatten(1), gates
 
 
+@dataclass(frozen=True)
+class DeltaDecoder:
+    """Layers with gated delta nets that are run operation by operation."""
+
+    config: DeltaConfig
+    layers: tuple[KeptLayer, ...]
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __call__(self, x: torch.Tensor, layout: StateLayout, state: DeltaState) -> None:
+        check_delta_pass(self.config, len(self), x, layout, state)
+        pools = zip(state.states, state.inputs, state.gates, strict=True)
+        for kept, pool in zip(self.layers, pools, strict=False):
+            layer, eps = kept.weights, self.config.norm_eps
+            assert isinstance(layer.attention, DeltaWeights) and layer.input_norm is not None
+            normed = rms_norm(x, layer.input_norm, eps)
+            x += self._net(layer.attention, normed, layout, DeltaState(*pool))
+            x += feed_forward(self.config, layer, rms_norm(x, layer.post_norm, eps))
+
+    def part(self, first: int, stop: int) -> DeltaDecoder:
+        return replace(self, layers=self.layers[first:stop])
+
+    def _net(
+        self, weights: DeltaWeights, x: torch.Tensor, layout: StateLayout, state: DeltaState
+    ) -> torch.Tensor:
+        """Return a gated delta net of rows x [T, d], and advance the layer's state."""
+        sizes = self.config.attention
+        made, gates = x @ in_memory(weights.inputs).T, x @ in_memory(weights.gate_inputs).T
+        rows, z = torch.split(made, [sizes.channels, sizes.output], dim=1)
+        beta, decay = gates.chunk(2, dim=1)
+        log_decay = weights.rate * F.softplus(decay + weights.decay_bias)
+        read = gated_delta(
+            rows.contiguous(),
+            torch.stack([log_decay, beta.sigmoid()], dim=1),
+            weights.convolution,
+            state,
+            layout,
+            sizes,
+            backend="reference",
+        )
+        normed = rms_norm(read, weights.value_norm, self.config.norm_eps).flatten(1)
+        return (normed * F.silu(z)) @ in_memory(weights.output).T
+
+
 def attend(
     config: DecoderConfig,
     weights: LatentWeights | GroupedWeights,
@@ -289,7 +346,9 @@ def expanded(
     return each[:, 0], each[:, 1]
 
 
-def feed_forward(config: DecoderConfig, layer: LayerWeights, x: torch.Tensor) -> torch.Tensor:
+def feed_forward(
+    config: DecoderConfig | DeltaConfig, layer: LayerWeights, x: torch.Tensor
+) -> torch.Tensor:
     """Return the MLP of normed rows x [T, d]: picked experts by weight, then the shared ones."""
     out, routed = torch.zeros_like(x), 0
     if layer.router is not None:
@@ -311,7 +370,7 @@ def feed_forward(config: DecoderConfig, layer: LayerWeights, x: torch.Tensor) ->
     return out
 
 
-def picked_experts(config: DecoderConfig, scores: torch.Tensor) -> torch.Tensor:
+def picked_experts(config: DecoderConfig | DeltaConfig, scores: torch.Tensor) -> torch.Tensor:
     """Return the best experts [k] of one row's biased scores [e], the lower of equals first.
 
     Only the best groups' experts count; a group is as good as the sum of its two best experts.

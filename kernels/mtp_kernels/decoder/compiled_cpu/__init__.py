@@ -19,6 +19,7 @@ from mtp_kernels.cpu.panel_forms import Panel, form_of
 from mtp_kernels.cpu.team import process_team
 from mtp_kernels.decoder import (
     DecoderConfig,
+    DeltaConfig,
     LayerKind,
     LayerShard,
     LayerWeights,
@@ -35,6 +36,7 @@ from mtp_kernels.decoder.checks import (
     check_weights,
 )
 from mtp_kernels.decoder.compiled_cpu.attention import Scratch
+from mtp_kernels.decoder.compiled_cpu.delta import DeltaDecoder
 from mtp_kernels.decoder.compiled_cpu.expert_cache import ExpertCache
 from mtp_kernels.decoder.compiled_cpu.offloaded import (
     OffloadedDecoder,
@@ -71,10 +73,10 @@ class Backend:
         self._packer = Packer(Arena(), dtype, activations)
 
     def runs(self, kind: LayerKind) -> bool:
-        """Return True for latent or grouped-query attention with a dense or mixture-of-experts
-        MLP."""
-        known = ("dense", "sigmoid_moe", "softmax_moe")
-        return kind.attention in ("mla", "gqa") and kind.feed_forward in known
+        """Return True for latent or grouped-query attention, or a gated delta net, with a dense or
+        mixture-of-experts MLP."""
+        rows = kind.feed_forward in ("dense", "sigmoid_moe", "softmax_moe")
+        return kind.attention in ("mla", "gqa", "gated_delta") and rows
 
     def pack(self, weights: LayerWeights) -> PackedLayer:
         """Pack a layer."""
@@ -84,6 +86,10 @@ class Backend:
     def decoder(self, config: DecoderConfig, layers: Sequence[PackedLayer], rope: Rope) -> Decoder:
         """Join layers."""
         return Decoder(config, layers, rope)
+
+    def delta_decoder(self, config: DeltaConfig, layers: Sequence[PackedLayer]) -> DeltaDecoder:
+        """Join layers with gated delta nets."""
+        return DeltaDecoder(config, layers)
 
     def pack_shard(self, part: LayerShard) -> PackedShard:
         """Pack one process's part of a layer."""

@@ -51,7 +51,7 @@ def make_scratch(
     """
     attention, picked = config.attention, config.routing.experts_per_token
     return Scratch(
-        *_floats(
+        *float_arrays(
             (count, panels_of(attention.projected) * PANEL),
             (count * attention.heads, attention.key),
             (count, attention.output),
@@ -61,12 +61,12 @@ def make_scratch(
             inner,
         ),
         np.empty((count, picked), np.int64),
-        Parts(*_floats((parts, attention.attended), (parts,), (parts,))),
+        Parts(*float_arrays((parts, attention.attended), (parts,), (parts,))),
         np.empty((0, 0), np.float32) if attention_input is None else attention_input.numpy(),
     )
 
 
-def _floats(*shapes: tuple[int, ...]) -> list[np.ndarray]:
+def float_arrays(*shapes: tuple[int, ...]) -> list[np.ndarray]:
     """Return arrays side by side in one memory; each begins at a cache line, as vectors should."""
     sizes = [math.prod(shape) for shape in shapes]
     ends = list(itertools.accumulate(-(-size // LINE) * LINE for size in sizes))

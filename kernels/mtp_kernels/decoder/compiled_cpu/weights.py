@@ -13,6 +13,7 @@ import torch
 from mtp_kernels.cpu.panel_forms import PANEL
 from mtp_kernels.decoder import (
     DecoderConfig,
+    DeltaWeights,
     GroupedWeights,
     LatentWeights,
     LayerWeights,
@@ -26,7 +27,7 @@ from mtp_kernels.sizes import GroupedSizes, LatentSizes, Routing, Shapes
 Layer = TypeVar("Layer")
 
 # A layer as compiled code sees it: addresses of packed weights, 0 where there is none, then counts.
-PARTS = (LatentWeights, GroupedWeights, LayerWeights)
+PARTS = (LatentWeights, GroupedWeights, DeltaWeights, LayerWeights)
 ADDRESSES = {field.name for part in PARTS for field in fields(part)} - {"attention"}
 STACKS = ("gate_up", "expert_down")  # given by the address of a table of theirs
 FORMS = {f"{name}_form" for name in ADDRESSES.difference(STACKS)}  # of matrices, as in a Panel
@@ -124,6 +125,9 @@ def pack_layer(weights: LayerWeights, packer: Packer, absent: int = 0) -> Packed
         "expert_down": packer.stack(given.pop("expert_down")),
     }
     made, vectors = {}, {}
+    convolution = given.pop("convolution", None)
+    if convolution is not None:
+        vectors["convolution"] = packer.vector(convolution.t())  # [width, channels]
     key_up = given.pop("key_up", None)
     transposes = None if key_up is None else packer.transposes(key_up)
     for name, tensor in given.items():
