@@ -11,7 +11,7 @@ import torch
 from numba import carray
 
 from mtp_kernels.cpu.code import FLOAT_BYTES
-from mtp_kernels.cpu.delta_rule import READ_COST, Convolved, Pool, delta_rule
+from mtp_kernels.cpu.delta_rule import READ_COST, Pool, delta_rule
 from mtp_kernels.cpu.elementwise import sigmoid
 from mtp_kernels.cpu.jit import compiled, inner
 from mtp_kernels.cpu.panel_forms import PANEL
@@ -58,7 +58,7 @@ class NetScratch(NamedTuple):
     shared_weights: Any  # [T] of shared experts
     inner: Any  # [T * experts per row, whole panels]
     picked: Any  # [T, k] experts
-    rows: Convolved
+    rows: Any  # Convolved
 
 
 @compiled
