@@ -14,7 +14,7 @@ from typing import Protocol, cast
 
 import torch
 
-from mtp_kernels.batch_layout import BatchLayout
+from mtp_kernels.batch_layout import BatchLayout, StateLayout
 from mtp_kernels.decoder.layer_weights import (
     DeltaWeights,
     GroupedWeights,
@@ -28,7 +28,7 @@ from mtp_kernels.decoder.layer_weights import (
     StoredMatrix,
     pieces_of,
 )
-from mtp_kernels.gated_delta.state import DeltaState, StateLayout
+from mtp_kernels.gated_delta.state import DeltaState
 from mtp_kernels.sizes import (
     ONE_EXPERT,
     DeltaSizes,

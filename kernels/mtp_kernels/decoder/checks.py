@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mtp_kernels.batch_layout import BatchLayout
+from mtp_kernels.batch_layout import BatchLayout, StateLayout
 from mtp_kernels.decoder import (
     DecoderConfig,
     DeltaConfig,
@@ -15,7 +15,7 @@ from mtp_kernels.decoder import (
     RecursionParts,
     StoredMatrix,
 )
-from mtp_kernels.gated_delta.state import DeltaState, StateLayout, check_layout, check_state
+from mtp_kernels.gated_delta.state import DeltaState, check_layout, check_state
 from mtp_kernels.sizes import GroupedSizes, Shapes
 from mtp_kernels.tensor_checks import check_cached_lengths, check_shape, check_tensor
 

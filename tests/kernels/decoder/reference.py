@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 
-from mtp_kernels.batch_layout import BatchLayout
+from mtp_kernels.batch_layout import BatchLayout, StateLayout
 from mtp_kernels.decoder import (
     DecoderConfig,
     DeltaConfig,
@@ -39,7 +39,7 @@ from mtp_kernels.decoder.checks import (
     check_recursion,
     check_weights,
 )
-from mtp_kernels.gated_delta import DeltaState, StateLayout, gated_delta
+from mtp_kernels.gated_delta import DeltaState, gated_delta
 from mtp_kernels.sizes import GroupedSizes, LatentSizes, Shapes
 
 # Weights that are kept in a backend's dtype.

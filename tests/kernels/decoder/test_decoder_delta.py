@@ -11,9 +11,10 @@ import torch
 from decoder_cases import BACKENDS, check, make_backend
 
 from mtp_kernels import decoder
+from mtp_kernels.batch_layout import StateLayout
 from mtp_kernels.cpu.team import Team
 from mtp_kernels.decoder import DeltaConfig, DeltaWeights, LayerKind, LayerWeights
-from mtp_kernels.gated_delta import DeltaState, StateLayout
+from mtp_kernels.gated_delta import DeltaState
 from mtp_kernels.sizes import DeltaSizes, Routing
 
 SIZES = DeltaSizes(key_heads=2, value_heads=4, key=16, value=12, width=4)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numba import carray
 
+from mtp_kernels.batch_layout import StateLayout
 from mtp_kernels.cpu.code import FLOAT_BYTES
 from mtp_kernels.cpu.delta_rule import READ_COST, Pool, delta_rule
 from mtp_kernels.cpu.elementwise import sigmoid
@@ -33,7 +34,7 @@ from mtp_kernels.decoder.compiled_cpu.rows import (
 from mtp_kernels.decoder.compiled_cpu.scratch import float_arrays
 from mtp_kernels.decoder.compiled_cpu.weights import PackedLayer, inner_sizes, table_of
 from mtp_kernels.gated_delta.compiled_cpu import convolved, spans_of
-from mtp_kernels.gated_delta.state import DeltaState, StateLayout
+from mtp_kernels.gated_delta.state import DeltaState
 from mtp_kernels.sizes import DeltaSizes, Routing
 
 
