@@ -123,8 +123,9 @@ class PageAllocator:
     """Allocates pages to sequences, whatever the layers keep in them.
 
     with_spare: caches have one page more, which no sequence gets, for rows that stand for nothing.
-    states: sequences with rows at a time, where layers keep a state of each, and drafts: the most
-    that a pass takes of one.
+    states: sequences with pages at a time, where layers keep a state of each; state_pages: pages
+    whose memory a state takes, which are not given to sequences meanwhile, so that pages bound the
+    memory of both; drafts: the most that a pass takes of a sequence.
     """
 
     keeps_prefixes = False
@@ -136,19 +137,27 @@ class PageAllocator:
         *,
         with_spare: bool = False,
         states: int = 0,
+        state_pages: int = 0,
         drafts: int = 0,
     ) -> None:
         self.pages = pages
         self.page_size = page_size
         self._spare_pages = int(with_spare)
         self._states, self._drafts = states, drafts
+        self.state_pages = state_pages
         self._free = list(range(pages - 1, -1, -1))
         self._free_states = list(range(states - 1, -1, -1))
         self._poisoned: list[Cache] = []
 
     @property
     def free_pages(self) -> int:
-        return len(self._free)
+        """Number of pages that nobody holds, nor states have the memory of; below 0 never."""
+        return len(self._free) - self._held_by_states
+
+    @property
+    def _held_by_states(self) -> int:
+        """Number of pages whose memory states have."""
+        return self.state_pages * (self._states - len(self._free_states))
 
     def spec(self, dtype: torch.dtype, device: torch.device) -> CacheSpec:
         """Spec of a cache with room for all pages."""
@@ -173,11 +182,14 @@ class PageAllocator:
         return -(-tokens // self.page_size)
 
     def missing_pages(self, sequence: CachedSequence, length: int) -> int:
-        """Number of pages to take before the sequence can hold a number of tokens."""
-        return max(0, self.pages_for(length) - len(sequence.pages))
+        """Number of pages to take before the sequence can hold a number of tokens, with those of
+        its state."""
+        of_state = self.state_pages if sequence.state is None else 0
+        return max(0, self.pages_for(length) - len(sequence.pages)) + of_state
 
     def reserve(self, sequence: CachedSequence, length: int) -> None:
-        """Take the pages that a number of tokens need (ResourceError when there are too few)."""
+        """Take the pages that a number of tokens need, and a state where layers keep one
+        (ResourceError when there are too few)."""
         missing = self.missing_pages(sequence, length)
         if missing > self.free_pages:
             raise ResourceError(
@@ -186,7 +198,10 @@ class PageAllocator:
                 found=self.free_pages,
                 todo="Give the engine more cache_tokens",
             )
-        sequence.pages += [self._take() for _ in range(missing)]
+        more = max(0, self.pages_for(length) - len(sequence.pages))
+        sequence.pages += [self._take() for _ in range(more)]
+        if self._states and sequence.state is None:
+            sequence.state = self._free_states.pop()
 
     def append(self, sequence: CachedSequence, count: int) -> None:
         """Make the sequence longer; the caller writes the entries of the new tokens."""
@@ -211,7 +226,7 @@ class PageAllocator:
         if sequence.state is not None:
             assert not length or length >= sequence.state_length, "a state cannot go back"
             if not length:
-                self._free_state(sequence)
+                self._give_back_state(sequence)
 
     def advance(
         self,
@@ -228,8 +243,6 @@ class PageAllocator:
             return None
         replayed = []
         for sequence, (start, _), count in zip(sequences, spans, certain, strict=True):
-            if sequence.state is None:
-                sequence.state = self._free_states.pop()
             replayed.append(start - sequence.state_length if start else 0)
             sequence.state_length = start + count
         sizes = (end - start for start, end in spans)
@@ -240,7 +253,7 @@ class PageAllocator:
             certain=_int32(certain),
         )
 
-    def _free_state(self, sequence: CachedSequence) -> None:
+    def _give_back_state(self, sequence: CachedSequence) -> None:
         """Take a sequence's state from it."""
         assert sequence.state is not None, "a sequence that had rows"
         for cache in self._poisoned:

@@ -25,6 +25,7 @@ from mtp_runtime.config import EngineConfig
 from mtp_runtime.draft_length import Step, draft_length
 from mtp_runtime.drafters.base import Drafter, DrafterParts, Pass
 from mtp_runtime.judging import Group, Judge, score_prompts
+from mtp_runtime.memory import state_pages
 from mtp_runtime.models.model import Model, States
 from mtp_runtime.parallel import group as ranks
 from mtp_runtime.prefix_cache import allocator_for
@@ -54,7 +55,7 @@ class Engine:
         self.pages = allocator_for(
             config,
             modules=len(model.mtp_modules),
-            keeps_states=model.config.state_elements > 0,
+            state_pages=state_pages(model, config.page_size),
             with_spare=graphs is not None,
         )
         self.cache = model.new_cache(self.pages)
@@ -110,6 +111,7 @@ class Engine:
             )
         self.model.config.check_positions(positions)
         needed = self.pages.pages_for(positions + self.config.speculation.draft_tokens)
+        needed += self.pages.state_pages
         if needed > self.pages.pages:
             raise ResourceError(
                 "A request does not fit the cache",

@@ -15,6 +15,7 @@ from mtp_checkpoints.errors import ResourceError, UsageError
 from mtp_checkpoints.free_memory import free_memory
 from mtp_runtime.cache import PageAllocator
 from mtp_runtime.models.memory_plan import FOR_CACHE, MemoryPlan, PageSizes
+from mtp_runtime.models.model import Model
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +134,14 @@ def bytes_per_page(cached: Sequence[Cached], page_size: int) -> int:
         for part in cached
         for tensor in part.new_cache(pages).tensors
     )
+
+
+def state_pages(model: Model, page_size: int) -> int:
+    """Return how many pages of its cache the state of a sequence has the memory of, 0 without."""
+    if not model.config.state_elements:
+        return 0
+    state_bytes = model.config.state_elements * torch.float32.itemsize
+    return -(-state_bytes // max(1, bytes_per_page((model,), page_size)))
 
 
 def bound_device(device: torch.device, max_memory_bytes: int) -> None:

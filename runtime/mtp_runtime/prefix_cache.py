@@ -30,9 +30,17 @@ class SharedPages(PageAllocator):
         *,
         with_spare: bool = False,
         states: int = 0,
+        state_pages: int = 0,
         drafts: int = 0,
     ) -> None:
-        super().__init__(pages, page_size, with_spare=with_spare, states=states, drafts=drafts)
+        super().__init__(
+            pages,
+            page_size,
+            with_spare=with_spare,
+            states=states,
+            state_pages=state_pages,
+            drafts=drafts,
+        )
         self._holders = [0] * pages  # number of sequences
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
@@ -41,7 +49,7 @@ class SharedPages(PageAllocator):
     @property
     def free_pages(self) -> int:
         """Number of pages that nobody holds, whether their entries are kept or not."""
-        return len(self._free) + len(self._kept)
+        return super().free_pages + len(self._kept)
 
     def adopt(self, sequence: CachedSequence, tokens: Sequence[int]) -> None:
         """Give an empty sequence the pages that are known of its tokens, but never its last token,
@@ -97,9 +105,10 @@ class SharedPages(PageAllocator):
 
 
 def allocator_for(
-    config: EngineConfig, *, modules: int, keeps_states: bool, with_spare: bool
+    config: EngineConfig, *, modules: int, state_pages: int, with_spare: bool
 ) -> PageAllocator:
-    """Make the allocator of an engine's pages, and of states where layers keep some.
+    """Make the allocator of an engine's pages, and of states where layers keep some, each of the
+    memory of so many pages.
 
     modules: MTP modules of the model. Raises UnsupportedError for a prefix cache that does not keep
     what they, or states, need.
@@ -111,7 +120,7 @@ def allocator_for(
             found=modules,
             todo="Leave the prefix cache out, or use --speculate-method none",
         )
-    if config.prefix_cache and keeps_states:
+    if config.prefix_cache and state_pages:
         raise UnsupportedError(
             "The prefix cache does not keep the states of a gated delta net",
             expected="a model all of whose layers keep entries per token",
@@ -122,6 +131,7 @@ def allocator_for(
         config.cache_tokens // config.page_size,
         config.page_size,
         with_spare=with_spare,
-        states=config.max_batch_size if keeps_states else 0,
+        states=config.max_batch_size if state_pages else 0,
+        state_pages=state_pages,
         drafts=config.speculation.draft_tokens,
     )

@@ -14,6 +14,7 @@ from mtp_runtime.config import EngineConfig, SpeculationConfig
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import Drafter, DrafterParts
 from mtp_runtime.engine import Engine
+from mtp_runtime.memory import state_pages
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.models.model import Model
 from mtp_runtime.request import Request
@@ -102,7 +103,8 @@ def run(
     sizes = {"page_size": 16} | settings
     page = sizes["page_size"]
     pages = [
-        -(-(len(p) + own.max_tokens + k + 1) // page) for p, own in zip(prompts, each, strict=True)
+        -(-(len(p) + own.max_tokens + k + 1) // page) + state_pages(model, page)
+        for p, own in zip(prompts, each, strict=True)
     ]
     sizes = {"cache_tokens": page * sum(pages)} | sizes
     config = EngineConfig(**sizes, poison_freed=True, speculation=speculation)

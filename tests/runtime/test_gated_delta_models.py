@@ -11,8 +11,10 @@ import torch
 from transformers.modeling_layers import MtpModel
 
 from cases import nightly_but
+from mtp_checkpoints.errors import ResourceError
 from mtp_runtime import SamplingParams
 from mtp_runtime.cache import CachedSequence, PageAllocator, lay_out
+from mtp_runtime.memory import bytes_per_page, state_pages
 from mtp_runtime.models.model import Model
 from runtime.checkpoints import SMALL_CONFIGS, write_checkpoint
 from runtime.harness import Walk, load, prompts_of, run
@@ -79,7 +81,8 @@ def test_greedy_tokens(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     chunks = {"prefill_chunk": 5, "max_step_tokens": 24}
     assert run(model, prompts, params, **chunks).outputs == expected
     assert run(model, prompts[:1], params).outputs == expected[:1]
-    few = run(model, prompts, params, method="mtp", k=2, cache_tokens=5 * 16)
+    pages = 7 + 2 * state_pages(model, 16)  # two requests and their states, of which one grows
+    few = run(model, prompts, params, method="mtp", k=2, cache_tokens=pages * 16)
     assert few.outputs == expected and few.engine.totals.preemptions
     for k in (1, 3):
         drafted = run(model, prompts, params, method="mtp", k=k, **chunks)
@@ -118,6 +121,21 @@ def test_states_are_those_of_plain_decoding(name: str, tmp_path: Path) -> None:
         if number % 3 < 2:  # the state, and the raw rows before the next token
             one, other = (tensor[each.state][:3] for each in (sequence, plain))
             assert float((one - other).abs().max()) <= TOLERANCE * float(other.abs().max())
+
+
+def test_states_take_memory_from_the_cache(tmp_path: Path) -> None:
+    """The size of the cache bounds what entries of tokens and states take together."""
+    model = load(small("qwen3_5_text", tmp_path))
+    each = state_pages(model, 16)
+    state_bytes = sum(t[0].nbytes for t in model.new_cache(PageAllocator(1, 16, states=1)).states)
+    page_bytes = bytes_per_page((model,), 16)
+    assert (each - 1) * page_bytes < state_bytes <= each * page_bytes
+    prompts = prompts_of([9, 9, 9], 4)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    one = (1 + each) * 16
+    assert len(run(model, prompts, params, cache_tokens=one).outputs) == 3  # one at a time
+    with pytest.raises(ResourceError, match=f"at least {one} cache_tokens"):
+        run(model, prompts, params, cache_tokens=one - 16)
 
 
 def feed(
