@@ -16,6 +16,7 @@ from mtp_checkpoints.errors import (
     MtpExportError,
     ResourceError,
 )
+from mtp_export.paragraphs import command_lines
 
 
 class Failure(NamedTuple):
@@ -99,7 +100,7 @@ def print_failure(failure: Failure, said: str) -> None:
         hint = "\n".join(_wrapped(f"hint: {hint.removesuffix(command).rstrip()}", columns))
         print(f"{dim}{hint}{end}", file=sys.stderr)
         if command:
-            print(f"  {command}", file=sys.stderr)
+            print("\n".join(_wrapped(f"  {command}", columns)), file=sys.stderr)
 
 
 def _columns() -> int:
@@ -113,12 +114,13 @@ def _columns() -> int:
 def _wrapped(text: str, columns: int) -> list[str]:
     """Return the lines of a message, broken between words where they are wider than a terminal,
     and indented below the first line of an entry of a list; those of commands are indented, and
-    stay whole to be copied."""
+    broken as a shell takes them."""
     if not columns:
         return text.splitlines()
     wrapper = TextWrapper(columns, break_long_words=False, break_on_hyphens=False)
-    lines = []
+    lines: list[str] = []
     for line in text.splitlines():
         wrapper.subsequent_indent = "  " if line.startswith("- ") else ""
-        lines += [line] if line.startswith(" ") else wrapper.wrap(line)
+        is_command = line.startswith(" ")
+        lines += command_lines(line, columns) if is_command else wrapper.wrap(line)
     return lines

@@ -14,7 +14,7 @@ from mtp_checkpoints.errors import UnsupportedError, UsageError
 from mtp_checkpoints.layouts import names_that_serve
 from mtp_checkpoints.layouts.base import Placement
 from mtp_export.bundle.launch import draft_lines, engines_of, node_lines, probe_of
-from mtp_export.commands.output import Reporting, print_result
+from mtp_export.commands.output import Reporting, print_command, print_result
 from mtp_export.commands.runtime import BUNDLE
 from mtp_export.options import Access, Names, Panel, option, path_option
 from mtp_export.paths import refuse_unprintable
@@ -184,7 +184,7 @@ def _show(lines: Sequence[str], *names: str) -> None:
         machine = f"machine {number}" if len(lines) > 1 else ""
         if heading := ", ".join(filter(None, [*names, machine])):
             print(f"# {heading}")
-        print(line)
+        print_command(line)
 
 
 def _become(line: str, engine: str, probe: str) -> None:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mtp_export.options import Access, Panel, option, path_option
-from mtp_export.paragraphs import lines_of
+from mtp_export.paragraphs import command_lines, lines_of
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -110,21 +110,32 @@ def json_text(facts: dict[str, Any]) -> str:
 def print_result(facts: dict[str, Any], table: RenderableType, reporting: Reporting) -> None:
     """Print a result on stdout, as JSON or as a table.
 
-    The commands that follow a bundle, and those that serve it, come after the table, unwrapped so
-    that they can be copied.
+    The commands that follow a bundle, and those that serve it, come after the table, to be copied.
     """
     if reporting.as_json:
         print(json_text(facts), end="")
     elif not reporting.quiet:
         show(table)
         if steps := facts.get("next"):
-            print("", *(f"{_NEXT[kind]}{command}" for kind, command in steps.items()), sep="\n")
+            print()
+            for kind, command in steps.items():
+                print_command(command, _NEXT[kind])
         for engine, line in facts.get("launch", {}).items():
-            print(f"\nTo serve it with {engine}:\n{line}")
+            print(f"\nTo serve it with {engine}:")
+            print_command(line)
         for method, lines in facts.get("draft_launch", {}).items():
             for engine, line in lines.items():
                 show(Text(f"\nTo serve it with {engine}, drafts by {method}:"))
-                print(line)
+                print_command(line)
+
+
+def print_command(commands: str, label: str = "") -> None:
+    """Print a shell command, or a line for each of several, behind a label: on a terminal broken
+    between its words, as a shell takes them, elsewhere whole."""
+    console = plain_console()
+    for command in commands.splitlines():
+        lines = command_lines(command, console.width, label)
+        print(*(lines if console.is_terminal else [f"{label}{command}"]), sep="\n")
 
 
 def show(result: RenderableType) -> None:

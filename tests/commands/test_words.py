@@ -343,15 +343,23 @@ def test_a_terminal_gets_whole_words(
     assert terminal.text == shown
 
 
-def test_a_terminal_gets_commands_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of Ctrl-C, on lines of their own."""
+def test_a_terminal_gets_commands_to_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of Ctrl-C, and those that a hint ends with, on lines of their own."""
     monkeypatch.setenv("TERM", "xterm")
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
-    monkeypatch.setattr("mtp_export.commands.failures._columns", lambda: 20)
+    monkeypatch.setattr("mtp_export.commands.failures._columns", lambda: 26)
     command = "  mtp-export --input-dir source --output-dir bundle"
     print_failure(Failure(f"Interrupted at 45 %. To go on:\n{command}", 130), "")
-    assert terminal.text == f"\nmtp-export:\nInterrupted at 45 %.\nTo go on:\n{command}\n"
+    broken = "  mtp-export \\\n    --input-dir source \\\n    --output-dir bundle\n"
+    assert terminal.text == f"\nmtp-export: Interrupted at\n45 %. To go on:\n{broken}"
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("NO_COLOR", "1")
+    hint = f"Do this: {command.strip()}"
+    print_failure(Failure(f"It failed. {hint}", 2, hint, command.strip()), "error: ")
+    shown = "mtp-export: error: It\nfailed.\nhint: Do this:\n"
+    assert terminal.text == f"{shown}{broken}"
 
 
 def test_a_terminal_gets_entries_of_a_list_indented(monkeypatch: pytest.MonkeyPatch) -> None:

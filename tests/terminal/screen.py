@@ -70,6 +70,11 @@ class Seen:
         """The lines as one text."""
         return "\n".join(self.lines)
 
+    @property
+    def as_a_shell_reads(self) -> str:
+        """The text with each command in one line."""
+        return re.sub(r" \\\n +", " ", self.text)
+
     def wider_than(self, columns: int) -> list[str]:
         """States of lines that a terminal would break."""
         return [state for state in self.states if cell_len(state) > columns]

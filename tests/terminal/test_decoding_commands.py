@@ -103,13 +103,14 @@ def test_ctrl_c_while_generate_streams() -> None:
 def test_an_export_ends_with_the_next_steps(
     columns: int, rows: int, pristine: Path, tmp_path: Path
 ) -> None:
-    """Commands are whole, to be copied, however narrow the terminal."""
+    """Commands can be copied, however narrow the terminal."""
     output = tmp_path / "bundle"
     words = ("--input-dir", pristine, "--output-dir", output)
     seen = in_terminal(*words, columns=columns, rows=rows)
     assert seen.code == 0
-    last = next(i for i, line in enumerate(seen.lines) if line.startswith("Check it:"))
-    assert seen.lines[last] == (
+    lines = seen.as_a_shell_reads.splitlines()
+    last = next(i for i, line in enumerate(lines) if line.startswith("Check it:"))
+    assert lines[last] == (
         f"Check it:  mtp-export verify {output} --source {pristine} --level weights"
     )
-    assert [line.split()[0] for line in seen.lines[last + 1 : last + 2]] == ["Try"]
+    assert [line.split()[0] for line in lines[last + 1 : last + 2]] == ["Try"]

@@ -3,18 +3,14 @@ what was not tested; for a terminal of any width, and as Markdown for CI."""
 
 from __future__ import annotations
 
-import re
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from shlex import quote
 from typing import Any
 
-from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
-from mtp_export.paragraphs import lines_of
+from mtp_export.paragraphs import command_lines, lines_of
 from mtp_export.progress import counted
 from mtp_export.verify.check import (
     LEFT_OUT,
@@ -164,22 +160,9 @@ def _counts(result: CheckResult) -> str:
 
 
 def _command(command: str, width: int) -> Iterator[tuple[Text, int]]:
-    """Yield the lines of a command, broken between its words as a shell takes them."""
-    words: list[str] = []
-    for word in shlex.split(command):  # a flag and its value stay together
-        follows = words and not word.startswith("--") and re.fullmatch("--[a-z-]+", words[-1])
-        if follows:
-            words[-1] += f" {quote(word)}"
-        else:
-            words.append(quote(word))
-    line = " "
-    for number, word in enumerate(words):
-        room = width - (2 if number < len(words) - 1 else 0)
-        if line.strip() and cell_len(f"{line} {word}") > room:
-            yield Text(f"{line} \\"), 0
-            line = "   "
-        line += f" {word}"
-    yield Text(line), 0
+    """Yield the lines of a command, each a paragraph."""
+    for line in command_lines(command, width):
+        yield Text(line), 0
 
 
 def _escaped(text: str) -> str:
