@@ -213,9 +213,14 @@ def lines_of(report: Report, width: int = 80) -> list[str]:
     return console.export_text().splitlines()
 
 
-def figures_report(advice: Item) -> Report:
+def figures_report(advice: Item, *, prompts: int = 2) -> Report:
     """A report of two drafts per step, and of what check `speed` says of them."""
-    shares = [{"value": v, "low": v - 0.05, "high": v + 0.05, "count": 9} for v in (0.9, 0.7)]
+    ends = (-0.05, 0.05) if prompts > 1 else ()
+    shares: list[dict[str, float | None]] = [
+        {"value": v, "low": None, "high": None, "count": 9}
+        | dict(zip(("low", "high"), (v + end for end in ends), strict=False))
+        for v in (0.9, 0.7)
+    ]
     length = {"value": 2.6, "low": 2.5, "high": 2.7, "count": 9}
     drafts = [
         passed(f"k=2, draft {place}", data={"k": 2, "position": place, "cumulative": share})
@@ -238,6 +243,14 @@ def test_the_page_has_acceptance_and_the_number_of_drafts() -> None:
     told = "not tested: speed, recommended k: this machine is too busy to tell"
     assert told in lines_of(busy) and not any("Number of" in line for line in lines_of(busy))
     assert "Drafts accepted" not in " ".join(lines_of(sample_report(passed("other"))))
+
+
+def test_a_single_prompt_has_no_interval() -> None:
+    advice = passed("recommended k", figure="use none", data={"recommended": {}})
+    several, one = (lines_of(figures_report(advice, prompts=prompts)) for prompts in (2, 1))
+    assert "Drafts accepted, by position (with 95 % intervals):" in several
+    title = "Drafts accepted, by position (of one prompt, which has no interval):"
+    assert one[one.index(title) + 1] == "  k=2: 90 %, 70 %; 2.60 tokens per step"
 
 
 def test_checks_stand_in_columns_where_there_is_room() -> None:

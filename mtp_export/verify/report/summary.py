@@ -136,16 +136,20 @@ def _figures(report: Report) -> Iterator[tuple[str, Sequence[str]]]:
     the share of all drafts at a position that was accepted, and the tokens of a step; then the
     number of drafts to use."""
     shares: dict[str, list[str]] = {}
+    lows = []
     for data in report.data("acceptance", "k", "position", "cumulative"):
-        share = Estimate(**data["cumulative"]).percent()
-        shares.setdefault(_way(data), []).append(share)
+        share = Estimate(**data["cumulative"])
+        shares.setdefault(_way(data), []).append(share.percent())
+        lows.append(share.low)
+    is_one_prompt = bool(lows) and all(low is None for low in lows)
+    known = "of one prompt, which has no interval" if is_one_prompt else "with 95 % intervals"
     lines = [
         f"{_way(data)}: {', '.join(shares.get(_way(data), ['none made']))};"
         f" {data['accepted_length']['value']:.2f} tokens per step"
         for data in report.data("acceptance", "k", "accepted_length")
     ]
     if lines:
-        yield "Drafts accepted, by position (with 95 % intervals):", lines
+        yield f"Drafts accepted, by position ({known}):", lines
     if advice := recommended(report):
         yield f"Number of drafts: {advice}", []
 
