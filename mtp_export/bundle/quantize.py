@@ -22,9 +22,10 @@ from mtp_checkpoints.layouts import (
 from mtp_checkpoints.layouts.base import Target
 from mtp_checkpoints.quantization.method import VLLM, Dialect
 from mtp_checkpoints.quantization.native import with_quantization
-from mtp_checkpoints.quantization.stored import StoredModel
+from mtp_checkpoints.quantization.stored import StoredModel, stored_source
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.tensors.bundle_folder import is_bundle
+from mtp_checkpoints.tensors.experts_apart import experts_apart
 from mtp_checkpoints.tensors.manifest import MANIFEST_NAME
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.bundle.bundle_plan import BundlePlan, Recipe
@@ -124,11 +125,13 @@ def quantize_recipe(
     source = checkpoint, stored = opened or open_source(options.bundle.input_dir)
     choice = _choose(options, stored)
     _check_format(options)
-    _check_head(options, choice.head)
+    _check_head(options, choice.head, stored)
     _check_target(target, choice.mtp, stored)
     _check_storages(options.bundle.target, choice)
     main = _conversion(choice.base, choice, options, stored=stored)
     mtp = _conversion(choice.mtp, choice, options, stored=stored)
+    _check_converts(options, main, stored)
+    source = checkpoint, stored = _with_experts_apart(source, main, mtp)
     configs = quantization_configs(stored, main=main, mtp=mtp, dialect=choice.dialect)
     split = SplitOptions(
         target=target,
@@ -196,12 +199,43 @@ def _check_format(options: QuantizeOptions) -> None:
         )
 
 
-def _check_head(options: QuantizeOptions, head: str | None) -> None:
-    """Refuse a quantized head that no config of the format describes, or that the engine of
-    --target does not read (UnsupportedError)."""
+def _check_converts(options: QuantizeOptions, main: Conversion, stored: StoredModel) -> None:
+    """Refuse a scheme that quantizes no linear of the main model, such as int4 of experts for a
+    model without any (UnsupportedError)."""
+    roles = {kind.specs[0].role for kind in stored.main.kinds}
+    if main.quantized_roles and main.quantized_roles.isdisjoint(roles):
+        raise UnsupportedError(
+            f"{options.base_quant} quantizes {' and '.join(sorted(main.quantized_roles))} linears"
+            " alone, of which this model's main layers have none",
+            where=options.bundle.input_dir,
+            expected="--int4-scope all, or another --base-quant",
+            found=f"--base-quant {options.base_quant} --int4-scope {options.int4_scope}",
+        )
+
+
+def _with_experts_apart(source: Opened, main: Conversion, mtp: Conversion) -> Opened:
+    """Return the source with fused experts one by one in the parts that quantize them: no engine
+    reads codes of fused ones."""
+    checkpoint, stored = source
+    of_main, of_mtp = (Role.ROUTED_EXPERT in part.quantized_roles for part in (main, mtp))
+    apart = experts_apart(checkpoint, stored.family, main=of_main, mtp=of_mtp)
+    if apart is checkpoint:
+        return source
+    return apart, stored_source(apart.config, apart.tensors)
+
+
+def _check_head(options: QuantizeOptions, head: str | None, stored: StoredModel) -> None:
+    """Refuse a quantized head that no config of the format describes, that the engine of --target
+    does not read, or that is the embedding too (UnsupportedError)."""
     if head is None:
         return
     found = f"--head-quant {options.head_quant}"
+    if stored.family.head == stored.family.embedding:
+        raise UnsupportedError(
+            "The head of this model is its embedding, which no engine reads quantized",
+            expected="--head-quant keep",
+            found=found,
+        )
     if options.format is Format.W4AFP8:
         raise UnsupportedError(
             f"Format {options.format} has no field for a quantized head",

@@ -25,7 +25,8 @@ def quantization_configs(
     """Return the quantization_config of each folder.
 
     stored is what the source's config.json promises. vLLM reads the main folder's config for both
-    parts and wants the same in the MTP folder; SGLang reads each folder's own. Raises
+    parts and wants the same in the MTP folder; SGLang reads each folder's own, and may know an MTP
+    module of names of its own by those of a main layer. Raises
     UnsupportedError for a source that a config of the dialect cannot describe.
     """
     both = {*main.storages.values(), *mtp.storages.values()}
@@ -38,6 +39,8 @@ def quantization_configs(
         assert write is not None, "method_writing returns a method that is written"
         return write(model)
 
+    if dialect.own_config and stored.family.mtp_prefix:
+        return PartConfigs(config(main, main), config(mtp, mtp))
     if dialect.own_config and (only_dialect or mixes_groups_with_fp8(both)):
         together = mixes_groups_with_fp8(set(main.storages.values()))
         return PartConfigs(config(main, mtp if together else main), config(mtp, mtp))

@@ -33,6 +33,7 @@ _LINEARS = {
 }
 PLAIN_HEADS = ("lm_head", "re:.*shared_head.*")
 """Entries of a config that leave out the heads."""
+_PLAIN_ROLES = (Role.ROUTER, Role.DELTA_GATES, Role.CONVOLUTION, Role.MTP_PROJECTION)
 _EXPERTS = ".experts."
 _ONE_EXPERT = re.compile(r"\.experts\.\d", re.ASCII)
 _FUSED: dict[tuple[str, ...], tuple[str, ...]] = {("gate_proj", "up_proj"): ("gate_up_proj",)}
@@ -164,7 +165,7 @@ class ModelSpec:
     config.json which counts the MTP layers. mtp_prefix: that of their tensors, "" where they are
     the layers after the last. may_fuse: checkpoints store the experts of a layer one by one or
     fused. carried: what names of tensors begin with that belong to the main part and are not
-    described, such as those of a vision tower.
+    described, such as those of a vision tower; carried_modules are those that are stored.
     """
 
     facts: ModelFacts
@@ -180,16 +181,36 @@ class ModelSpec:
     mtp_prefix: str = ""
     may_fuse: bool = False
     carried: tuple[str, ...] = ()
+    carried_modules: tuple[str, ...] = ()
 
     def as_stored(self, names: Collection[str]) -> ModelSpec:
         """Return the model with the experts of each layer fused or one by one, as tensors of these
-        names have them; as is usual for a layer of which none is there."""
+        names have them; as is usual for a layer of which none is there. Of tensors that are carried
+        it has the modules."""
+        if self.carried:
+            modules = (n.removesuffix(".weight") for n in names if n.endswith(".weight"))
+            own = tuple(module for module in modules if self.carries(module))
+            self = replace(self, carried_modules=own)
         if not self.may_fuse:
             return self
         apart = {name.partition(_EXPERTS)[0] for name in names if _ONE_EXPERT.search(name)}
         layers = tuple(_as_stored(layer, names, apart) for layer in self.layers)
         mtp = tuple(replace(m, layer=_as_stored(m.layer, names, apart)) for m in self.mtp)
         return replace(self, layers=layers, mtp=mtp)
+
+    @cached_property
+    def mtp_roles(self) -> frozenset[Role]:
+        """Roles of the MTP layers' tensors."""
+        return frozenset(s.role for s in self.tensors.values() if s.mtp_layer is not None)
+
+    @property
+    def plain_matrices(self) -> tuple[str, ...]:
+        """Modules of matrices that are never quantized, and that engines build as linears unless a
+        list names them; none where they build them plain."""
+        if not self.mtp_prefix:
+            return ()
+        plain = (s for s in self.tensors.values() if s.role in _PLAIN_ROLES and len(s.shape) > 1)
+        return (*(spec.module for spec in plain), *self.carried_modules)
 
     def carries(self, name: str) -> bool:
         """Return whether a tensor belongs to the main part though it is not described."""
@@ -279,6 +300,8 @@ class ModelSpec:
         if not own:
             yield from ("re:.*eh_proj$", PLAIN_HEADS[1])
         yield "re:.*embed_tokens$"
+        for prefix in self.carried:
+            yield f"re:.*{prefix.rstrip('.').rpartition('.')[2]}[.].*"
 
     def mtp_layer_of(self, name: str) -> int | None:
         """Return the MTP layer that a tensor name belongs to, None for the main model's."""

@@ -95,6 +95,12 @@ class PartStorage:
             return Unquantized.storage
         return storage
 
+    @property
+    def quantized_roles(self) -> frozenset[Role]:
+        """Roles of the linears that are quantized."""
+        plain = Unquantized.storage
+        return frozenset(role for role, storage in self.storages.items() if storage != plain)
+
     def group(self, storage: str) -> Config:
         """Return the compressed-tensors group of a storage, but for its targets."""
         chosen = FORMATS[storage].of_options(self.options)
@@ -127,6 +133,18 @@ class WrittenModel:
                 f"{option} cannot leave single linears in bf16, as this checkpoint does",
                 expected="an fp8 checkpoint without modules_to_not_convert",
                 found=", ".join(native.left_out[:3]),
+                todo=f"Use --format compressed-tensors --target {VLLM.name}",
+            )
+
+    def check_no_plain_matrices(self, option: str) -> None:
+        """Refuse a model with matrices that a list must keep in bf16, for which a config has no
+        field (UnsupportedError)."""
+        plain = self.family.plain_matrices
+        if plain:
+            raise UnsupportedError(
+                f"{option} cannot leave matrices unquantized that this model keeps so",
+                expected="a model whose gates and projections engines build plain",
+                found=f"{plain[0]} ({len(plain) - 1} more)",
                 todo=f"Use --format compressed-tensors --target {VLLM.name}",
             )
 

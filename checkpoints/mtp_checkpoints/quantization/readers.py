@@ -32,7 +32,7 @@ class has `apply_weight_name_mapper`."""
 _AUTO_ROUND_FORMATS = ("auto_round:auto_gptq", "auto_round:auto_awq")
 _FP8_LISTS = ("ignored_layers", "modules_to_not_convert")  # in vLLM's order
 _SPECIAL = re.compile(r"[*+?^$()\[\]{}|\\]")
-_EXPERTS = re.compile(r"model\.layers\.\d+\..*\.experts")
+_EXPERTS = re.compile(r"(?:model|model\.language_model|mtp)\.layers\.\d+\..*\.experts")
 _ONE_EXPERT = re.compile(r"\.experts\.\d")
 
 Reads = Callable[[Mapping[str, Any], Collection[str]], Config]

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import TYPE_CHECKING, Self
 
 from mtp_checkpoints.containers.base import TensorInfo
@@ -115,8 +116,10 @@ class WeightOnDisk:
 
     def piece_rows(self, elements: int) -> int:
         """Return the number of rows of a piece of about this many elements: of whole fp8 blocks."""
-        columns = self.stored.weight.shape[1] if len(self.stored.weight.shape) == 2 else 1
-        return max(1, elements // (BLOCK * columns)) * BLOCK
+        _, *columns = self.stored.weight.shape
+        if len(columns) > 1:  # of fused experts, say, in which no format has blocks
+            return max(1, elements // prod(columns))
+        return max(1, elements // (BLOCK * prod(columns))) * BLOCK
 
     def encoded(self, start: int, stop: int) -> EncodedWeight:
         """Read rows [start, stop), start at an fp8 block's. A transposed weight is read whole."""

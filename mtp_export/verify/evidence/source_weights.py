@@ -10,6 +10,7 @@ from pathlib import Path
 from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.families import family_of
 from mtp_checkpoints.quantization.stored import stored_model
+from mtp_checkpoints.tensors.experts_apart import experts_apart
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_checkpoints.weights.weight_values import WeightOnDisk, weights_on_disk
 
@@ -18,7 +19,8 @@ from mtp_checkpoints.weights.weight_values import WeightOnDisk, weights_on_disk
 class SourceWeights:
     """The weights of a source by their released names.
 
-    main_names: a draft's embedding and head may be the main model's, by these names.
+    main_names: a draft's embedding and head may be the main model's, by these names. Experts that
+    the source fuses are there one by one too.
     """
 
     weights: Mapping[str, WeightOnDisk]
@@ -27,9 +29,14 @@ class SourceWeights:
     @classmethod
     def of(cls, source: Checkpoint) -> SourceWeights:
         """Return the weights of a source. Raises as stored_model."""
-        stored = stored_model(source.config, source.tensors)
-        weights = {w.stored.weight.name: w for w in weights_on_disk(stored, source.tensors)}
-        shared = family_of(source.config).shared
+        family = family_of(source.config, source.tensors)
+        apart = experts_apart(source, family)
+        weights = {
+            weight.stored.weight.name: weight
+            for one in ([source] if apart is source else [source, apart])
+            for weight in weights_on_disk(stored_model(one.config, one.tensors), one.tensors)
+        }
+        shared = family.shared
         return cls(weights, {pair.mtp_name: pair.main_name for pair in shared})
 
     def find(self, weight: WeightOnDisk) -> WeightOnDisk | None:

@@ -237,6 +237,18 @@ class Moe:
             fused=FusedExperts.under(prefix) if self.is_fused else None,
         )
 
+    def apart(self, prefix: str) -> dict[str, tuple[str, ...]]:
+        """Return per fused tensor of one layer the weights of single experts that it holds, in the
+        order of their rows; nothing where experts are stored one by one."""
+        fused = self.modules(prefix).fused
+        if fused is None:
+            return {}
+        experts = replace(self, is_fused=False).modules(prefix).experts
+        return {
+            fused.gate_up: tuple(weight_name(m) for one in experts for m in (one.gate, one.up)),
+            fused.down: tuple(weight_name(one.down) for one in experts),
+        }
+
     def tensors(self, prefix: str, make: TensorMaker) -> Iterator[TensorSpec]:
         """Yield the tensors of one layer: router, shared experts, routed ones."""
         names, expert = self.modules(prefix), self.expert

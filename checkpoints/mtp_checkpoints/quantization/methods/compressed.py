@@ -197,14 +197,11 @@ def _describe(quantization: Config, family: ModelSpec, draft: PartStorage) -> Co
 
 
 def _draft_linears(family: ModelSpec, draft: PartStorage, storage: str) -> list[str]:
-    """Return patterns for the draft's linears in a storage, fused ones included.
-
-    Engines build no dense MLP in an MTP layer.
-    """
+    """Return patterns for the draft's linears in a storage, fused ones included."""
     return [
         f"{_REGEX}{layer}.{modules}"
         for role, modules in family.patterns.linears.items()
-        if draft.storages[role] == storage and role is not Role.DENSE_MLP
+        if draft.storages[role] == storage and role in family.mtp_roles
         for layer in _mtp_names(family)
     ]
 
@@ -253,7 +250,9 @@ def _write(model: WrittenModel) -> Config:
     ignored += patterns.pop(Unquantized.storage, [])
     native = model.dialect.native_fp8 and Fp8Block.storage in patterns
     if native:
-        model.check_nothing_left_out(f"--target {model.dialect.name}")
+        option = f"--target {model.dialect.name}"
+        model.check_nothing_left_out(option)
+        model.check_no_plain_matrices(option)
         del patterns[Fp8Block.storage]
     elif Fp8Block.storage in patterns or _packs_attention(model):
         ignored += [f"re:.*{name}$" for name in model.main.bf16_modules]
@@ -297,10 +296,7 @@ def _left_out(module: str, heads: Sequence[str]) -> str:
 
 
 def _patterns(model: WrittenModel) -> dict[str, list[str]]:
-    """Return per storage the patterns of its linears; no module matches two.
-
-    The MTP layer, as the engines build it, has no dense MLP.
-    """
+    """Return per storage the patterns of its linears; no module matches two."""
     layers = _mtp_names(model.family)
     but_mtp = "|".join(f"{layer}." for layer in layers)
     result: dict[str, list[str]] = {}
@@ -310,7 +306,7 @@ def _patterns(model: WrittenModel) -> dict[str, list[str]]:
 
     for role, modules in model.family.patterns.linears.items():
         main, mtp = model.main.storages[role], model.mtp.storages[role]
-        if main == mtp or role is Role.DENSE_MLP:
+        if main == mtp or role not in model.family.mtp_roles:
             add(main, [f"re:.*{modules}"])
         else:
             add(main, [f"re:(?!{but_mtp}).*{modules}"])

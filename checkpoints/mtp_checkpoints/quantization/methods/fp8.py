@@ -74,7 +74,7 @@ def _write_fp8(model: WrittenModel) -> Config | None:
         return None
     quantization = NATIVE_FP8 if model.native is None else model.quantization
     assert isinstance(quantization, dict), "native fp8 was read from it"
-    return with_left_out(quantization, _bf16_modules(model))
+    return with_left_out(quantization, [*model.family.plain_matrices, *_bf16_modules(model)])
 
 
 def _bf16_modules(model: WrittenModel) -> list[str]:
@@ -98,6 +98,7 @@ def _names_of(family: ModelSpec, module: str, mtp_layer: int | None) -> list[str
 
 def _write_w4afp8(model: WrittenModel) -> Config:
     model.check_nothing_left_out("--format w4afp8")
+    model.check_no_plain_matrices("--format w4afp8")
     return {"quant_method": "w4afp8"}
 
 
