@@ -1,12 +1,13 @@
 """Write checkpoints of released shapes, of random weights.
 
     python -m benchmarks.make_checkpoint OUT --real          DeepSeek-V3's 671B shapes, 160+ shards
-    python -m benchmarks.make_checkpoint OUT --family NAME   another family's, without any weights
+    python -m benchmarks.make_checkpoint OUT --family NAME   another family's, without any weights;
+                                                             with --filled all random
     python -m benchmarks.make_checkpoint OUT                 a tiny DeepSeek-V3, all random
 
 Names, shapes and dtypes are the released ones. In --real every main layer is a hole in a sparse
 file (it reads as zeros and takes no disk); the MTP layer, embedding and head are random: 19 GB.
-With --family all tensors are holes, so that terabytes fit anywhere.
+With --family all tensors are holes unless --filled, so that terabytes fit anywhere.
 The MTP layer begins in the shard where the main model ends and fills the ones after it, as in the
 release. The tiny one has ragged 128x128 tiles, and an MTP weight in another shard than its scale.
 """
@@ -68,7 +69,7 @@ def _in_file_order(config: dict[str, Any], own_copies: bool) -> list[Step]:
     family = family_of(config)
     tensors = stored_model(config).tensors.values()
     stored = [tensor for tensor in tensors if own_copies or not tensor.optional]
-    last = {"model.norm.weight": 1, "lm_head.weight": 2}
+    last = {f"{family.norm}.weight": 1, "lm_head.weight": 2}
     stored.sort(key=lambda t: 3 if family.mtp_layer_of(t.name) is not None else last.get(t.name, 0))
     return [copy_step(OutputTensor(t.name, t.dtypes[0], t.shape)) for t in stored]
 
@@ -158,7 +159,7 @@ def make_checkpoint(
     parted: bool = True,
     seed: int = 0,
 ) -> Path:
-    """Write a checkpoint of a DeepSeek-V3 config.
+    """Write a checkpoint of a config.json.
 
     own_copies: whether the MTP layer stores embedding and head. Tensors for which `filled` says no
     are holes in the file. parted: whether an MTP weight and its scale lie in two shards.
@@ -182,19 +183,19 @@ def make_checkpoint(
     }
     (folder / INDEX_NAME).write_text(json.dumps(index, indent=2))
     (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2))
-    write_tokenizer(folder, config["vocab_size"])
+    write_tokenizer(folder, family_of(config).facts.vocab)
     return folder
 
 
-def make_released(folder: Path, model_type: str) -> Path:
-    """Write the shapes of a family's release; every tensor is a hole in its file."""
+def make_released(folder: Path, model_type: str, *, filled: bool = False) -> Path:
+    """Write the shapes of a family's release; unless filled, every tensor is a hole in its file."""
     released = RELEASED[model_type]
     return make_checkpoint(
         folder,
         released.config,
         own_copies=released.own_copies,
         max_shard_bytes=_REAL_SHARD_BYTES,
-        filled=lambda name: False,
+        filled=lambda name: filled,
         parted=False,
     )
 
@@ -204,9 +205,10 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--real", action="store_true", help="the 671B shapes (19 GB of disk)")
     parser.add_argument("--family", choices=RELEASED, help="the shapes of a release of a family")
+    parser.add_argument("--filled", action="store_true", help="random weights, with --family")
     arguments = parser.parse_args()
     if arguments.family:
-        make_released(arguments.folder, arguments.family)
+        make_released(arguments.folder, arguments.family, filled=arguments.filled)
     elif arguments.real:
         make_checkpoint(
             arguments.folder,

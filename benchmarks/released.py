@@ -56,11 +56,42 @@ _GLM: dict[str, Any] = COMMON | {
     "rope_theta": 1000000,
     "rope_scaling": None,
 }
+_QWEN: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "head_dim": 256,
+    "num_key_value_heads": 2,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "full_attention_interval": 4,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-6,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+_QWEN3_5: dict[str, Any] = _QWEN | {
+    "attn_output_gate": True,
+    "mamba_ssm_dtype": "float32",
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000000,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [11, 11, 10],
+        "mrope_interleaved": True,
+    },
+    "vocab_size": 248320,
+}
 
 
 @dataclass(frozen=True)
 class Released:
-    """A released model; own_copies: its MTP layer stores embedding and head too."""
+    """A released model, of one with a vision tower the text part; own_copies: its MTP layer stores
+    embedding and head too."""
 
     title: str
     config: dict[str, Any]
@@ -162,6 +193,68 @@ RELEASED: dict[str, Released] = {
             "index_topk": 2048,
             "max_position_embeddings": 202752,
             "vocab_size": 154880,
+        },
+        own_copies=False,
+    ),
+    "qwen3_next": Released(
+        "Qwen3-Next-80B-A3B",
+        _QWEN
+        | {
+            "architectures": ["Qwen3NextForCausalLM"],
+            "model_type": "qwen3_next",
+            "tie_word_embeddings": False,
+            "hidden_size": 2048,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 16,
+            "linear_num_value_heads": 32,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "norm_topk_prob": True,
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "vocab_size": 151936,
+        },
+        own_copies=False,
+    ),
+    "qwen3_5": Released(
+        "Qwen3.5-0.8B",
+        {
+            "architectures": ["Qwen3_5ForConditionalGeneration"],
+            "model_type": "qwen3_5",
+            "tie_word_embeddings": True,
+            "text_config": _QWEN3_5
+            | {
+                "model_type": "qwen3_5_text",
+                "tie_word_embeddings": True,
+                "hidden_size": 1024,
+                "intermediate_size": 3584,
+                "num_hidden_layers": 24,
+                "num_attention_heads": 8,
+                "linear_num_value_heads": 16,
+            },
+        },
+        own_copies=False,
+    ),
+    "qwen3_5_moe": Released(
+        "Qwen3.5-35B-A3B",
+        {
+            "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+            "model_type": "qwen3_5_moe",
+            "tie_word_embeddings": False,
+            "text_config": _QWEN3_5
+            | {
+                "model_type": "qwen3_5_moe_text",
+                "hidden_size": 2048,
+                "moe_intermediate_size": 512,
+                "shared_expert_intermediate_size": 512,
+                "num_hidden_layers": 40,
+                "num_attention_heads": 16,
+                "linear_num_value_heads": 32,
+                "num_experts": 256,
+                "num_experts_per_tok": 8,
+            },
         },
         own_copies=False,
     ),
