@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 Shapes = dict[str, tuple[int, ...] | None]
+LANES = 16  # floats of a vector of compiled code
 
 
 class LatentSizes(NamedTuple):
@@ -143,6 +144,11 @@ class DeltaSizes(NamedTuple):
     def output(self) -> int:
         """Inputs of the output projection."""
         return self.value_heads * self.value
+
+    @property
+    def has_whole_vectors(self) -> bool:
+        """True where keys are whole vectors, as compiled code takes them."""
+        return self.key % LANES == 0
 
     def weights(self, hidden: int, input_width: int) -> Shapes:
         """Return the shapes of the weights, given those of the stream and of attention's input."""

@@ -11,7 +11,8 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-LANES = 16
+from mtp_kernels.sizes import LANES as LANES
+
 FLOAT_BYTES = 4
 
 FLOAT = ir.FloatType()

@@ -16,7 +16,7 @@ from mtp_kernels.decoder import (
     StoredMatrix,
 )
 from mtp_kernels.gated_delta.state import DeltaState, check_layout, check_state
-from mtp_kernels.sizes import GroupedSizes, Shapes
+from mtp_kernels.sizes import LANES, GroupedSizes, Shapes
 from mtp_kernels.tensor_checks import check_cached_lengths, check_shape, check_tensor
 
 FLOAT = (torch.float32,)
@@ -54,6 +54,8 @@ def check_delta_config(config: DeltaConfig) -> None:
         raise ValueError(
             f"value_heads: expected a multiple of {sizes.key_heads}, found {sizes.value_heads}"
         )
+    if not sizes.has_whole_vectors:
+        raise ValueError(f"key: expected a multiple of {LANES}, found {sizes.key}")
 
 
 def check_groups(sizes: GroupedSizes) -> None:

@@ -19,7 +19,8 @@ from mtp_kernels.sizes import DeltaSizes
 
 def supports(inputs: torch.Tensor, sizes: DeltaSizes) -> bool:
     """Return True for float32 rows in main memory and keys of whole vectors."""
-    return inputs.device.type == "cpu" and inputs.dtype is torch.float32 and sizes.key % LANES == 0
+    in_memory = inputs.device.type == "cpu"
+    return in_memory and inputs.dtype is torch.float32 and sizes.has_whole_vectors
 
 
 @compiled

@@ -46,6 +46,11 @@ class DeltaState:
         )
 
     @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """All of them."""
+        return self.states, self.inputs, self.gates
+
+    @property
     def max_drafts(self) -> int:
         """Drafts of a pass that a slot has room for."""
         return self.gates.shape[1]

@@ -6,6 +6,7 @@ Source: Yang et al., Gated Delta Networks (arXiv 2412.06464); transformers' qwen
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -38,11 +39,12 @@ class GatedNorm:
 class GatedDeltaNet(Attention):
     """Projections around the recurrence; the cache is a state per sequence.
 
-    inputs maps x to [queries | keys | values | output gate | beta | decay], heads side by side. A
-    value head's log decay is rate * softplus(decay + bias), both float32 [h].
+    inputs maps x to [queries | keys | values | output gates], gate_inputs to [betas | decays],
+    heads side by side. A value head's log decay is rate * softplus(decay + bias), both float32 [h].
     """
 
     inputs: Linear
+    gate_inputs: Linear
     convolution: torch.Tensor  # [channels, width], in the dtype of activations
     rate: torch.Tensor
     bias: torch.Tensor
@@ -67,11 +69,9 @@ class GatedDeltaNet(Attention):
         assert isinstance(cache, StateCache), "the cache that new_cache made"
         layout, sizes, state = forward.layout, self.sizes, DeltaState(*cache)
         assert layout.states is not None, "a layout of sequences with states"
-        _clear_new(state, layout)
-        heads = sizes.value_heads
-        rows, gate, beta, decay = torch.split(
-            self.inputs(x), [sizes.channels, sizes.output, heads, heads], dim=1
-        )
+        clear_new([state], layout)
+        rows, gate = torch.split(self.inputs(x), [sizes.channels, sizes.output], dim=1)
+        beta, decay = self.gate_inputs(x).chunk(2, dim=1)
         gates = torch.stack(
             [self.rate * F.softplus(decay.float() + self.bias), beta.sigmoid().float()], dim=1
         )
@@ -80,10 +80,10 @@ class GatedDeltaNet(Attention):
         return self.output(normed.flatten(1))
 
 
-def _clear_new(state: DeltaState, layout: BatchLayout) -> None:
-    """Clear the states of sequences that begin in a pass."""
+def clear_new(states: Sequence[DeltaState], layout: BatchLayout) -> None:
+    """Clear the states of sequences that begin in a pass, in some layers."""
     assert layout.states is not None, "a layout of sequences with states"
     first = layout.positions[layout.states.cu_rows[:-1].to(layout.positions.device)]
     for slot, position in zip(layout.states.slots.tolist(), first.tolist(), strict=True):
-        if not position:
+        for state in states if not position else ():
             state.clear(slot)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -175,9 +175,11 @@ def load_gated_delta_net(
             expected="one process",
             found=f"{source.split.size} ranks",
         )
+    inputs, gate_inputs = _delta_inputs(source, part, names)
     convolution = source.tensor(weight_name(names.convolution)).flatten(1)  # [channels, width]
     return GatedDeltaNet(
-        inputs=loader.joined(*_delta_inputs(source, part, names)),
+        inputs=loader.joined(*inputs),
+        gate_inputs=loader.joined(*gate_inputs),
         convolution=convolution.contiguous(),
         rate=-source.raw(names.decay).float().exp(),
         bias=source.raw(names.bias).float(),
@@ -198,11 +200,16 @@ def sparse_stacks(part: parts.SparseMla, prefix: str, max_positions: int) -> Sta
     return mla_stacks(part.mla, prefix, max_positions)
 
 
-def gqa_stacks(part: parts.Gqa, prefix: str, max_positions: int) -> Stacks | None:
-    if part.sizes.is_gated:
-        return None
+def gqa_stacks(part: parts.Gqa, prefix: str, max_positions: int) -> Stacks:
     names = part.modules(prefix)
     return ((names.query, names.key, names.value),)
+
+
+def delta_stacks(part: parts.GatedDeltaNet, prefix: str, max_positions: int) -> Stacks | None:
+    if not part.sizes.has_whole_vectors:
+        return None
+    inputs = part.modules(prefix).inputs
+    return inputs[: len(inputs) // 2], inputs[len(inputs) // 2 :]
 
 
 def slot(part: parts.Mla | parts.Gqa) -> int:
@@ -215,19 +222,31 @@ def sparse_slot(part: parts.SparseMla) -> int:
 
 def _delta_inputs(
     source: WeightSource, part: parts.GatedDeltaNet, names: GatedDeltaNetModules
-) -> list[Weight]:
-    """Load projections to [queries | keys | values | output gates | betas | decays], which some
-    checkpoints keep sorted by key head."""
+) -> tuple[list[Weight], list[Weight]]:
+    """Load projections to [queries | keys | values | output gates] and to [betas | decays], which
+    some checkpoints keep sorted by key head."""
     if not part.is_interleaved:
-        return [source.weight(module) for module in names.inputs]
-    sizes = part.sizes
+        first, gate, beta, decay = (source.weight(module) for module in names.inputs)
+        return [first, gate], [beta, decay]
+    sizes, (together, gates) = part.sizes, names.inputs
     each = sizes.value_heads // sizes.key_heads
-    of_head = (sizes.key, sizes.key, each * sizes.value, each * sizes.value), (each, each)
+    values = each * sizes.value
+    widths = (sizes.key, sizes.key, values, values)
+    return (
+        _of_key_heads(source, together, sizes.key_heads, widths),
+        _of_key_heads(source, gates, sizes.key_heads, (each, each)),
+    )
+
+
+def _of_key_heads(
+    source: WeightSource, module: str, heads: int, widths: tuple[int, ...]
+) -> list[Weight]:
+    """Load rows that a matrix has by key head, those of several kinds side by side, by kind."""
+    ends = list(accumulate(widths, initial=0))
     return [
-        source.weight(module, range(head * sum(widths) + start, head * sum(widths) + start + width))
-        for module, widths in zip(names.inputs, of_head, strict=True)
-        for start, width in zip(accumulate(widths, initial=0), widths, strict=False)
-        for head in range(sizes.key_heads)
+        source.weight(module, range(head * ends[-1] + start, head * ends[-1] + end))
+        for start, end in pairwise(ends)
+        for head in range(heads)
     ]
 
 

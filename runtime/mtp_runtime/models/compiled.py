@@ -15,14 +15,16 @@ import torch
 
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_kernels import decoder as kernels
+from mtp_kernels.gated_delta import DeltaState
 from mtp_runtime.cache import Cache, CacheSpec, JoinedCaches
 from mtp_runtime.layers.attention import ForwardPass
 from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.embedding import EmbeddingTable
+from mtp_runtime.layers.gated_delta_net import GatedDeltaNet, clear_new
 from mtp_runtime.layers.gqa import Gqa
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.mla import Mla
-from mtp_runtime.layers.moe import Mlp, Moe, SigmoidRouter
+from mtp_runtime.layers.moe import Mlp, Moe, SigmoidRouter, SoftmaxRouter
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.tensor_parallel import ParallelMoe
 from mtp_runtime.models.execution import DraftModule, Layers, TorchLayers
@@ -96,6 +98,58 @@ class CompiledLayers(PackedLayers):
 
 
 @dataclass(frozen=True)
+class StackedStates:
+    """States of layers with gated delta nets: tensors [layers, ...], each layer's as in a
+    DeltaState."""
+
+    stacked: DeltaState
+
+    @property
+    def tensors(self) -> Iterable[torch.Tensor]:
+        return ()
+
+    @property
+    def states(self) -> Iterable[torch.Tensor]:
+        return (tensor for layer in self.each() for tensor in layer.tensors)
+
+    def each(self) -> list[DeltaState]:
+        """Return the states of each layer."""
+        return [DeltaState(*tensors) for tensors in zip(*self.stacked.tensors, strict=True)]
+
+
+@dataclass(frozen=True)
+class DeltaLayers(Layers):
+    """A compiled decoder of layers with gated delta nets with the interface of Layers."""
+
+    decoder: kernels.DeltaDecoder
+
+    def __len__(self) -> int:
+        return len(self.decoder)
+
+    def new_cache(self, spec: CacheSpec) -> StackedStates:
+        sizes = self.decoder.config.attention
+        one = DeltaState.empty(spec.states, spec.drafts, sizes, spec.dtype, spec.device)
+        tensors = (tensor.new_zeros(len(self), *tensor.shape) for tensor in one.tensors)
+        return StackedStates(DeltaState(*tensors))
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        cache: Cache,
+        forward: ForwardPass,
+        attention_input: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert isinstance(cache, StackedStates), "the cache that new_cache made"
+        assert forward.layout.states is not None, "a layout of sequences with states"
+        clear_new(cache.each(), forward.layout)
+        self.decoder(x, forward.layout.states, cache.stacked)
+        return x
+
+    def part(self, first: int, stop: int) -> DeltaLayers:
+        return DeltaLayers(self.decoder.part(first, stop))
+
+
+@dataclass(frozen=True)
 class MixedLayers(Layers):
     """Runs of layers in sequence, each with its own execution."""
 
@@ -162,7 +216,10 @@ class CompiledExecution:
         for layer in layers:
             parts.append(self.backend.pack(weights_of(layer, experts_of(layer.feed_forward))))
             shared = shared.with_routing_of(layer)
-        return CompiledLayers(self.backend.decoder(shared.config, parts, shared.rope))
+        if isinstance(shared.config, kernels.DeltaConfig):
+            return DeltaLayers(self.backend.delta_decoder(shared.config, parts))
+        config, rope = shared.of_attention
+        return CompiledLayers(self.backend.decoder(config, parts, rope))
 
     def norm(self, norm: RmsNorm) -> kernels.RowStep:
         return self.backend.norm(norm.weight, norm.eps)
@@ -198,17 +255,32 @@ def refuse_torch_layers(model: Model, folder: Path) -> None:
             raise UnsupportedError(
                 "Only the compiled kernels are deterministic, and they do not run this layer",
                 where=f"layer {index} of {folder}",
-                expected=f"attention {KINDS[Mla]} or {KINDS[Gqa]}, feed-forward {KINDS[Mlp]} or"
-                f" {KINDS[SigmoidRouter]}",
+                expected=f"attention {_either(Mla, Gqa, GatedDeltaNet)}, feed-forward"
+                f" {_either(Mlp, SigmoidRouter, SoftmaxRouter)}",
                 found=f"attention {kind.attention}, feed-forward {kind.feed_forward}",
                 todo="Load the model without deterministic",
             )
 
 
+def _either(*parts: type) -> str:
+    *names, last = (KINDS[part] for part in parts)
+    return f"{', '.join(names)} or {last}"
+
+
 def kind_of(layer: DecoderLayer) -> kernels.LayerKind:
     """Return the kind of a layer; a part without a name is kept as it is, and no kernel runs it."""
-    feed_forward = layer.feed_forward
+    attention, feed_forward = layer.attention, layer.feed_forward
     sparse = feed_forward if isinstance(feed_forward, Moe | ParallelMoe) else None
     deciding = feed_forward if sparse is None else sparse.router
-    types = type(layer.attention), type(deciding)
-    return kernels.LayerKind(*(KINDS.get(part, part.__name__) for part in types))
+    kinds = [KINDS.get(type(part), type(part).__name__) for part in (attention, deciding)]
+    if isinstance(attention, GatedDeltaNet) and not attention.sizes.has_whole_vectors:
+        kinds[0] = f"{kinds[0]} with keys of {attention.sizes.key}"
+    if isinstance(feed_forward, Moe) and not _are_alike(feed_forward):
+        kinds[1] = f"{kinds[1]} with shared experts of another width"
+    return kernels.LayerKind(*kinds)
+
+
+def _are_alike(moe: Moe) -> bool:
+    """Return True where shared experts are as wide as routed ones."""
+    numbers = (0, *range(moe.routed_experts, len(moe.experts)))
+    return len({tuple(mlp.down.weight.shape) for mlp in moe.experts.each(numbers)}) == 1

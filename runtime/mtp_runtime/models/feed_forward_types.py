@@ -127,8 +127,8 @@ def mlp_stacks(part: parts.GatedMlp, prefix: str, max_positions: int) -> Stacks:
 
 
 def moe_stacks(part: parts.Moe, prefix: str, max_positions: int) -> Stacks | None:
-    if part.router.scoring == SOFTMAX:
+    names, together = part.modules(prefix), part.shared_mlp
+    if together is not None and together.inner != part.shared * part.expert.inner:
         return None
-    names = part.modules(prefix)
     shared = () if names.shared is None else (names.shared,)
     return ((mlp.gate, mlp.up) for mlp in (*names.experts, *shared))

@@ -64,7 +64,9 @@ LAYERS: dict[type, LayerType] = {
     parts.Gqa: LayerType(
         attention.load_gqa, attention.gqa_stacks, attention.check_rope, attention.slot
     ),
-    parts.GatedDeltaNet: LayerType(attention.load_gated_delta_net, state=attention.delta_state),
+    parts.GatedDeltaNet: LayerType(
+        attention.load_gated_delta_net, attention.delta_stacks, state=attention.delta_state
+    ),
     parts.GatedMlp: LayerType(
         feed_forward.load_mlp, feed_forward.mlp_stacks, feed_forward.check_mlp
     ),

@@ -222,6 +222,10 @@ def planned(
     """
     layers = [*spec.layers, *(mtp.layer for mtp in spec.mtp if with_mtp)]
     expanded = _Expanded.of(source, layers, max_positions)
+    # Where kernels run every layer, in one process, and no layer has a state.
+    has_states = any(layer_type(layer.attention).state(layer.attention) for layer in layers)
+    in_one = source.packs and source.split.size == 1 and not has_states
+    reads_experts = in_one and not expanded.prefixes
     matrices = dict(_matrices(source, dense, expanded, with_mtp=with_mtp))
     sizes = matrices.values()
     elements = sum(layer_type(layer.attention).cached(layer.attention) for layer in layers)
@@ -230,13 +234,8 @@ def planned(
         dense_bytes=sum(one.held_bytes for one in sizes if one.is_dense),
         token_bytes=elements * source.dtype.itemsize,
         dtype=dense or source.dtype,
-        experts=ExpertMemory.of(spec, matrices) if _packs_all(source, expanded) else None,
+        experts=ExpertMemory.of(spec, matrices) if reads_experts else None,
     )
-
-
-def _packs_all(source: WeightSource, expanded: _Expanded) -> bool:
-    """Return whether the kernels run every layer, in one process."""
-    return source.packs and source.split.size == 1 and not expanded.prefixes
 
 
 @dataclass(frozen=True)

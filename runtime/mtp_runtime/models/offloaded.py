@@ -55,12 +55,11 @@ class OffloadedExecution(CompiledExecution):
         for layer in layers:
             packed.append(backend.pack_offloaded(_offloaded(layer), self.cache))
             shared = shared.with_routing_of(layer)
-        return CompiledLayers(
-            backend.offloaded_decoder(shared.config, packed, shared.rope, self.cache)
-        )
+        config, rope = shared.of_attention
+        return CompiledLayers(backend.offloaded_decoder(config, packed, rope, self.cache))
 
     def _run(self, shared: Shared | None, layers: Iterable[DecoderLayer]) -> Layers:
-        if shared is None:
+        if shared is None or isinstance(shared.config, kernels.DeltaConfig):
             kind = kind_of(next(iter(layers)))
             raise UnsupportedError(
                 "Only the compiled kernels keep a part of the experts in memory, and they do not"

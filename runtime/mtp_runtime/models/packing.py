@@ -10,16 +10,25 @@ import torch
 
 from mtp_kernels import decoder as kernels
 from mtp_runtime.layers.decoder_layer import DecoderLayer, FeedForward
-from mtp_runtime.layers.gqa import Gqa
+from mtp_runtime.layers.gated_delta_net import GatedDeltaNet
+from mtp_runtime.layers.gqa import GatedGqa, Gqa
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.mla import Mla, StoredHalves
-from mtp_runtime.layers.moe import Mlp, Moe, SigmoidRouter
+from mtp_runtime.layers.moe import Mlp, Moe, SigmoidRouter, SoftmaxRouter
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.rope import Rope
 from mtp_runtime.layers.tensor_parallel import ParallelMoe
 
 # Names of the parts of a layer that the kernels run.
-KINDS: dict[type, str] = {Mla: "mla", Gqa: "gqa", Mlp: "dense", SigmoidRouter: "sigmoid_moe"}
+KINDS: dict[type, str] = {
+    Mla: "mla",
+    Gqa: "gqa",
+    GatedGqa: "gqa",
+    GatedDeltaNet: "gated_delta",
+    Mlp: "dense",
+    SigmoidRouter: "sigmoid_moe",
+    SoftmaxRouter: "softmax_moe",
+}
 
 
 @dataclass(frozen=True)
@@ -61,33 +70,45 @@ class HeadRows:
 
 @dataclass(frozen=True)
 class Shared:
-    """Sizes, constants and rotations that the layers of one decoder share."""
+    """Sizes, constants and rotations that the layers of one decoder share; gated delta nets rotate
+    nothing."""
 
-    config: kernels.DecoderConfig
-    rope: Rope
+    config: kernels.DecoderConfig | kernels.DeltaConfig
+    rope: Rope | None
+
+    @property
+    def of_attention(self) -> tuple[kernels.DecoderConfig, Rope]:
+        """What layers share that are no gated delta nets."""
+        assert isinstance(self.config, kernels.DecoderConfig) and self.rope is not None
+        return self.config, self.rope
 
     def with_routing_of(self, layer: DecoderLayer) -> Shared:
         """Note the choice of experts, which the sparse layers share."""
         feed_forward = layer.feed_forward
         if not isinstance(feed_forward, Moe | ParallelMoe):
             return self
-        router = cast(SigmoidRouter, feed_forward.router)
-        return replace(self, config=replace(self.config, routing=router.routing))
+        router = cast(SigmoidRouter | SoftmaxRouter, feed_forward.router)
+        has_softmax = isinstance(router, SoftmaxRouter)
+        config = replace(self.config, routing=router.routing, has_softmax=has_softmax)
+        return replace(self, config=config)
 
 
-def attention_of(layer: DecoderLayer) -> Mla | Gqa:
+def attention_of(layer: DecoderLayer) -> Mla | Gqa | GatedDeltaNet:
     """Return the attention of a layer that the kernels run."""
-    assert isinstance(layer.attention, Mla | Gqa), "the kinds that the kernels run"
+    assert isinstance(layer.attention, Mla | Gqa | GatedDeltaNet), "the kinds that the kernels run"
     return layer.attention
 
 
 def shared_by(layer: DecoderLayer) -> Shared:
     """Return what a layer shares with others of its model, but for the choice of experts."""
     attention = attention_of(layer)
+    hidden, norm_eps = len(layer.post_norm.weight), layer.post_norm.eps
+    if isinstance(attention, GatedDeltaNet):
+        return Shared(kernels.DeltaConfig(hidden, attention.sizes, norm_eps), None)
     config = kernels.DecoderConfig(
-        hidden=len(layer.post_norm.weight),
+        hidden=hidden,
         attention=attention.sizes,
-        norm_eps=layer.post_norm.eps,
+        norm_eps=norm_eps,
         softmax_scale=attention.scale,
     )
     return Shared(config, attention.rope)
@@ -98,12 +119,15 @@ def weights_of(
 ) -> kernels.LayerWeights:
     """Return a layer's weights with some experts, or none, as the kernels take them. like: an
     expert whose sizes they have where there are none."""
-    attention = attention_of(layer)
     router: torch.Tensor | None = None
     bias: torch.Tensor | None = None
+    shared_gate: torch.Tensor | None = None
     if isinstance(layer.feed_forward, Moe | ParallelMoe):
-        picks = cast(SigmoidRouter, layer.feed_forward.router)
-        router, bias = picks.weight.t(), picks.bias
+        picks = cast(SigmoidRouter | SoftmaxRouter, layer.feed_forward.router)
+        router = picks.weight.t()
+        bias = picks.bias if isinstance(picks, SigmoidRouter) else None
+    if isinstance(layer.feed_forward, Moe):
+        shared_gate = layer.feed_forward.shared_gate
     hidden = len(layer.post_norm.weight)
     gate_up: kernels.Matrix = torch.empty(0, 2, hidden)
     down: kernels.Matrix = torch.empty(0, hidden, 1)
@@ -114,14 +138,32 @@ def weights_of(
         down = Rows.stacked([expert.down for expert in experts])
     return kernels.LayerWeights(
         input_norm=_weight(layer.input_norm),
-        attention=latent_weights(attention)
-        if isinstance(attention, Mla)
-        else grouped_weights(attention),
+        attention=attention_weights(attention_of(layer)),
         post_norm=layer.post_norm.weight,
         router=router,
         router_bias=bias,
         gate_up=gate_up,
         expert_down=down,
+        shared_gate=shared_gate,
+    )
+
+
+def attention_weights(
+    attention: Mla | Gqa | GatedDeltaNet,
+) -> kernels.LatentWeights | kernels.GroupedWeights | kernels.DeltaWeights:
+    """Return the weights of an attention that the kernels run."""
+    if isinstance(attention, Mla):
+        return latent_weights(attention)
+    if isinstance(attention, Gqa):
+        return grouped_weights(attention)
+    return kernels.DeltaWeights(
+        inputs=Rows.of(attention.inputs),
+        gate_inputs=Rows.of(attention.gate_inputs),
+        convolution=attention.convolution.float(),
+        rate=attention.rate,
+        decay_bias=attention.bias,
+        value_norm=attention.norm.weight,
+        output=Rows.of(attention.output),
     )
 
 

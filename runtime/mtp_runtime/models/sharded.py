@@ -63,7 +63,8 @@ class ShardedExecution(CompiledExecution):
             parts.append(backend.pack_shard(kernels.LayerShard(weights_of(layer, routed), mlps)))
             sizes.append(_sizes_of(layer, whole))
             shared = shared.with_routing_of(layer)
-        decoder = backend.sharded_decoder(shared.config, parts, shared.rope)
+        config, rope = shared.of_attention
+        decoder = backend.sharded_decoder(config, parts, rope)
         return ShardedLayers(decoder, tuple(sizes), self.parallel)
 
 
