@@ -25,12 +25,12 @@ BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
 # Rooms from the lowest floor to the highest; those of one line do not import each other. A room is
 # a module or a package, and everything below it that is no room of its own.
 FLOORS: tuple[tuple[str, ...], ...] = (
+    ("mtp_kernels.sizes",),
     (
         "mtp_kernels",
         "mtp_kernels.batch_layout",
         "mtp_kernels.cpu",
         "mtp_kernels.gpu",
-        "mtp_kernels.sizes",
         "mtp_kernels.tensor_checks",
     ),
     ("mtp_kernels.quantize", "mtp_kernels.verify_attention", "mtp_kernels.gated_delta"),
