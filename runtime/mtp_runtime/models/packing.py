@@ -78,7 +78,7 @@ class Shared:
 
     @property
     def of_attention(self) -> tuple[kernels.DecoderConfig, Rope]:
-        """What layers share that are no gated delta nets."""
+        """Config and rotations of layers that are no gated delta nets."""
         assert isinstance(self.config, kernels.DecoderConfig) and self.rope is not None
         return self.config, self.rope
 
