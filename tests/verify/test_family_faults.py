@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +14,10 @@ from faults import planting
 from faults.fault import Fault
 from faults.matrix import Bundles, verified
 from faults.small_model import family_config
-from faults.weight_faults import halves_swapped, mtp, noisy, one_bit, swapped
+from faults.weight_faults import halves_swapped, main, mtp, noisy, one_bit, swapped
+from mtp_checkpoints.families import family_of
+from mtp_checkpoints.families.parts import Moe
+from mtp_checkpoints.families.spec import ModelSpec
 from runtime.checkpoints import SMALL_CONFIGS
 
 OTHERS = [model_type for model_type in SMALL_CONFIGS if model_type != "deepseek_v3"]
@@ -24,38 +28,72 @@ def expert_missing(layer: str, bundle: Path) -> None:
     planting.write(bundle / "mtp", dict.fromkeys(names))
 
 
-def main_layer_for_the_mtp_layer(layer: str, bundle: Path) -> None:
+def main_layer_for_the_mtp_layer(main: str, layer: str, bundle: Path) -> None:
     name = f"{layer}.self_attn.o_proj.weight"
-    theirs = planting.read(bundle / "main", name.replace(layer, "model.layers.2"))
+    theirs = planting.read(bundle / "main", name.replace(layer, main))
     planting.write(bundle / "mtp", {name: theirs})
 
 
+def regrouped(weight: torch.Tensor) -> torch.Tensor:
+    """Rows of [query | gate] per head as all queries, then all gates."""
+    heads = weight.view(4, 2, -1, weight.shape[1])
+    return heads.transpose(0, 1).reshape(weight.shape)
+
+
 def faults_of(model_type: str) -> list[Fault]:
-    layer = f"model.layers.{family_config(model_type)['num_hidden_layers']}"
-    expert, bias = f"{layer}.mlp.experts.1", f"{layer}.mlp.gate.e_score_correction_bias"
+    family = family_of(family_config(model_type))
+    (module,) = family.mtp
+    names, layer, moe = module.modules, module.layer.prefix, module.layer.feed_forward
+    last = family.layers[-1].prefix  # of the same kind of attention
     fault = partial(Fault, needs=model_type)
-    return [
-        fault("expert missing", partial(expert_missing, layer), "files", "is missing"),
-        fault("norm at one", mtp(f"{layer}.hnorm.weight", torch.ones_like), "ledger", "constant"),
-        fault("router bias dropped", mtp(bias, torch.zeros_like), "ledger", "dropped and filled"),
-        fault("head of another", mtp(f"{layer}.shared_head.head.weight", noisy), "ledger",
-              "of another checkpoint"),
-        fault("layer for layer", partial(main_layer_for_the_mtp_layer, layer), "ledger",
-              "one was taken for the other"),
-        fault("concatenation reversed", mtp(f"{layer}.eh_proj.weight", halves_swapped), "weights",
-              "two halves of columns are swapped"),
+    is_sparse = isinstance(moe, Moe)
+    mlp = f"{layer}.mlp.experts.1" if is_sparse else f"{layer}.mlp"
+    found = [
+        fault("norm at one", mtp(f"{names.hidden_norm}.weight", torch.ones_like), "ledger",
+              "constant"),
+        fault("layer for layer", partial(main_layer_for_the_mtp_layer, last, layer),
+              "ledger", "one was taken for the other"),
+        fault("concatenation reversed", mtp(f"{names.projection}.weight", halves_swapped),
+              "weights", "two halves of columns are swapped"),
         fault("gate and up swapped",
-              partial(swapped, "mtp", f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight"),
-              "weights", f"it holds {expert}.up_proj.weight"),
+              partial(swapped, "mtp", f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"),
+              "weights", f"it holds {mlp}.up_proj.weight"),
         fault("norms swapped",
-              partial(swapped, "mtp", f"{layer}.enorm.weight", f"{layer}.hnorm.weight"),
-              "weights", f"it holds {layer}.hnorm.weight"),
-        fault("one bit", mtp(f"{expert}.down_proj.weight", one_bit), "weights",
+              partial(swapped, "mtp", *(f"{one}.weight" for one in names[1:3])),
+              "weights", f"it holds {names.hidden_norm}.weight"),
+        fault("one bit", mtp(f"{mlp}.down_proj.weight", one_bit), "weights",
               "elements differ: damaged"),
+    ]  # fmt: skip
+    if is_sparse:
+        found.append(fault("expert missing", partial(expert_missing, layer), "files", "is missing"))
+        if bias := moe.modules(f"{layer}.mlp").router_bias:
+            dropped = mtp(bias, torch.zeros_like)
+            found.append(fault("router bias dropped", dropped, "ledger", "dropped and filled"))
+    if names.head is not None:
+        other = mtp(f"{names.head}.weight", noisy)
+        found.append(fault("head of another", other, "ledger", "of another checkpoint"))
+    return [*found, *(_of_gated_delta_nets(family, fault) if family.facts.norm_offset else ())]
+
+
+def _of_gated_delta_nets(family: ModelSpec, fault: Callable[..., Fault]) -> list[Fault]:
+    """Of models whose norms multiply by 1 + w and whose queries have gates."""
+    (module,) = family.mtp
+    layer, delta = module.layer.prefix, family.layers[0].attention_prefix
+    return [
+        fault("1 + w for w", mtp(f"{layer}.input_layernorm.weight", lambda w: w + 1), "ledger",
+              "engines take it for the w of 1 + w"),
+        fault("gates after all queries", mtp(f"{layer}.self_attn.q_proj.weight", regrouped),
+              "weights", "all queries and then all gates"),
+        fault("decay and its bias exchanged",
+              partial(swapped, "main", f"{delta}.A_log", f"{delta}.dt_bias"),
+              "weights", f"it holds {delta}.dt_bias"),
+        fault("convolution reversed",
+              main(f"{delta}.conv1d.weight", lambda w: w.flip(2)),
+              "weights", "taps run the other way"),
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("model_type", nightly_but(["glm_moe_dsa"], OTHERS))
+@pytest.mark.parametrize("model_type", nightly_but(["glm_moe_dsa", "qwen3_5"], OTHERS))
 def test_each_is_named(model_type: str, tmp_path: Path) -> None:
     bundles = Bundles(tmp_path / "good")
     options = ("--level", "weights", "--source", bundles.source_of(model_type))

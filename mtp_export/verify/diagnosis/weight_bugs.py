@@ -27,7 +27,7 @@ _CLOSE_DB = 6.0  # a weight of another version of the model: half its size is th
 _NEARER_DB = 10.0
 _NEAR_SCALES = 0.05  # scales that differ by less are those of the same weight, rounded otherwise
 _DAMAGED_SHARE = 0.01  # of the elements: damage of a file, where a conversion changes most of them
-_LAYER = re.compile(r"^(model\.layers\.)(\d+)(\..*)$")
+_LAYER = re.compile(r"^((?:model|model\.language_model|mtp)\.layers\.)(\d+)(\..*)$")
 
 
 def explain(weight: WeightOnDisk, source: WeightOnDisk, weights: Mapping[str, WeightOnDisk]) -> str:
@@ -123,13 +123,15 @@ def _alike(source: WeightOnDisk, weights: Mapping[str, WeightOnDisk]) -> Iterato
         if match is None or theirs is None:
             if match is theirs:
                 yield other
-        elif theirs[2] == match[2] or theirs[3] == match[3]:
+        elif theirs.groups()[:2] == match.groups()[:2] or theirs[3] == match[3]:
             yield other
 
 
 def _sample_rows(weight: WeightOnDisk) -> int:
     shape = weight.stored.weight.shape
-    columns = shape[1] if len(shape) == 2 else 1
+    columns = math.prod(shape[1:])
+    if len(shape) > 2:
+        return min(shape[0], max(1, _SAMPLE_ELEMENTS // columns))
     return min(shape[0], max(BLOCK, _SAMPLE_ELEMENTS // columns // BLOCK * BLOCK))
 
 
@@ -149,7 +151,9 @@ def _of_values(found: torch.Tensor) -> list[Undone]:
     """Bugs that leave the numbers whole, in other places or with the other sign."""
     import torch
 
-    if found.ndim == 1:
+    if found.ndim == 3:
+        return [(causes.LAST_AXIS_REVERSED, lambda: found.flip(2))]
+    if found.ndim != 2:
         return []
     rows, columns = found.shape
     undone: list[Undone] = [
@@ -179,7 +183,15 @@ def _of_rope(rotary: RotaryRows | None, found: torch.Tensor) -> list[Undone]:
         heads = torch.arange(0, len(found) - period + 1, period)
         places = (heads[:, None] + rows).reshape(-1)
         undone.append((causes.ROPE_ROWS_REORDERED, partial(torch.index_select, found, 0, places)))
+    undone.append((causes.HALVES_OF_HEADS_APART, partial(_with_halves_together, found, period)))
     return undone
+
+
+def _with_halves_together(found: torch.Tensor, period: int) -> torch.Tensor:
+    """Return rows of all heads' first halves and then all second ones as heads of two halves
+    (RuntimeError for rows of a part of the heads)."""
+    columns = found.shape[1]
+    return found.view(2, -1, period // 2, columns).transpose(0, 1).reshape(-1, columns)
 
 
 def _of_codes(raw: EncodedWeight) -> list[Undone]:

@@ -271,6 +271,11 @@ SIGN_FLIPPED = "its sign is flipped"
 ROPE_ROWS_REORDERED = (
     "its rotary rows are stored as two halves instead of interleaved pairs, or the reverse"
 )
+HALVES_OF_HEADS_APART = (
+    "its rows are the first halves of all heads and then the second ones, such as all queries and"
+    " then all gates: each head has its own two side by side"
+)
+LAST_AXIS_REVERSED = "its last axis is reversed, as of a convolution whose taps run the other way"
 SCALES_INVERTED = (
     "its scales are inverted: the reciprocal was stored, so every weight is off by scale²"
 )
