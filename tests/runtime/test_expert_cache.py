@@ -31,6 +31,11 @@ SAMPLED = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.9, seed=3)
 SLOTS = (16, 8, 5, 2, 1)
 
 
+# Shared experts of a family's small config.
+TWO_SHARED = {"n_shared_experts": 2}
+SHARED = {"qwen3_next": {"shared_expert_intermediate_size": 64}}  # as wide as the others
+
+
 def slot_bytes(folder: Path) -> int:
     options = LoadOptions()
     experts = open_model(folder, options, packs=True).memory_plan(options).experts
@@ -117,9 +122,9 @@ def test_each_expert_that_is_not_held_is_read_once() -> None:
     assert cache.counts.requested == cache.counts.read_bytes == 0
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "glm4_moe_lite"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next"])
 def test_families_compute_the_same_logits(family: str, tmp_path: Path) -> None:
-    path = write_checkpoint(tmp_path, SMALL_CONFIGS[family] | {"n_shared_experts": 2})
+    path = write_checkpoint(tmp_path, SMALL_CONFIGS[family] | SHARED.get(family, TWO_SHARED))
     expected = logits_of(load_model(path, LoadOptions()))
     for slots in (7, 3):
         found = logits_of(with_slots(path, slots))

@@ -105,6 +105,8 @@ def _token_numbers(layer: LayerSpec, hidden: int) -> int:
     if isinstance(part, parts.Mla | parts.Gqa):
         sizes = part.sizes
         numbers += sizes.projected + sizes.heads * sizes.key + sizes.output
+    if isinstance(part, parts.GatedDeltaNet):
+        numbers += 2 * part.sizes.channels + 2 * part.sizes.output
     if isinstance(feed_forward, parts.Moe):
         experts = feed_forward.router.routing.experts_per_token + feed_forward.shared
         numbers += experts * feed_forward.expert.inner

@@ -222,10 +222,8 @@ def planned(
     """
     layers = [*spec.layers, *(mtp.layer for mtp in spec.mtp if with_mtp)]
     expanded = _Expanded.of(source, layers, max_positions)
-    # Where kernels run every layer, in one process, and no layer has a state.
-    has_states = any(layer_type(layer.attention).state(layer.attention) for layer in layers)
-    in_one = source.packs and source.split.size == 1 and not has_states
-    reads_experts = in_one and not expanded.prefixes
+    # Where kernels run every layer, in one process.
+    reads_experts = source.packs and source.split.size == 1 and not expanded.prefixes
     matrices = dict(_matrices(source, dense, expanded, with_mtp=with_mtp))
     sizes = matrices.values()
     elements = sum(layer_type(layer.attention).cached(layer.attention) for layer in layers)

@@ -15,7 +15,7 @@ from mtp_kernels import decoder as kernels
 from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.linear import Linear, UnreadWeight
 from mtp_runtime.layers.moe import Mlp, Moe
-from mtp_runtime.models.compiled import CompiledExecution, CompiledLayers, kind_of
+from mtp_runtime.models.compiled import CompiledExecution, CompiledLayers, DeltaLayers, kind_of
 from mtp_runtime.models.execution import Execution, Layers
 from mtp_runtime.models.packing import Rows, Shared, experts_of, weights_of
 
@@ -55,11 +55,13 @@ class OffloadedExecution(CompiledExecution):
         for layer in layers:
             packed.append(backend.pack_offloaded(_offloaded(layer), self.cache))
             shared = shared.with_routing_of(layer)
+        if isinstance(shared.config, kernels.DeltaConfig):
+            return DeltaLayers(backend.offloaded_nets(shared.config, packed, self.cache))
         config, rope = shared.of_attention
         return CompiledLayers(backend.offloaded_decoder(config, packed, rope, self.cache))
 
     def _run(self, shared: Shared | None, layers: Iterable[DecoderLayer]) -> Layers:
-        if shared is None or isinstance(shared.config, kernels.DeltaConfig):
+        if shared is None:
             kind = kind_of(next(iter(layers)))
             raise UnsupportedError(
                 "Only the compiled kernels keep a part of the experts in memory, and they do not"

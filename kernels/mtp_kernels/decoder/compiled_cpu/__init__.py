@@ -40,6 +40,7 @@ from mtp_kernels.decoder.compiled_cpu.delta import DeltaDecoder
 from mtp_kernels.decoder.compiled_cpu.expert_cache import ExpertCache
 from mtp_kernels.decoder.compiled_cpu.offloaded import (
     OffloadedDecoder,
+    OffloadedNets,
     PackedOffloaded,
     pack_offloaded,
 )
@@ -125,6 +126,12 @@ class Backend:
     ) -> OffloadedDecoder:
         """Join layers, some of which have routed experts in a cache."""
         return OffloadedDecoder(config, layers, rope, cache)
+
+    def offloaded_nets(
+        self, config: DeltaConfig, layers: Sequence[PackedOffloaded], cache: ExpertCache
+    ) -> OffloadedNets:
+        """Join layers with gated delta nets, some of which have routed experts in a cache."""
+        return OffloadedNets(config, layers, cache)
 
     def norm(self, weight: torch.Tensor, eps: float) -> Norm:
         """Return an RMS norm."""

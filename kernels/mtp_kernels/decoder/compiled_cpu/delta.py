@@ -12,7 +12,7 @@ from numba import carray
 
 from mtp_kernels.batch_layout import StateLayout
 from mtp_kernels.cpu.code import FLOAT_BYTES
-from mtp_kernels.cpu.delta_rule import READ_COST, Pool, delta_rule
+from mtp_kernels.cpu.delta_rule import READ_COST, Pool, Spans, delta_rule
 from mtp_kernels.cpu.elementwise import sigmoid
 from mtp_kernels.cpu.jit import compiled, inner
 from mtp_kernels.cpu.panel_forms import PANEL
@@ -168,7 +168,7 @@ class DeltaDecoder:
         check_delta_config(config)
         check_layers(config, layers)
         self.config, self.layers = config, tuple(layers)
-        self._table, self._sizes = table_of(layers), sizes_of(config)
+        self._table, self.sizes = table_of(layers), sizes_of(config)
         self._experts, self._inner = inner_sizes(layers, config.routing.experts_per_token)
 
     def __len__(self) -> int:
@@ -181,22 +181,26 @@ class DeltaDecoder:
     def __call__(self, x: torch.Tensor, layout: StateLayout, state: DeltaState) -> None:
         """Run the stream x [T, d] through the layers, in place, and advance the states."""
         check_delta_pass(self.config, len(self), x, layout, state)
-        spans, sizes = spans_of(layout), self.config.attention
-        rows, team = int(spans.starts[-1]), process_team()
+        spans, team = spans_of(layout), process_team()
         weights = len(x) * sum(layer.multiplications for layer in self.layers)
-        states = (rows + READ_COST * len(spans.slots)) * 4 * sizes.output * sizes.key * len(self)
         team.run(
             run_nets,
-            team.threads_for(weights + states),
+            team.threads_for(weights + len(self) * self.state_work(spans)),
             self._table,
-            self._sizes,
+            self.sizes,
             spans,
-            Pool(state.states.numpy(), state.inputs.numpy(), state.gates.numpy()),
-            self._scratch(len(x), rows),
+            Pool(*(tensor.numpy() for tensor in state.tensors)),
+            self.scratch(len(x), int(spans.starts[-1])),
             x.numpy(),
         )
 
-    def _scratch(self, count: int, rows: int) -> NetScratch:
+    def state_work(self, spans: Spans) -> int:
+        """Return the multiplications that states take in a layer, reading them included."""
+        sizes = self.config.attention
+        rows = int(spans.starts[-1]) + READ_COST * len(spans.slots)
+        return 4 * rows * sizes.output * sizes.key
+
+    def scratch(self, count: int, rows: int) -> NetScratch:
         """Return memory for a pass over a number of rows, and of those with replayed ones."""
         own, picked = self.config.attention, self.config.routing.experts_per_token
         panels = panels_of(own.channels + own.output) + panels_of(2 * own.value_heads)

@@ -14,12 +14,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from mtp_kernels.batch_layout import BatchLayout
+from mtp_kernels.batch_layout import BatchLayout, StateLayout
+from mtp_kernels.cpu.delta_rule import Pool
 from mtp_kernels.cpu.jit import compiled
 from mtp_kernels.cpu.team import process_team, wait
-from mtp_kernels.decoder import DecoderConfig, OffloadedLayer, Rope
-from mtp_kernels.decoder.checks import check_layers, check_pass
+from mtp_kernels.decoder import DecoderConfig, DeltaConfig, OffloadedLayer, Rope
+from mtp_kernels.decoder.checks import check_delta_pass, check_layers, check_pass
 from mtp_kernels.decoder.compiled_cpu.attention import Scratch, attention
+from mtp_kernels.decoder.compiled_cpu.delta import (
+    DeltaDecoder,
+    NetScratch,
+    NetSizes,
+    delta_net,
+)
 from mtp_kernels.decoder.compiled_cpu.expert_cache import CachedExperts, ExpertCache, Reading
 from mtp_kernels.decoder.compiled_cpu.experts import add_experts, make_inner, route
 from mtp_kernels.decoder.compiled_cpu.packing import Packer
@@ -27,9 +34,12 @@ from mtp_kernels.decoder.compiled_cpu.scratch import make_scratch, planned
 from mtp_kernels.decoder.compiled_cpu.weights import (
     PackedLayer,
     PackedLayers,
+    Sizes,
     inner_sizes,
     pack_layer,
 )
+from mtp_kernels.gated_delta.compiled_cpu import spans_of
+from mtp_kernels.gated_delta.state import DeltaState
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,7 @@ class OffloadedDecoder(PackedLayers[PackedOffloaded]):
         super().__init__(config, layers, rope)
         self._packed, self.cache = [one.layer for one in layers], cache
         check_layers(config, self._packed)
+        self._runs = ExpertRuns(self.sizes, cache)
         self._experts, self._inner = inner_sizes(self._packed, config.routing.experts_per_token)
 
     def part(self, first: int, stop: int) -> OffloadedDecoder:
@@ -100,7 +111,7 @@ class OffloadedDecoder(PackedLayers[PackedOffloaded]):
                 record = one.layer.record
                 work = len(x) * _multiplications(one.layer)
                 _run(run_attention, work, record, self.sizes, batch, own, scratch, rows)
-                self._feed_forward(one, scratch, rows)
+                self._runs.feed_forward(one, scratch, rows)
 
     def _scratch(self, count: int, parts: int, attention_input: torch.Tensor | None) -> Scratch:
         """Return memory for a pass over a number of rows, and parts of attention."""
@@ -109,7 +120,50 @@ class OffloadedDecoder(PackedLayers[PackedOffloaded]):
             self.config, count, parts=parts, inner=inner, attention_input=attention_input
         )
 
-    def _feed_forward(self, one: PackedOffloaded, scratch: Scratch, x: np.ndarray) -> None:
+
+class OffloadedNets:
+    """Some packed layers with gated delta nets, some of which have their routed experts in a
+    cache."""
+
+    def __init__(
+        self, config: DeltaConfig, layers: Sequence[PackedOffloaded], cache: ExpertCache
+    ) -> None:
+        self._nets = DeltaDecoder(config, [one.layer for one in layers])
+        self.config, self.layers, self.cache = config, tuple(layers), cache
+        self._runs = ExpertRuns(self._nets.sizes, cache)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def part(self, first: int, stop: int) -> OffloadedNets:
+        """Return layers [first, stop) as a decoder of their own, with the same cache."""
+        return OffloadedNets(self.config, self.layers[first:stop], self.cache)
+
+    def __call__(self, x: torch.Tensor, layout: StateLayout, state: DeltaState) -> None:
+        """Run the stream x [T, d] through the layers, in place, and advance the states. Raises what
+        reading an expert raises."""
+        check_delta_pass(self.config, len(self), x, layout, state)
+        nets, spans, rows = self._nets, spans_of(layout), x.numpy()
+        scratch = nets.scratch(len(x), int(spans.starts[-1]))
+        with self.cache.passing:
+            for number, one in enumerate(self.layers):
+                pool = Pool(*(tensor[number].numpy() for tensor in state.tensors))
+                record = one.layer.record
+                work = len(x) * _multiplications(one.layer) + nets.state_work(spans)
+                _run(run_net, work, record, nets.sizes, spans, pool, scratch, rows)
+                self._runs.feed_forward(one, scratch, rows)
+
+
+@dataclass(frozen=True)
+class ExpertRuns:
+    """Runs of a pass through experts, some of which are in a cache."""
+
+    sizes: Sizes | NetSizes
+    cache: ExpertCache
+
+    def feed_forward(
+        self, one: PackedOffloaded, scratch: Scratch | NetScratch, x: np.ndarray
+    ) -> None:
         """Add the experts' output to the stream x [T, d]: those that are held are multiplied while
         others are read."""
         routed, shared = (int(one.layer.record[name][0]) for name in ("routed", "shared"))
@@ -136,7 +190,7 @@ class OffloadedDecoder(PackedLayers[PackedOffloaded]):
     def _run_experts(
         self,
         layer: PackedLayer,
-        scratch: Scratch,
+        scratch: Scratch | NetScratch,
         pairs: Pairs,
         made: Sequence[int],
         added: Sequence[int],
@@ -179,6 +233,15 @@ def run_attention(
 ) -> None:
     """Add attention of table[0] to x [T, d], and pick the rows' experts in scratch."""
     attention(member, table[0], sizes, batch, cache, scratch, x)
+    route(member, table[0], sizes, scratch, x)
+
+
+@compiled
+def run_net(
+    member: Any, table: Any, sizes: Any, spans: Any, pool: Any, scratch: Any, x: Any
+) -> None:
+    """Add the gated delta net of table[0] to x [T, d], and pick the rows' experts in scratch."""
+    delta_net(member, table[0], sizes, spans, pool, scratch, x)
     route(member, table[0], sizes, scratch, x)
 
 
