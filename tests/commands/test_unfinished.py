@@ -116,3 +116,10 @@ def test_shares_are_named_with_the_command_that_goes_on(
     if len(shares) == 3:
         assert run_program("finish", bundle, "--quiet").code == 0
         assert run_program("inspect", bundle).code == 0
+
+
+def test_a_share_beside_a_whole_run_is_refused_with_the_command_of_that(stopped: Path) -> None:
+    outcome = export(FIXTURE, stopped, "--share", "1/2")
+    again = f"mtp-export export --input-dir {FIXTURE} --output-dir {stopped}"
+    assert outcome.code == 8 and "was not divided into shares" in outcome.err
+    assert outcome.err.endswith(f" or finish that run by its own command: {again}\n")
