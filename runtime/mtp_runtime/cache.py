@@ -159,6 +159,11 @@ class PageAllocator:
         """Number of pages whose memory states have."""
         return self.state_pages * (self._states - len(self._free_states))
 
+    def chunk(self, start: int, rows: int, tokens: int) -> int:
+        """Return how many of the rows from `start` of a sequence of tokens to take in a pass: all,
+        unless it is to end where something is kept of it."""
+        return rows
+
     def spec(self, dtype: torch.dtype, device: torch.device) -> CacheSpec:
         """Spec of a cache with room for all pages."""
         pages = self.pages + self._spare_pages
@@ -169,6 +174,9 @@ class PageAllocator:
         """A slot of the spare page."""
         assert self._spare_pages, "made with_spare"
         return self.pages * self.page_size
+
+    def follow(self, cache: Cache) -> None:
+        """Keep what is kept of states of those in a cache: nothing."""
 
     def poison_freed(self, cache: Cache) -> None:
         """Fill a cache with NaN, and from now on every slot of it that is freed: a test's way to

@@ -20,6 +20,7 @@ import torch
 
 from mtp_checkpoints.errors import ResourceError, UsageError
 from mtp_runtime.acceptance.base import Draft, Verdict
+from mtp_runtime.allocators import allocator_for
 from mtp_runtime.cache import lay_out
 from mtp_runtime.config import EngineConfig
 from mtp_runtime.draft_length import Step, draft_length
@@ -28,7 +29,6 @@ from mtp_runtime.judging import Group, Judge, score_prompts
 from mtp_runtime.memory import state_pages
 from mtp_runtime.models.model import Model, States
 from mtp_runtime.parallel import group as ranks
-from mtp_runtime.prefix_cache import allocator_for
 from mtp_runtime.request import Arrival, Request, RequestMetrics, TokenEvent, Turn
 from mtp_runtime.static_graph.steps import Graphs, steps_by
 
@@ -59,6 +59,7 @@ class Engine:
             with_spare=graphs is not None,
         )
         self.cache = model.new_cache(self.pages)
+        self.pages.follow(self.cache)
         self._steps = steps_by(graphs, model, self.cache, self.pages, config)
         if config.poison_freed:
             self.pages.poison_freed(self.cache)
@@ -316,6 +317,7 @@ class Engine:
         for request in list(self._running):
             count = self._draft_count(request, length)
             rows = min(request.due(drafted), self.config.prefill_chunk, budget)
+            rows = self.pages.chunk(request.cached.length, rows, len(request.tokens))
             if rows <= 0 or rows + count > budget or request not in self._running:
                 continue
             if not self._make_room(request, request.cached.length + rows + count):

@@ -13,9 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
 
-from mtp_checkpoints.errors import UnsupportedError
 from mtp_runtime.cache import CachedSequence, PageAllocator
-from mtp_runtime.config import EngineConfig
 
 
 class SharedPages(PageAllocator):
@@ -85,11 +83,15 @@ class SharedPages(PageAllocator):
             following = array("q", tokens[page * size : (page + 1) * size + 1])
             yield sha256(parent + following.tobytes()).digest()
 
+    def _forget_page(self) -> None:
+        """Free the kept page that was not used for the longest."""
+        page, _ = self._kept.popitem(last=False)
+        del self._page_of[self._key_of.pop(page)]
+        super()._give_back(page)
+
     def _take(self) -> int:
         if not self._free:
-            page, _ = self._kept.popitem(last=False)
-            del self._page_of[self._key_of.pop(page)]
-            super()._give_back(page)
+            self._forget_page()
         page = super()._take()
         self._holders[page] = 1
         return page
@@ -102,36 +104,3 @@ class SharedPages(PageAllocator):
             self._kept[page] = None
         else:
             super()._give_back(page)
-
-
-def allocator_for(
-    config: EngineConfig, *, modules: int, state_pages: int, with_spare: bool
-) -> PageAllocator:
-    """Make the allocator of an engine's pages, and of states where layers keep some, each of the
-    memory of so many pages.
-
-    modules: MTP modules of the model. Raises UnsupportedError for a prefix cache that does not keep
-    what they, or states, need.
-    """
-    if config.prefix_cache and modules > 1:
-        raise UnsupportedError(
-            "The prefix cache does not keep what several MTP modules need",
-            expected="one MTP module at most",
-            found=modules,
-            todo="Leave the prefix cache out, or use --speculate-method none",
-        )
-    if config.prefix_cache and state_pages:
-        raise UnsupportedError(
-            "The prefix cache does not keep the states of a gated delta net",
-            expected="a model all of whose layers keep entries per token",
-            todo="Leave the prefix cache out",
-        )
-    make = SharedPages if config.prefix_cache else PageAllocator
-    return make(
-        config.cache_tokens // config.page_size,
-        config.page_size,
-        with_spare=with_spare,
-        states=config.max_batch_size if state_pages else 0,
-        state_pages=state_pages,
-        drafts=config.speculation.draft_tokens,
-    )
