@@ -59,8 +59,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("mtp_runtime.chat", "mtp_runtime.chat_worker"),
     ("mtp_runtime.cache", "mtp_runtime.sampling", "mtp_runtime.logprobs"),
     ("mtp_runtime.acceptance", "mtp_runtime.layers", "mtp_runtime.prefix_cache"),
-    ("mtp_runtime.loading",),
-    ("mtp_runtime.models",),
+    ("mtp_runtime.loading", "mtp_runtime.prefix_states"),
+    ("mtp_runtime.models", "mtp_runtime.allocators"),
     (
         "mtp_runtime.teacher_forcing",
         "mtp_runtime.request",
