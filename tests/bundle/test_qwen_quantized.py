@@ -16,7 +16,7 @@ from compressed_tensors.quantization import QuantizationConfig
 from safetensors.torch import save_file
 
 from bundle.test_qwen_bundles import FUSED
-from cases import quantize, read_json, read_tensors, run_program
+from cases import edit_json, quantize, read_json, read_tensors, run_program
 from faults.small_model import family_config, write_dense
 from mtp_checkpoints.families import family_of
 from mtp_checkpoints.tensors.experts_apart import experts_apart
@@ -169,6 +169,63 @@ def test_native_fp8_lists_what_stays_by_whole_names(source: Path, tmp_path: Path
     tables = {"lm_head", "model.language_model.embed_tokens"}
     assert listed == plain - tables
     assert f"{MAIN_EXPERTS}.7.down_proj.weight_scale_inv" in stored
+
+
+@pytest.mark.parametrize("scheme", ["weight_only_int8", "a8w8_fp8"])
+def test_a_projection_that_no_list_leaves_out_is_named(
+    scheme: str, source: Path, tmp_path: Path
+) -> None:
+    """vLLM builds it by the main config as any linear; SGLang never quantizes it."""
+    bundle = tmp_path / "bundle"
+    pair = ("--base-quant", scheme, "--mtp-quant", scheme)
+    assert quantize(source, bundle, *pair, "--quiet").code == 0
+    assert run_program("verify", bundle, "--level", "files", "--quiet").code == 0
+
+    def listing(config: dict[str, Any]) -> None:
+        quantization = config["quantization_config"]
+        for key in {"ignore", "modules_to_not_convert", "ignored_layers"} & quantization.keys():
+            quantization[key] = [name for name in quantization[key] if "mtp.fc" not in name]
+
+    for part in ("main", "mtp"):
+        edit_json(bundle / part / "config.json", listing)
+    outcome = run_program("verify", bundle, "--level", "files", "--json", "--quiet")
+    items = [item for check in json.loads(outcome.out)["checks"] for item in check["items"]]
+    causes = {item["name"]: item["cause"] for item in items if item["status"] == "fail"}
+    assert "mtp.fc is stored unquantized" in causes["mtp: precision as vLLM reads it"]
+    assert "mtp: precision as SGLang reads it" not in causes
+
+
+def whole_folder(source: Path, bundle: Path, folder: Path, ignored: str) -> Path:
+    """One checkpoint as quantizers leave it: single experts in codes, and the module as it was."""
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((bundle / "main" / name).read_bytes())
+    edit_json(folder / "config.json", lambda c: c["quantization_config"]["ignore"].append(ignored))
+    mtp = {name: one for name, one in read_tensors(source).items() if name.startswith("mtp.")}
+    tensors = read_tensors(bundle / "main") | mtp
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_a_folder_that_others_quantized_is_judged(
+    source: Path, bundle: Path, tmp_path: Path
+) -> None:
+    """A fused module in bf16 beside single experts in codes; by a list that leaves it out, and by
+    one that does not."""
+    options = ("--level", "weights", "--quiet")
+    good = whole_folder(source, bundle, tmp_path / "good", "re:^mtp.*")
+    judged = run_program("verify", good, *options)
+    assert judged.code == 0, judged.err
+    for number, (ignored, words) in enumerate(
+        [
+            ("re:.*mtp_block.*", "stored unquantized"),
+            ("re:mtp.*(self_attn|shared_expert).*", f"{FUSED[0]} is stored unquantized"),
+        ]
+    ):
+        bad = whole_folder(source, bundle, tmp_path / str(number), ignored)
+        judged = run_program("verify", bad, *options)
+        assert judged.code == 7
+        assert words in judged.err, judged.err
 
 
 def test_experts_that_are_kept_stay_fused(source: Path, tmp_path: Path) -> None:

@@ -98,8 +98,10 @@ class DraftReading:
     method it holds for, where it is one of several. reads returns what it takes another's config
     for, given the tensors' names. renamed: quant_methods whose lists it renames with the layer.
     unquantized_beside: formats of main models beside which it builds every draft unquantized.
-    loads_tables: it loads the draft's own embedding and head. refuses_recomputed: model_types whose
-    draft it does not load with tensors that all others skip, as is_recomputed tells.
+    loads_tables: it loads the draft's own embedding and head. builds_projection: a module of names
+    of its own has its projection built as any linear, but beside NVFP4. refuses_recomputed:
+    model_types whose draft it does not load with tensors that all others skip, as is_recomputed
+    tells.
     """
 
     by_main_config: bool
@@ -109,6 +111,7 @@ class DraftReading:
     reads: Reads = as_it_is
     renamed: frozenset[str] = frozenset()
     loads_tables: bool = True
+    builds_projection: bool = False
     unquantized_beside: frozenset[str] = frozenset()
     refuses_recomputed: frozenset[str] = frozenset()
 

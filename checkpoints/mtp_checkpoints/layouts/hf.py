@@ -27,6 +27,7 @@ VLLM_READING = DraftReading(
     by_main_config=True,
     reason="vLLM builds the draft with the quantization_config of main/config.json",
     reads=vllm_reads,
+    builds_projection=True,  # `fc` of qwen3_5_mtp.py and qwen3_next_mtp.py
     refuses_recomputed=frozenset({"glm4_moe"}),  # glm4_moe_mtp.py looks up every name of the layer
 )
 # Of compressed-tensors vLLM builds a head as any linear that a target names. So does SGLang 0.5.23,

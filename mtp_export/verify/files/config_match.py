@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_checkpoints.containers.base import CONFIG_NAME, TensorInfo
 from mtp_checkpoints.errors import InvalidInputError, MtpExportError, UnsupportedError
-from mtp_checkpoints.families.base import Role
+from mtp_checkpoints.families.base import FLOATS, Role, weight_name
+from mtp_checkpoints.families.parts import Moe
 from mtp_checkpoints.families.signs import (
     COUNT_FIELDS,
     announced,
@@ -19,9 +20,11 @@ from mtp_checkpoints.families.signs import (
     main_layers,
     projection_in_main,
 )
-from mtp_checkpoints.formats import mixes_groups_with_fp8
+from mtp_checkpoints.families.spec import ModelSpec
+from mtp_checkpoints.formats import NvFp4, mixes_groups_with_fp8
 from mtp_checkpoints.layouts.base import DraftReading, Engine
 from mtp_checkpoints.quantization.absent import with_projection_listed
+from mtp_checkpoints.quantization.methods import quant_config_of
 from mtp_checkpoints.quantization.mismatches import is_recomputed
 from mtp_checkpoints.quantization.native import quantization_of
 from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight
@@ -194,7 +197,8 @@ def _draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
                     else failed(name, str(error), subject=CONFIG_NAME, data=data)
                 )
                 continue
-            config = with_projection_listed(config, tensors)
+            if not (engine.draft_reading.builds_projection and layout.stored.family.mtp_prefix):
+                config = with_projection_listed(config, tensors)
         unquantized = engine.draft_reading.unquantized_beside & of_main
         quantization = None if unquantized else quantization_of(config)
         item = _as_read(name, layout, quantization, engine.draft_reading)
@@ -259,7 +263,7 @@ def _as_read(name: str, layout: PartLayout, config: Any, reading: DraftReading) 
             config = json.loads(rename(json.dumps(config)))
             reason = f"{reason}, with {layers[0]} in them replaced as it is written"
         tensors = {rename(key): tensor for key, tensor in tensors.items()}
-    refused = _refused(layout, reading)
+    refused = [*_refused(layout, reading), *_built_quantized(layout, config, reading)]
     if refused:
         return verdict(name, refused, counted(len(specs), "weight"))
     try:
@@ -285,6 +289,33 @@ def _as_read(name: str, layout: PartLayout, config: Any, reading: DraftReading) 
         words = causes.misread_by_engine(reason, first.words)
         problems[0] = Problem(first.subject, words)
     return verdict(name, problems, counted(len(specs), "weight"))
+
+
+def _built_quantized(layout: PartLayout, config: Any, reading: DraftReading) -> Iterator[Problem]:
+    """Yield what is stored unquantized and is no matrix that a list is asked for, and that an
+    engine builds quantized: fused experts, and the projection of a module of names of its own."""
+    if not config:
+        return
+    tensors, known = layout.checkpoint.tensors, quant_config_of(config)
+    for name, module, role in _asked_as_others(layout.stored.family, reading):
+        built, tensor = known.format_of(module, role), tensors.get(name)
+        if built is None or tensor is None or tensor.dtype not in FLOATS:
+            continue
+        if role is Role.ROUTED_EXPERT or built.storage != NvFp4.storage:
+            words = causes.built_quantized(name.removesuffix(".weight"), str(built.storage))
+            yield Problem(name, words)
+
+
+def _asked_as_others(family: ModelSpec, reading: DraftReading) -> Iterator[tuple[str, str, Role]]:
+    """Yield tensors of the MTP layers, each with the linear and the role that an engine asks its
+    config for."""
+    for module in family.mtp:
+        layer, projection = module.layer, module.modules.projection
+        if family.mtp_prefix and reading.builds_projection:
+            yield weight_name(projection), projection, Role.ATTENTION
+        if isinstance(layer.feed_forward, Moe):
+            for fused, single in layer.feed_forward.apart(layer.feed_forward_prefix).items():
+                yield fused, single[0].removesuffix(".weight"), Role.ROUTED_EXPERT
 
 
 def _refused(layout: PartLayout, reading: DraftReading) -> list[Problem]:

@@ -198,6 +198,13 @@ def lacks_for_engine(engine: str, lacks: str) -> str:
     return f". For {engine} add {lacks} too"
 
 
+def built_quantized(module: str, storage: str) -> str:
+    return (
+        f"{module} is stored unquantized and left out by no list: the engine builds it in"
+        f" {storage}, and fails to load it, or reads its values as codes"
+    )
+
+
 def projection_quantized(module: str) -> str:
     return (
         f"{module} is stored quantized, and vLLM and SGLang build it as an unquantized linear: they"
