@@ -51,7 +51,9 @@ CHECKS: dict[str, Check] = {
         ),
         remote_places=_OF_VALUES,
     ),
-    "weights": Check("Weights against source", Level.WEIGHTS, ("weights.comparison",)),
+    "weights": Check(
+        "Weights against source", Level.WEIGHTS, ("weights.comparison", "weights.carried")
+    ),
     "greedy": Check("Greedy equality", Level.RUN, ("decoding.greedy",)),
     "sampling": Check("Sampling", Level.RUN, ("decoding.sampling",)),
     "acceptance": Check(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from cases import Outcome, edit_json, export, read_json, read_tensors, run_progr
 from faults.small_model import family_config, write_dense
 
 FUSED = ("mtp.layers.0.mlp.experts.gate_up_proj", "mtp.layers.0.mlp.experts.down_proj")
+CARRIED = "main: tensors of other parts"
 KINDS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "Next": ("qwen3_next", ()),
     "3.5 dense, tied": ("qwen3_5", ()),
@@ -128,6 +129,30 @@ def test_a_source_without_a_module_is_told_where_it_would_be(
     refused = export(lost, tmp_path / "bundle")
     assert refused.code == code
     assert "text_config.mtp_num_hidden_layers" in refused.err and "(mtp.*)" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (lambda tensors, name: tensors.update({name: 2 * tensors[name]}), "is not the source's"),
+        (lambda tensors, name: tensors.pop(name), "of the source is not there"),
+        (lambda tensors, name: tensors.update({f"{name}.x": 2 * tensors[name]}), "no counterpart"),
+    ],
+    ids=["changed", "lost", "added"],
+)
+def test_a_vision_tower_is_compared_with_the_source(
+    how: Callable[[dict[str, Any], str], object], words: str, tmp_path: Path
+) -> None:
+    source = write_dense(tmp_path / "source", config=family_config("qwen3_5"))
+    tensors, name = read_tensors(source), "model.visual.pos_embed.weight"
+    outcome, items = verified(source, "--source", source)
+    assert (outcome.code, items[CARRIED]["figure"]) == (0, "1 tensor, 256 B")
+    how(tensors, name)
+    folder = without_mtp(source, tmp_path / "other")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    outcome, items = verified(folder, "--source", source)
+    assert outcome.code == 7
+    assert items[CARRIED]["status"] == "fail" and words in items[CARRIED]["cause"]
 
 
 def test_norms_that_had_one_added_are_named(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ the quantization noise of their form."""
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from mtp_export.verify.evidence.weight_facts import AgainstSource
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
 
+_NUMBER = re.compile(r"layers\.(\d+)\.")
 _EXPLAINED = 3  # wrong weights per item whose cause is looked for
 _WORST = 10  # weights per item that are named in data
 
@@ -60,8 +62,8 @@ class Compared:
     @property
     def layer(self) -> int | None:
         """The decoder layer, None for a weight outside them."""
-        parts = self.weight.stored.weight.name.split(".")
-        return int(parts[2]) if len(parts) > 2 and parts[2].isdigit() else None
+        found = _NUMBER.search(self.weight.stored.weight.name)
+        return None if found is None else int(found[1])
 
 
 def run(context: Context) -> Iterator[Item]:

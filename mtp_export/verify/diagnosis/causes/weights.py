@@ -322,6 +322,17 @@ def not_in_source(tensor: str) -> str:
     return f"{tensor} has no counterpart in the source: another model's"
 
 
+def carried_lost(tensor: str) -> str:
+    return f"{tensor} of the source is not there: what it belongs to is no longer whole"
+
+
+def carried_changed(tensor: str) -> str:
+    return (
+        f"{tensor} is not the source's, and no step of an export changes it: it is another model's,"
+        " or damaged"
+    )
+
+
 def another_tokenizer(file: str) -> str:
     return f"{file} is not the source's: another model's tokenizer"
 
