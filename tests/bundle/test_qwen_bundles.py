@@ -155,6 +155,23 @@ def test_a_vision_tower_is_compared_with_the_source(
     assert items[CARRIED]["status"] == "fail" and words in items[CARRIED]["cause"]
 
 
+def test_a_nested_field_that_was_changed_is_named_alone(tmp_path: Path) -> None:
+    """Of the draft beside main, and of a checkpoint beside its source."""
+    source = write_dense(tmp_path / "source", config=family_config("qwen3_5"))
+    bundle = tmp_path / "bundle"
+    assert export(source, bundle, "--quiet").code == 0
+
+    def change(config: dict[str, Any]) -> None:
+        config["text_config"]["rms_norm_eps"] = 0.5
+
+    edit_json(bundle / "mtp/config.json", change)
+    _, items = verified(bundle, "--source", source)
+    for name in ("draft and main of one model: configs", "config is the source's"):
+        assert items[name]["status"] == "fail"
+        assert "text_config.rms_norm_eps is 0.5" in items[name]["cause"]
+    assert items["main: tokenizer"]["status"] == "pass"
+
+
 def test_norms_that_had_one_added_are_named(tmp_path: Path) -> None:
     """Norms of 1 + w, of which a conversion stored 1 + w: engines add one again."""
     source = write_dense(tmp_path / "source", config=family_config("qwen3_5"))

@@ -113,6 +113,17 @@ def text_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return list(_configs(config))[-1][1]
 
 
+def flattened(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config.json with those of its text part one by one, behind its name
+    and a dot."""
+    result = dict(config)
+    for prefix, fields in _configs(config):
+        if prefix:
+            del result[prefix.rstrip(".")]
+            result |= {f"{prefix}{name}": value for name, value in fields.items()}
+    return result
+
+
 def announced(config: Mapping[str, Any]) -> Announced | None:
     """Return what a config.json announces; None for no MTP module at all."""
     for prefix, fields in _configs(config):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_checkpoints.containers.base import CONFIG_NAME, QUANTIZATION
 from mtp_checkpoints.errors import MtpExportError
+from mtp_checkpoints.families.signs import flattened, text_fields
 from mtp_checkpoints.quantization.native import DTYPE_KEYS
 from mtp_checkpoints.sources.strict_json import read_json_object
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
@@ -68,12 +69,12 @@ def _configs(
     is_main_changed: the main one was changed after the export, and the draft's was not."""
     name = "draft and main of one model: configs"
     try:
-        wanted = context.target.mtp_config(main)
+        wanted = flattened(context.target.mtp_config(main))
     except MtpExportError:
         return not_tested(name, "the main config cannot be used")
-    problems = []
-    for key in sorted({*wanted, *mtp} - {QUANTIZATION, *_own_keys(context)}):
-        by_main, own = wanted.get(key), mtp.get(key)
+    problems, of_draft = [], flattened(mtp)
+    for key in sorted({*wanted, *of_draft} - {QUANTIZATION, *_own_keys(context)}):
+        by_main, own = wanted.get(key), of_draft.get(key)
         if by_main == own:
             continue
         if is_main_changed:
@@ -88,7 +89,8 @@ def _configs(
 def _yarn(part: str, config: Mapping[str, Any]) -> Item:
     """yarn's two factors come together in every released model: mscale on the rotary part, and
     mscale_all_dim on the whole attention score, which replaces it."""
-    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    fields = text_fields(config)
+    scaling = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     figure = f"mscale {scaling.get('mscale')}, mscale_all_dim {scaling.get('mscale_all_dim')}"
     problems = []
     if scaling.get("mscale") and not scaling.get("mscale_all_dim"):
@@ -106,7 +108,7 @@ def _tokenizer(context: Context, part: Part, unlike: Mapping[str, str]) -> Item:
         return _without_tokenizer(context, name, part, unlike)
     if part.checkpoint is None:
         return not_tested(name, "its config.json or index cannot be opened")
-    config = part.checkpoint.config
+    config = {**part.checkpoint.config, **text_fields(part.checkpoint.config)}
     vocab = config.get("vocab_size")
     if _TOKENIZER_JSON not in files or type(vocab) is not int:
         return not_tested(name, f"it has no {_TOKENIZER_JSON} to look into")

@@ -13,6 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from mtp_checkpoints.containers.base import CONFIG_NAME, QUANTIZATION
+from mtp_checkpoints.families.signs import flattened
 from mtp_checkpoints.quantization.native import DTYPE_KEYS
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
@@ -193,8 +194,8 @@ def _config(context: Context, source: Mapping[str, Any]) -> Item:
     for part in (part for part in context.parts if part.name not in context.parts_of_others):
         of_place.setdefault(part.place, part)
     for part in of_place.values():
-        found = {} if part.checkpoint is None else part.checkpoint.config
-        wanted = source if part.name == MAIN else context.target.mtp_config(source)
+        found = {} if part.checkpoint is None else flattened(part.checkpoint.config)
+        wanted = flattened(source if part.name == MAIN else context.target.mtp_config(source))
         keys = sorted(_compared_fields(context, found, wanted)) if found else []
         count += len(keys)
         for key in keys:
@@ -220,7 +221,8 @@ def _compared_fields(
     tools add defaults and drop what they do not know."""
     if context.is_bundle:
         return {*wanted, *found} - {QUANTIZATION}
-    return (wanted.keys() & found.keys()) - _OF_TOOLS
+    both = wanted.keys() & found.keys()
+    return {key for key in both if key.rpartition(".")[2] not in _OF_TOOLS}
 
 
 def _tokenizers(context: Context) -> Item:
