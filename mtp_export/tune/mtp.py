@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.base import Role, TensorSpec
 from mtp_checkpoints.families.contract import MtpContract
-from mtp_checkpoints.families.parts import Moe
+from mtp_checkpoints.families.parts import Gqa, Moe
 from mtp_checkpoints.formats.base import ReadOnlyFormat
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.tune.draft import DraftType, Sizes
@@ -136,6 +136,15 @@ def _check(source: SourceBundle) -> None:
             where=source.folder,
             expected="one MTP layer",
             found=len(source.family.mtp_layers),
+        )
+    attention = source.family.mtp[0].layer.attention
+    if isinstance(attention, Gqa) and attention.sizes.is_gated:
+        raise UnsupportedError(
+            "MTP layers with gated attention are not trained",
+            where=source.folder,
+            expected="attention without gates of its heads",
+            found=source.main.config.get("model_type"),
+            todo="Use the module as it is, or --draft parallel_heads",
         )
     for one in source.stored.weights.values():
         if is_trained(one.weight) and isinstance(one.format, ReadOnlyFormat):

@@ -12,11 +12,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from cases import edit_json, read_json, run_program, shard_of
+from cases import edit_json, export, read_json, run_program, shard_of
 from mtp_export.plan import Link
 from mtp_export.tune import estimate
 from mtp_export.tune.options import TuneOptions
 from mtp_export.tune.run import TuneResult
+from runtime.checkpoints import QWEN3_NEXT, write_checkpoint
 from tune.running import STEPS, TRAIN, K
 from tune.test_tune import EMBEDDING, offset_of
 
@@ -146,7 +147,10 @@ def test_bad_input_is_one_paragraph(bundle: Path, prompts: Path, tmp_path: Path)
     with shard.open("r+b") as file:
         file.seek(offset_of(shard, EMBEDDING))
         file.write(b"\0\1")
+    gated = tmp_path / "gated"
+    assert export(write_checkpoint(tmp_path / "source", QWEN3_NEXT), gated, "--quiet").code == 0
     cases: list[tuple[dict[str, object], int, str]] = [
+        ({"bundle": gated}, 4, "gated attention are not trained"),
         ({"data": tmp_path / "none.jsonl"}, 6, "none.jsonl"),
         ({"data": empty}, 3, "holds no prompt"),
         ({"data": one}, 3, "too few prompts"),
