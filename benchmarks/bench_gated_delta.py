@@ -1,6 +1,6 @@
 """Gated delta nets on a CPU: time of a pass beside that of reading and writing its states in place.
 
-    python -m benchmarks.bench_gated_delta [--rounds N]
+    python -m benchmarks.bench_gated_delta [--rounds N] [--threads N]
 
 It writes JSON: for the layers of a model, requests and rows of each, milliseconds of a pass through
 all layers, of multiplying every number of their states by a constant, and the ratio. Each is the
@@ -81,13 +81,17 @@ def main() -> None:
     """Measure all cases and print them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=15)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     results = {
-        f"{name}, {requests} x {rows} rows": measured(Pass(*model, requests, rows), rounds)
+        f"{name}, {requests} x {rows} rows": measured(Pass(*model, requests, rows), options.rounds)
         for name, model in MODELS.items()
         for requests, rows in CASES
     }
-    print(json.dumps({"machine": machine(), "results": results}, indent=2))
+    print(
+        json.dumps({"machine": machine(), "threads": options.threads, "results": results}, indent=2)
+    )
 
 
 if __name__ == "__main__":

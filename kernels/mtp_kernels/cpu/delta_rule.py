@@ -29,6 +29,7 @@ from mtp_kernels.cpu.code import (
     integer,
     load,
     loop,
+    prefetch,
     row_at,
     splat,
     store,
@@ -153,7 +154,23 @@ def _step(columns: int) -> Any:
     return intrinsic(step)
 
 
+def _ask(typing: Any, at: Any, vectors: Any) -> Any:
+    """Ask for the cache lines of vectors from an address on."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        def step(index: Any, values: list[Any]) -> list[Any]:
+            offset = builder.mul(index, integer(LANES * FLOAT_BYTES))
+            prefetch(builder, builder.add(arguments[0], offset))
+            return values
+
+        loop(builder, arguments[1], [], step)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
 _STEP_COLUMNS, _STEP_1 = _step(COLUMNS), _step(1)
+ask: Any = intrinsic(_ask)
 
 
 @inner
@@ -285,6 +302,7 @@ def advance_block(
         line = (state * sizes.value + column) * sizes.key
         at = address(pool.states) + FLOAT_BYTES * line
         source = at
+        ask(at, step * sizes.key // LANES)  # of all at once, not vector after vector
         for row in range(first, last):
             target = at if row < drafts else address(drafted)
             read = address(made)
