@@ -42,7 +42,7 @@ class Inspection:
 
     layout is the name of the target that the folder is laid out for. unknown: why a model or its
     quantization cannot be followed, so that tensors are told apart by their names alone; "" where
-    it can.
+    it can. mtp_prefix: that of the MTP tensors' names, "" for layers behind the last.
     """
 
     place: Place
@@ -60,6 +60,7 @@ class Inspection:
     repeated_files: tuple[str, ...]
     problems: tuple[Mismatch, ...]
     unknown: str = ""
+    mtp_prefix: str = ""
 
     def as_json(self) -> dict[str, Any]:
         """Return the same facts for machines, sizes in bytes."""
@@ -70,6 +71,7 @@ class Inspection:
             "quantization": self.quantization,
             "num_hidden_layers": self.num_hidden_layers,
             "mtp_layers": list(self.mtp_layers),
+            "mtp_prefix": self.mtp_prefix,
             "parts": list(self.parts),
             "shards": self.shards,
             "tensors": sum(amount.tensors for amount in self.amounts),
@@ -132,6 +134,7 @@ def inspect(place: Place) -> Inspection:
         unindexed_files=checkpoint.unindexed,
         repeated_files=tuple(one.name for one in checkpoint.repeated),
         problems=tuple(promised.differences(checkpoint.tensors)),
+        mtp_prefix=stored.family.mtp_prefix,
     )
 
 

@@ -85,6 +85,8 @@ def inspection_table(inspection: Inspection) -> Group:
 def _inspection_lines(inspection: Inspection) -> list[str]:
     layers = inspection.num_hidden_layers
     mtp = ", ".join(map(str, inspection.mtp_layers)) or "none"
+    if inspection.mtp_prefix and inspection.mtp_layers:
+        mtp += f" ({inspection.mtp_prefix}.*)"
     model = f"Model {inspection.model_type}: layers 0 to {layers - 1}; MTP layers: {mtp}."
     if inspection.unknown:
         model += f" They are told by their names alone. {inspection.unknown}"

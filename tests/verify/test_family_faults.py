@@ -16,6 +16,7 @@ from faults.matrix import Bundles, verified
 from faults.small_model import family_config
 from faults.weight_faults import halves_swapped, main, mtp, noisy, one_bit, swapped
 from mtp_checkpoints.families import family_of
+from mtp_checkpoints.families.base import HeadRows
 from mtp_checkpoints.families.parts import Moe
 from mtp_checkpoints.families.spec import ModelSpec
 from runtime.checkpoints import SMALL_CONFIGS
@@ -38,6 +39,17 @@ def regrouped(weight: torch.Tensor) -> torch.Tensor:
     """Rows of [query | gate] per head as all queries, then all gates."""
     heads = weight.view(4, 2, -1, weight.shape[1])
     return heads.transpose(0, 1).reshape(weight.shape)
+
+
+def of_other_family(rows: HeadRows, weight: torch.Tensor) -> torch.Tensor:
+    """Rows by key head as rows by what they give, or the reverse."""
+    heads, sizes, rest = rows.heads, rows.sizes, weight.shape[1:]
+    if rows.by_head:
+        kinds = weight.view(heads, sum(sizes), *rest).split(sizes, 1)
+        return torch.cat([kind.reshape(-1, *rest) for kind in kinds])
+    kinds = weight.split([heads * size for size in sizes])
+    by_head = [kind.view(heads, size, *rest) for kind, size in zip(kinds, sizes, strict=True)]
+    return torch.cat(by_head, 1).reshape(weight.shape)
 
 
 def faults_of(model_type: str) -> list[Fault]:
@@ -79,7 +91,14 @@ def _of_gated_delta_nets(family: ModelSpec, fault: Callable[..., Fault]) -> list
     """Of models whose norms multiply by 1 + w and whose queries have gates."""
     (module,) = family.mtp
     layer, delta = module.layer.prefix, family.layers[0].attention_prefix
+    of_delta = (spec for spec in family.tensors.values() if spec.name.startswith(delta))
     return [
+        *(
+            fault(f"order of rows of {spec.name}",
+                  main(spec.name, partial(of_other_family, spec.head_rows)),
+                  "weights", "sorted by what they give")
+            for spec in of_delta if spec.head_rows
+        ),
         fault("1 + w for w", mtp(f"{layer}.input_layernorm.weight", lambda w: w + 1), "ledger",
               "engines take it for the w of 1 + w"),
         fault("gates after all queries", mtp(f"{layer}.self_attn.q_proj.weight", regrouped),

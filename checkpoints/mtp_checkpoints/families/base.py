@@ -57,11 +57,22 @@ class RotaryRows:
     size: int
 
 
+@dataclass(frozen=True, slots=True)
+class HeadRows:
+    """Rows of a weight that belong to heads, of several kinds: sizes are the numbers of a head's
+    rows of each kind. by_head: each head's lie side by side, else all heads' of a kind."""
+
+    heads: int
+    sizes: tuple[int, ...]
+    by_head: bool
+
+
 class TensorSpec(NamedTuple):
     """One tensor of a model, unquantized.
 
     dtypes are safetensors dtypes, the usual one first. optional tensors may be absent (the MTP
     layer's own copies of embedding and head). rotary is None for a tensor without rotary rows.
+    head_rows is None for one whose rows are of one kind, or not of heads.
     of_indexer: all that it changes is the choice of the tokens to attend to.
     """
 
@@ -73,6 +84,7 @@ class TensorSpec(NamedTuple):
     optional: bool = False
     rotary: RotaryRows | None = None
     of_indexer: bool = False
+    head_rows: HeadRows | None = None
 
     @property
     def module(self) -> str:

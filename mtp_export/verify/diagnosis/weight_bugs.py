@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from mtp_checkpoints.families.base import RotaryRows
+from mtp_checkpoints.families.base import HeadRows, RotaryRows
 from mtp_checkpoints.formats import EncodedWeight, Fp8Block
 from mtp_checkpoints.formats.base import BLOCK
 from mtp_checkpoints.formats.verification import Bug
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 _SAMPLE_ELEMENTS = 1 << 23
+_WHOLE_ELEMENTS = 1 << 26  # of weights whose rows may be in another order
 _CLOSE_DB = 6.0  # a weight of another version of the model: half its size is the source's
 # Of a weight that is near already, a bug explains the difference if undoing it brings it this much
 # nearer: one whose undoing has next to no effect, such as an order of equal scales, does not.
@@ -48,8 +49,9 @@ def explain(weight: WeightOnDisk, source: WeightOnDisk, weights: Mapping[str, We
     level = _sqnr_db(wanted, found)
     if level >= bound:
         bound = level + _NEARER_DB
-    rope = _of_rope(source.stored.weight.rotary, found)
-    for words, undone in (*_of_values(found), *rope, *_of_codes(raw)):
+    spec = source.stored.weight
+    of_heads = (*_of_rope(spec.rotary, found), *_of_heads(spec.head_rows, found))
+    for words, undone in (*_of_values(found), *of_heads, *_of_codes(raw)):
         try:
             values = undone()
             if _sqnr_db(wanted[: len(values)], values) >= bound:
@@ -130,6 +132,8 @@ def _alike(source: WeightOnDisk, weights: Mapping[str, WeightOnDisk]) -> Iterato
 def _sample_rows(weight: WeightOnDisk) -> int:
     shape = weight.stored.weight.shape
     columns = math.prod(shape[1:])
+    if weight.stored.weight.head_rows is not None and shape[0] * columns <= _WHOLE_ELEMENTS:
+        return shape[0]
     if len(shape) > 2:
         return min(shape[0], max(1, _SAMPLE_ELEMENTS // columns))
     return min(shape[0], max(BLOCK, _SAMPLE_ELEMENTS // columns // BLOCK * BLOCK))
@@ -183,15 +187,25 @@ def _of_rope(rotary: RotaryRows | None, found: torch.Tensor) -> list[Undone]:
         heads = torch.arange(0, len(found) - period + 1, period)
         places = (heads[:, None] + rows).reshape(-1)
         undone.append((causes.ROPE_ROWS_REORDERED, partial(torch.index_select, found, 0, places)))
-    undone.append((causes.HALVES_OF_HEADS_APART, partial(_with_halves_together, found, period)))
     return undone
 
 
-def _with_halves_together(found: torch.Tensor, period: int) -> torch.Tensor:
-    """Return rows of all heads' first halves and then all second ones as heads of two halves
-    (RuntimeError for rows of a part of the heads)."""
-    columns = found.shape[1]
-    return found.view(2, -1, period // 2, columns).transpose(0, 1).reshape(-1, columns)
+def _of_heads(rows: HeadRows | None, found: torch.Tensor) -> list[Undone]:
+    """Rows sorted by kind although the model has each head's side by side, or the reverse."""
+    import torch
+
+    if rows is None or len(found) != rows.heads * sum(rows.sizes):
+        return []
+    starts = [rows.heads * sum(rows.sizes[:kind]) for kind in range(len(rows.sizes))]
+    by_head = torch.cat(
+        [
+            torch.arange(start + head * size, start + (head + 1) * size)
+            for head in range(rows.heads)
+            for start, size in zip(starts, rows.sizes, strict=True)
+        ]
+    )
+    order = by_head if rows.by_head else by_head.argsort()
+    return [(causes.ROWS_OF_HEADS_REORDERED, partial(torch.index_select, found, 0, order))]
 
 
 def _of_codes(raw: EncodedWeight) -> list[Undone]:

@@ -230,6 +230,7 @@ def test_a_folder_is_inspected(names: tuple[str, ...], tmp_path: Path) -> None:
     outcome = run_program("inspect", folder)
     assert outcome.code == 0, outcome.err
     assert "other parts" in outcome.out and "unexpected" not in outcome.out
+    assert "MTP layers: 4 (mtp.*)." in outcome.out
 
 
 def test_a_tensor_of_no_part_is_a_problem(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.families.base import (
+    HeadRows,
     ModulePatterns,
     Role,
     TensorMaker,
@@ -98,6 +99,18 @@ class GatedDeltaNet:
             output=f"{prefix}.out_proj",
         )
 
+    @property
+    def _head_rows(self) -> dict[str, HeadRows]:
+        """Rows of each key head in the projections that give several kinds."""
+        heads, key = self.sizes.key_heads, self.sizes.key
+        gates = self.sizes.value_heads // heads
+        values = gates * self.sizes.value
+        return {
+            "qkv": HeadRows(heads, (key, key, values), by_head=False),
+            "qkvz": HeadRows(heads, (key, key, values, values), by_head=True),
+            "ba": HeadRows(heads, (gates, gates), by_head=True),
+        }
+
     def tensors(self, prefix: str, make: TensorMaker) -> Iterator[TensorSpec]:
         """Yield projections, convolution, constants of the decay, and norm of one layer."""
         sizes, names = self.sizes, self.modules(prefix)
@@ -107,12 +120,12 @@ class GatedDeltaNet:
             rows = (sizes.channels + gated, 2 * heads)
         for module, count in zip(names.inputs, rows, strict=True):
             shape = (count, self.hidden)
-            if module.endswith(_GATES):
-                yield make.kept(weight_name(module), shape, Role.DELTA_GATES)
-            else:
-                yield make.matrix(module, shape, Role.ATTENTION)
+            of_heads = self._head_rows.get(module.rpartition("_")[2])
+            role = Role.DELTA_GATES if module.endswith(_GATES) else Role.ATTENTION
+            yield make.matrix(module, shape, role)._replace(head_rows=of_heads)
         kernel = (sizes.channels, 1, sizes.width)
-        yield make.kept(weight_name(names.convolution), kernel, Role.CONVOLUTION)
+        convolution = make.kept(weight_name(names.convolution), kernel, Role.CONVOLUTION)
+        yield convolution._replace(head_rows=self._head_rows["qkv"])
         yield make.kept(names.decay, (heads,), Role.DELTA_GATES)
         yield make.kept(names.bias, (heads,), Role.DELTA_GATES)
         yield make.norm(names.norm, sizes.value)

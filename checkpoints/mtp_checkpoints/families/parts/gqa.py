@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.families.base import (
+    HeadRows,
     ModulePatterns,
     Role,
     RotaryRows,
@@ -98,6 +99,9 @@ class Gqa:
             (names.value, keys, None),
         ):
             weight = make.matrix(module, (rows, hidden), Role.ATTENTION, rotary=turned)
+            if sizes.is_gated and module == names.query:
+                own = HeadRows(sizes.heads, (sizes.head, sizes.head), by_head=True)
+                weight = weight._replace(head_rows=own)
             yield weight
             if sizes.has_bias:
                 yield weight._replace(name=f"{module}.bias", shape=(rows,))

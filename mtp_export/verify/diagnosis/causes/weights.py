@@ -271,9 +271,9 @@ SIGN_FLIPPED = "its sign is flipped"
 ROPE_ROWS_REORDERED = (
     "its rotary rows are stored as two halves instead of interleaved pairs, or the reverse"
 )
-HALVES_OF_HEADS_APART = (
-    "its rows are the first halves of all heads and then the second ones, such as all queries and"
-    " then all gates: each head has its own two side by side"
+ROWS_OF_HEADS_REORDERED = (
+    "its rows are sorted by what they give, such as all queries and then all gates, where the model"
+    " has each head's side by side, or the reverse"
 )
 LAST_AXIS_REVERSED = "its last axis is reversed, as of a convolution whose taps run the other way"
 SCALES_INVERTED = (
