@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpModel
 
 from cases import nightly_but
 from mtp_checkpoints.errors import ResourceError
 from mtp_runtime import SamplingParams
 from mtp_runtime.cache import CachedSequence, PageAllocator, lay_out
+from mtp_runtime.layers.moe import Moe
 from mtp_runtime.memory import bytes_per_page, state_pages
-from mtp_runtime.models.load import LoadOptions, load_model
+from mtp_runtime.models.layer_types import load_layer
+from mtp_runtime.models.load import LoadOptions, load_model, open_model
 from mtp_runtime.models.model import Model
 from runtime.checkpoints import SMALL_CONFIGS, write_checkpoint
 from runtime.harness import Walk, load, prompts_of, run
@@ -27,13 +30,13 @@ FUSED = "mtp.layers.0.mlp.experts.gate_up_proj"
 MODELS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
-def small(name: str, folder: Path, **changes: Any) -> Path:
+def small(name: str, folder: Path, names: tuple[str, ...] = (), **changes: Any) -> Path:
     """A random checkpoint of few tokens, which drafts by chance and never ends; its shared experts
     are as wide as others, which kernels run."""
     config = SMALL_CONFIGS[name] | {"vocab_size": 4, "eos_token_id": None} | changes
     if "num_experts" in config:
         config |= {"shared_expert_intermediate_size": config["moe_intermediate_size"]}
-    return write_checkpoint(folder, config)
+    return write_checkpoint(folder, config, names=names)
 
 
 @pytest.mark.parametrize("names", [(ONE_EXPERT,), (FUSED,)])
@@ -129,6 +132,28 @@ def test_states_are_those_of_plain_decoding(name: str, compiled: bool, tmp_path:
             one, other = (tensor[each.state][:3] for each in (sequence, plain))
             bound = 0.0 if compiled else TOLERANCE * float(other.abs().max())
             assert float((one - other).abs().max()) <= bound
+
+
+def test_fused_experts_are_packed_one_by_one_as_they_are_stored(tmp_path: Path) -> None:
+    names = tuple(f"model.layers.{layer}.mlp.experts.gate_up_proj" for layer in range(4))
+    path = small("qwen3_5_moe_text", tmp_path, names)
+    for file in path.glob("*.safetensors"):
+        save_file({name: one.bfloat16() for name, one in load_file(file).items()}, file)
+    opened = open_model(path, options := LoadOptions(), packs=True)
+    assert opened.memory_plan(options).dense_bytes == 0
+    first = opened.spec.layers[0]
+    moe = load_layer(opened.loader, first).feed_forward
+    assert isinstance(moe, Moe)
+    stored = {name: t for f in path.glob("*.safetensors") for name, t in load_file(f).items()}
+    for number, expert in enumerate(moe.experts.each(range(moe.routed_experts))):
+        for linear, name in ((expert.gate_up, "gate_up_proj"), (expert.down, "down_proj")):
+            (piece,) = linear.pieces()
+            assert isinstance(piece, torch.Tensor)
+            assert torch.equal(piece, stored[f"{first.feed_forward_prefix}.experts.{name}"][number])
+    plain = run(load(path, compiled=False), prompts_of([9], 4), SamplingParams(max_tokens=8))
+    assert (
+        run(load(path), prompts_of([9], 4), SamplingParams(max_tokens=8)).outputs == plain.outputs
+    )
 
 
 def test_states_take_memory_from_the_cache(tmp_path: Path) -> None:

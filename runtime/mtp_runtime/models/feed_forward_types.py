@@ -17,7 +17,6 @@ from mtp_checkpoints.families.parts.feed_forward import (
     MlpModules,
     MoeModules,
 )
-from mtp_checkpoints.formats import unquantized
 from mtp_runtime.config import refuse_other_values
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.moe import (
@@ -92,13 +91,10 @@ def _shared(loader: LayerLoader, part: parts.Moe, names: MlpModules | None) -> I
 
 def _fused(source: WeightSource, names: FusedExperts, experts: range) -> Iterator[Mlp]:
     """Yield some routed experts of a layer, all of which are in two tensors."""
-    gate_up, down = (source.raw(name) for name in names)  # [E, 2i, d] and [E, d, i]
+    gate_up, down = (source.matrices(name) for name in names)
     for expert in experts:
-        yield Mlp(*(_dense_linear(source, matrices[expert]) for matrices in (gate_up, down)))
-
-
-def _dense_linear(source: WeightSource, matrix: torch.Tensor) -> Linear:
-    return Linear.build(unquantized(matrix), source.dtype, source.keep_dense)
+        weights = gate_up[expert], down[expert]
+        yield Mlp(*(Linear.build(one, source.dtype, source.keep_dense) for one in weights))
 
 
 def _shared_gate(source: WeightSource, names: MoeModules) -> torch.Tensor | None:
