@@ -26,8 +26,8 @@ from mtp_runtime.config import (
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import TargetDraft
 from mtp_runtime.engine import Engine
+from mtp_runtime.loading.ledger import Ledger
 from mtp_runtime.loading.same_files import require_same_draft
-from mtp_runtime.loading.weight_source import Ledger
 from mtp_runtime.logprobs import TokenLogprobs
 from mtp_runtime.memory import (
     bound_device,

@@ -23,8 +23,8 @@ from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import TargetDraft
 from mtp_runtime.drafters.eagle3 import read_eagle3
 from mtp_runtime.drafters.parallel_heads import read_parallel_heads
+from mtp_runtime.loading.ledger import Ledger
 from mtp_runtime.loading.same_files import SAMPLE_BYTES
-from mtp_runtime.loading.weight_source import Ledger
 from mtp_runtime.models import load
 from mtp_runtime.models.eagle3 import Eagle3Module
 from mtp_runtime.models.load import Loaded, LoadOptions, load_model, open_model

@@ -35,6 +35,7 @@ from mtp_runtime.layers.tensor_parallel import (
     VocabParallelEmbedding,
 )
 from mtp_runtime.loading.copies import is_copy
+from mtp_runtime.loading.ledger import Ledger
 from mtp_runtime.loading.model_folders import ModelFolder
 from mtp_runtime.loading.on_demand import (
     READERS,
@@ -46,21 +47,6 @@ from mtp_runtime.loading.progress import Advance
 from mtp_runtime.parallel.group import Split
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Ledger:
-    """Account of every tensor, by the name that it has (or would have) in the released layout.
-
-    loaded: read into the model. skipped: stored but not needed for this run. tied: equal to
-    another tensor, which is used in its place. Every stored tensor is in one of the three;
-    expected are those that config.json promises.
-    """
-
-    expected: frozenset[str]
-    loaded: frozenset[str]
-    skipped: frozenset[str]
-    tied: frozenset[str]
 
 
 @dataclass

@@ -23,10 +23,11 @@ from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.embedding import Embedding
 from mtp_runtime.layers.linear import Linear, dense
 from mtp_runtime.layers.tensor_parallel import ALONE, GATHER, MODES, REDUCE, TensorParallel
+from mtp_runtime.loading.ledger import Ledger
 from mtp_runtime.loading.model_folders import open_folders
 from mtp_runtime.loading.progress import show_loading
 from mtp_runtime.loading.same_files import require_same_files
-from mtp_runtime.loading.weight_source import Ledger, WeightSource
+from mtp_runtime.loading.weight_source import WeightSource
 from mtp_runtime.models.compiled import CompiledExecution, refuse_torch_layers
 from mtp_runtime.models.execution import Execution, Head, Outputs, TorchExecution
 from mtp_runtime.models.layer_loader import LayerLoader
