@@ -56,11 +56,10 @@ class WeightSource:
     The state of one loading: the names that were read so far, for the ledger. keep_dense: linears
     are dequantized when they are loaded. on_demand: routed experts, heads and embeddings are read
     when they are used. once: bytes are read past the page cache. contract is that of the MTP
-    modules. values: tensors in place of stored
-    weights, by their released names, as a training has them. parallel: the ranks that divide a
-    model among them; each reads its own part. group_experts: routed experts are multiplied in one
-    call. packs: linears stay in their files until compiled kernels pack them. advance takes the
-    bytes that were just read.
+    modules. values: tensors in place of stored weights, by their released names, as a training has
+    them. parallel: the ranks that divide a model among them; each reads its own part.
+    group_experts: routed experts are multiplied in one call. packs: linears stay in their files
+    until compiled kernels pack them. advance takes the bytes that were just read.
     """
 
     owners: Mapping[str, ModelFolder]
