@@ -1,8 +1,10 @@
 """Real layer sizes on an ordinary machine: loading, memory, prompts and decoding beside llama.cpp.
 
     python -m benchmarks.bench_real_sizes SCRATCH OUTPUT.json --llama-cpp FOLDER [--layers 8]
+    python -m benchmarks.bench_real_sizes SCRATCH OUTPUT.json --llama-cpp FOLDER --model qwen3_5
 
-Writes GLM-4.7-Flash's shapes with fewer layers and random weights to SCRATCH, as bundles and, by
+Writes GLM-4.7-Flash's shapes with fewer layers and random weights to SCRATCH, or Qwen3.5-0.8B's,
+whose head is its embedding and stays as it is, as bundles and, by
 the package gguf, as GGUF files; runs each in a process of its own, in turn and several times, and
 keeps the best of each: neighbours on the machine disturb single runs. Bundles are run with both
 kinds of activations, as llama.cpp takes int8 alone. FOLDER holds llama.cpp's
@@ -41,7 +43,11 @@ CACHE_TOKENS = 4096
 READ_ELEMENTS = 1 << 27
 POOL_BYTES = 64 << 20
 ACTIVATIONS = ("float32", "int8")
-PAIRS = {"int4-linears": "Q4_0", "int8-head": "Q8_0"}  # ours, and what llama.cpp has beside it
+# By model ours, and what llama.cpp has beside it.
+PAIRS = {
+    "glm4_moe_lite": {"int4-linears": "Q4_0", "int8-head": "Q8_0"},
+    "qwen3_5": {"int8": "Q8_0"},
+}
 
 Run = Callable[[], dict[str, Any]]
 
@@ -81,9 +87,18 @@ def _pool(kind: str) -> np.ndarray[Any, Any]:
     return (middle + width * values).bfloat16().view(torch.uint8).numpy()
 
 
-def models(scratch: Path, layers: int, kinds: dict[str, str]) -> dict[str, Path]:
+def config_of(model: str, layers: int | None) -> dict[str, Any]:
+    """Return a released config, with fewer layers where that is given."""
+    config = RELEASED[model].config
+    if layers is None:
+        return config
+    if "text_config" in config:
+        return config | {"text_config": config["text_config"] | {"num_hidden_layers": layers}}
+    return config | {"num_hidden_layers": layers}
+
+
+def models(scratch: Path, config: dict[str, Any], kinds: dict[str, str]) -> dict[str, Path]:
     """Return the folders and files of both, made where they are not there."""
-    config = RELEASED["glm4_moe_lite"].config | {"num_hidden_layers": layers}
     made = {}
     for scheme, kind in kinds.items():
         made[scheme], made[kind] = scratch / scheme, scratch / f"{kind}.gguf"
@@ -99,7 +114,8 @@ def models(scratch: Path, layers: int, kinds: dict[str, str]) -> dict[str, Path]
             shutil.rmtree(partial, ignore_errors=True)
             make_bundle(source, partial, scheme, random_content).rename(made[scheme])
         if not made[kind].exists():
-            write_gguf(scratch / "partial.gguf", config, kind).rename(made[kind])
+            fields = config.get("text_config") or config
+            write_gguf(scratch / "partial.gguf", fields, kind).rename(made[kind])
     return made
 
 
@@ -183,9 +199,10 @@ def main() -> None:
     parser.add_argument("scratch", type=Path, nargs="?")
     parser.add_argument("output", type=Path, nargs="?")
     parser.add_argument("--llama-cpp", type=Path)
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--model", choices=[*PAIRS], default="glm4_moe_lite")
+    parser.add_argument("--layers", type=int, help="8 unless another model is named")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--only", choices=[*PAIRS], help="one pair of precisions")
+    parser.add_argument("--only", help="one pair of precisions")
     parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--activations", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -194,12 +211,16 @@ def main() -> None:
         return
     if None in (options.scratch, options.output, options.llama_cpp):
         parser.error("expected SCRATCH, OUTPUT and --llama-cpp")
-    kinds = {options.only: PAIRS[options.only]} if options.only else PAIRS
-    runs = [*cases(models(options.scratch, options.layers, kinds), options.llama_cpp)]
+    pairs, layers = PAIRS[options.model], options.layers
+    kinds = {options.only: pairs[options.only]} if options.only else pairs
+    if layers is None and options.model == "glm4_moe_lite":
+        layers = 8
+    config = config_of(options.model, layers)
+    runs = [*cases(models(options.scratch, config, kinds), options.llama_cpp)]
     rows = in_turns(runs, options.turns)
     for name, path, _ in runs:
         rows[name]["stored_bytes"] = stored_bytes(path)
-    result = {"layers": options.layers, "machine": machine(), "rows": rows}
+    result = {"model": options.model, "layers": layers, "machine": machine(), "rows": rows}
     options.output.write_text(json.dumps(result, indent=2) + "\n")
 
 

@@ -36,13 +36,14 @@ class DeltaState:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> DeltaState:
-        """Return the state of requests without tokens, with room for drafts of a pass."""
+        """Return uninitialized state with room for drafts of a pass: a slot is cleared where its
+        request begins, so that memory is taken by those alone that have begun."""
         rows = sizes.width - 1 + max_drafts
         heads = sizes.value_heads
         return cls(
-            states=torch.zeros(slots, heads, sizes.value, sizes.key, device=device),
-            inputs=torch.zeros(slots, rows, sizes.channels, dtype=dtype, device=device),
-            gates=torch.zeros(slots, max_drafts, 2, heads, device=device),
+            states=torch.empty(slots, heads, sizes.value, sizes.key, device=device),
+            inputs=torch.empty(slots, rows, sizes.channels, dtype=dtype, device=device),
+            gates=torch.empty(slots, max_drafts, 2, heads, device=device),
         )
 
     @property

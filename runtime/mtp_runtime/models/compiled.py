@@ -129,7 +129,7 @@ class DeltaLayers(Layers):
     def new_cache(self, spec: CacheSpec) -> StackedStates:
         sizes = self.decoder.config.attention
         one = DeltaState.empty(spec.states, spec.drafts, sizes, spec.dtype, spec.device)
-        tensors = (tensor.new_zeros(len(self), *tensor.shape) for tensor in one.tensors)
+        tensors = (tensor.new_empty(len(self), *tensor.shape) for tensor in one.tensors)
         return StackedStates(DeltaState(*tensors))
 
     def __call__(

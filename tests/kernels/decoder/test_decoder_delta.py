@@ -94,6 +94,8 @@ def new_state(config: DeltaConfig, layers: int) -> DeltaState:
           for name in ("states", "inputs", "gates"))
     )  # fmt: skip
     joined.gates.fill_(torch.nan)
+    for part in (joined.states, joined.inputs):
+        part.zero_()
     return joined
 
 
