@@ -25,6 +25,7 @@ REGISTRIES = {
     "a quantization kernel backend": "BACKENDS",
     "a backend of weight statistics": "BACKENDS",
     "an attention backend": "BACKENDS",
+    "a backend of gated delta nets": "BACKENDS",
     "a backend of products with stored weights": "BACKENDS",
     "a decoder backend": "BACKENDS",
     "a draft that `tune` trains": "DRAFTS",
