@@ -38,6 +38,9 @@ FULL_BLOCKS = 0.5
 # The largest share of a norm's weights that may be negative. A norm that multiplies by w has few;
 # the w of 1 + w lies around zero.
 NEGATIVE_NORM = 0.25
+# The smallest median of a norm that multiplies by w, in a model whose others hold the w of 1 + w:
+# training moves those too, so that few of a norm's are negative.
+MEDIAN_NORM = 0.5
 # The largest share of zeros in a block of a matrix. Int4 in groups rounds a sixth of a matrix to
 # zero, in one scale per row a third; a block that is small beside what shares its scale, all of it.
 ZERO_SHARE = 0.75

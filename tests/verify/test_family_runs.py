@@ -1,5 +1,5 @@
-"""Checks of `verify` that run the model, on other families. Their numbers are random, so that only
-acceptance may fail; every other check has an answer of its own."""
+"""Checks of `verify` that run the model, on other families. With random numbers only acceptance may
+fail, since every other check has an answer of its own; a trained model fails none."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cases import export, nightly_but
+from cases import export, nightly_but, run_program
 from faults.matrix import no_progress
 from faults.small_model import family_config, write_dense
 from mtp_export.verify import CHECKS, check_result
@@ -19,6 +19,7 @@ from runtime.checkpoints import SMALL_CONFIGS
 from runtime.harness import prompts_of
 
 PASSING = ("greedy", "sampling", "differential", "paths", "stream")
+TRAINED = Path(__file__).resolve().parents[2] / "fixtures/qwen3-5-tiny"
 OTHERS = [model_type for model_type in SMALL_CONFIGS if model_type != "deepseek_v3"]
 
 
@@ -53,3 +54,17 @@ def test_checks_that_run_the_model(model_type: str, tmp_path: Path) -> None:
     items = [item for name in ("acceptance", "controls") for item in results[name].items]
     assert "could be checked to the end" not in {item.name for item in items}
     assert any(item.name == "contract" and item.status is Status.PASS for item in items)
+
+
+@pytest.mark.parametrize(("new", "k"), nightly_but([(16, 1)], [(16, 1), (32, 2)]))
+def test_a_trained_model_with_states_passes(new: int, k: int, tmp_path: Path) -> None:
+    """Its bundle passes every check, and more than half of the first drafts are accepted."""
+    bundle = tmp_path / "bundle"
+    assert export(TRAINED, bundle, "--quiet").code == 0
+    options = ("--level", "run", "--max-new-tokens", new, "--k", k, "--json", "--quiet")
+    outcome = run_program("verify", bundle, "--source", TRAINED, *options)
+    assert outcome.code == 0, outcome.out
+    checks = {check["name"]: check for check in json.loads(outcome.out)["checks"]}
+    items = {item["name"]: item for item in checks["acceptance"]["items"]}
+    assert items[f"k={k}, draft 1"]["data"]["conditional"]["value"] > 0.5
+    assert items["sanity band of draft 1"]["status"] == "pass"

@@ -156,7 +156,7 @@ def norms_as_main(context: Context, tensors: Sequence[TensorInfo]) -> Item:
             continue
         compared += len(norms)
         for norm in norms:
-            if _is_centred(norm) != usual[0]:
+            if _lies_around_one(norm) if usual[0] else _is_centred(norm):
                 words = causes.norm_unlike_main(norm.name, centred=not usual[0])
                 problems.append(Problem(norm.name, words))
     if not compared:
@@ -184,6 +184,13 @@ def _is_centred(norm: TensorInfo) -> bool:
     """Return whether a norm lies around zero."""
     values = read_rows(norm, 0, norm.shape[0]).float()
     return float((values < 0).float().mean()) > gates.NEGATIVE_NORM
+
+
+def _lies_around_one(norm: TensorInfo) -> bool:
+    """Return whether a norm is none of 1 + w: not centred, as trained ones may not be, and nearer
+    to one than to zero besides."""
+    median = float(read_rows(norm, 0, norm.shape[0]).float().median())
+    return median > gates.MEDIAN_NORM and not _is_centred(norm)
 
 
 def _halves(facts: Sequence[_Facts]) -> Iterator[Item]:
