@@ -12,18 +12,20 @@ import torch
 
 from faults.run_faults import DRAFTER_FAULTS, KeepsOneProbability
 from mtp_export.verify.evidence import noise
-from mtp_kernels.batch_layout import BatchLayout
+from mtp_kernels.batch_layout import BatchLayout, StateLayout
 from mtp_runtime import engine, teacher_forcing
 from mtp_runtime.acceptance import ACCEPTANCE_RULES
 from mtp_runtime.acceptance.base import Verdict
 from mtp_runtime.acceptance.exact import accept_best
-from mtp_runtime.cache import lay_out
+from mtp_runtime.cache import PageAllocator, lay_out
 from mtp_runtime.drafters import DRAFTERS
-from mtp_runtime.layers import operators
+from mtp_runtime.layers import gated_delta_net, operators
+from mtp_runtime.models import compiled
 from mtp_runtime.request import Request, TokenEvent
 from mtp_runtime.sampling import SamplingParams, probabilities_of
 
 Plant = pytest.MonkeyPatch
+advance = PageAllocator.advance
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,9 @@ def bonus_of_the_first_row(drafts: Any, best: Any) -> Verdict:
     return Verdict(accept_best(drafts, best).accepted, best[0])
 
 
-def leaky(cache: Any, sequences: Any, spans: Any, device: torch.device) -> BatchLayout:
+def leaky(
+    cache: Any, sequences: Any, spans: Any, device: torch.device, states: Any = None
+) -> BatchLayout:
     """A layout without causality: every row sees all rows of its step."""
     layout = lay_out(cache, sequences, spans, device)
     counts = torch.tensor([end - start for start, end in spans])
@@ -104,6 +108,18 @@ def caches_mixed_up(cache: Any, sequences: Any, spans: Any, device: torch.device
     return replace(layout, page_table=layout.page_table.roll(1, dims=0).contiguous())
 
 
+def not_replayed(pages: Any, sequences: Any, spans: Any, certain: Any) -> StateLayout | None:
+    """States go on without the drafts that were accepted."""
+    layout = advance(pages, sequences, spans, certain)
+    return layout and replace(layout, replayed=torch.zeros_like(layout.replayed))
+
+
+def begun_with_anothers(plant: Plant) -> None:
+    """States of sequences that begin are what others left there."""
+    for module in (compiled, gated_delta_net):
+        plant.setattr(module, "clear_new", lambda *arguments: None)
+
+
 def attention_off(plant: Plant) -> None:
     """Attention of torch layers is a hundredth too large."""
     real = operators.verify_attention
@@ -151,14 +167,23 @@ RUNTIME_FAULTS: tuple[RuntimeFault, ...] = (
                  "sampling", "acceptance is not exact"),
     RuntimeFault("nucleus cut wrongly", exact_but(distribution=hot), "sampling",
                  "the nucleus is cut wrongly"),
-    RuntimeFault("a mask that leaks", exchanged(teacher_forcing, "lay_out", leaky),
+    RuntimeFault("a mask that leaks", exchanged(teacher_forcing, "lay_out_whole", leaky),
                  "controls",
                  "a later token changes earlier logits"),
     RuntimeFault("later chunks of a prompt at wrong positions",
-                 exchanged(noise, "lay_out", later_chunks_are_off), "paths",
+                 exchanged(noise, "lay_out_whole", later_chunks_are_off), "paths",
                  "positions or cache of a later chunk are off"),
     RuntimeFault("requests of a batch read each other's cache",
-                 exchanged(noise, "lay_out", caches_mixed_up), "paths", "caches are mixed up"),
+                 exchanged(noise, "lay_out_whole", caches_mixed_up), "paths",
+                 "caches are mixed up"),
     RuntimeFault("attention backend off by a hundredth", attention_off, "paths",
                  "does not compute what its float64 reference does"),
+)  # fmt: skip
+# Of a model whose layers keep a state per sequence.
+STATE_FAULTS: tuple[RuntimeFault, ...] = (
+    RuntimeFault("accepted drafts are not in the state",
+                 exchanged(PageAllocator, "advance", not_replayed), "greedy",
+                 "rejected drafts stay in the cache or in a state"),
+    RuntimeFault("a state begins with another request's", begun_with_anothers, "paths",
+                 "caches are mixed up"),
 )  # fmt: skip

@@ -6,13 +6,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from cases import export
 from faults.matrix import no_progress
-from faults.runtime_faults import RUNTIME_FAULTS, RuntimeFault, accepts_one_too_many, exact_but
+from faults.runtime_faults import (
+    RUNTIME_FAULTS,
+    STATE_FAULTS,
+    RuntimeFault,
+    accepts_one_too_many,
+    exact_but,
+)
 from mtp_export.verify.check import Item, Level, Status
 from mtp_export.verify.context import Context
 from mtp_export.verify.decoding import controls, greedy, paths, sampling
@@ -25,27 +32,34 @@ from mtp_runtime.models.load import LoadOptions, open_model
 from mtp_runtime.models.model import Model
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import SamplingParams
-from runtime.checkpoints import write_checkpoint
+from runtime.checkpoints import QWEN3_5_TEXT, write_checkpoint
 
 TOKENS, K = 12, 2
 PARAMS = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("faults")
-    write_checkpoint(folder / "source")
+def exported(folder: Path, config: dict[str, Any] | None = None) -> Path:
+    write_checkpoint(folder / "source", config)
     assert export(folder / "source", folder / "bundle", "--link", "copy", "--quiet").code == 0
     return folder / "bundle"
 
 
-@pytest.fixture(scope="module")
-def whole(bundle: Path) -> Context:
+def decoded(bundle: Path) -> Context:
     """A good bundle with its texts decoded plainly, before any fault is planted."""
     options = VerifyOptions(bundle, None, Level.RUN, max_new_tokens=TOKENS, ks=(1, K))
     context = Context.open(options, no_progress)
     _ = context.corpus.plain
     return context
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return exported(tmp_path_factory.mktemp("faults"))
+
+
+@pytest.fixture(scope="module")
+def whole(bundle: Path) -> Context:
+    return decoded(bundle)
 
 
 def test_a_model_that_does_not_fit_into_memory_is_not_run(
@@ -69,13 +83,21 @@ class Setup:
     trial: Trial
 
 
+def trial_of(whole: Context) -> Trial:
+    return Trial(whole.corpus.model, greedy.mixed_prompts(whole.prompts), PARAMS)
+
+
 @pytest.fixture(scope="module")
 def trial(whole: Context) -> Trial:
-    return Trial(whole.corpus.model, greedy.mixed_prompts(whole.prompts), PARAMS)
+    return trial_of(whole)
 
 
 @pytest.fixture
 def setup(whole: Context, trial: Trial) -> Setup:
+    return setup_of(whole, trial)
+
+
+def setup_of(whole: Context, trial: Trial) -> Setup:
     """A fresh corpus, so that speculative runs are decoded anew."""
     fresh = replace(whole, _loaded=whole._loaded)
     fresh.__dict__["corpus"] = replace(whole.corpus, _decoded={})
@@ -125,6 +147,17 @@ def test_an_intact_runtime_passes_with_few_tokens(whole: Context) -> None:
 def test_fault_is_named(fault: RuntimeFault, setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     fault.plant(monkeypatch)
     assert fault.cause in said(ITEMS[fault.caught_by](setup))
+
+
+def test_faults_of_states_are_named(tmp_path: Path) -> None:
+    whole = decoded(exported(tmp_path, QWEN3_5_TEXT))
+    trial = trial_of(whole)
+    for check in ("greedy", "paths"):
+        assert said(ITEMS[check](setup_of(whole, trial))) == ""
+    for fault in STATE_FAULTS:
+        with pytest.MonkeyPatch.context() as plant:
+            fault.plant(plant)
+            assert fault.cause in said(ITEMS[fault.caught_by](setup_of(whole, trial))), fault.name
 
 
 def replaced(plain: Decoded, place: int, token: int) -> Decoded:

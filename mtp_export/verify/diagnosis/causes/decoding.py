@@ -145,7 +145,7 @@ WRONG_DRAFT_ACCEPTED = (
 )
 LOGITS_DEPEND_ON_DRAFTS = (
     "the target's own token after a block differs: its logits depend on the drafts, so that"
-    " rejected drafts stay in the cache or a row sees tokens after it"
+    " rejected drafts stay in the cache or in a state, or a row sees tokens after it"
 )
 ROWS_DEPEND_ON_BATCH = (
     "a row's result depends on what else is in the batch: requests' caches are mixed up"
