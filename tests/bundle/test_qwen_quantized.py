@@ -248,6 +248,29 @@ def test_sglang_s_draft_has_a_config_of_its_own(source: Path, tmp_path: Path) ->
         assert bits_of(config, "model.layers.0.mlp.experts.0.down_proj") == bits
 
 
+@pytest.mark.parametrize("target", ["sglang", "vllm"])
+def test_a_draft_of_qwen3_next_is_read_by_the_engine_that_it_is_for(
+    target: str, tmp_path: Path
+) -> None:
+    """SGLang knows its layer as a main one, which another engine's config describes otherwise."""
+    source = write_dense(tmp_path / "source", config=family_config("qwen3_next"))
+    bundle = tmp_path / "bundle"
+    options = (*INT4_INT8, "--group-size", 32, "--target", target, "--quiet")
+    assert quantize(source, bundle, *options).code == 0
+    title = {"sglang": "SGLang", "vllm": "vLLM"}[target]
+
+    def read_by() -> dict[str, str]:
+        outcome = run_program("verify", bundle, "--level", "files", "--json", "--quiet")
+        items = [item for check in json.loads(outcome.out)["checks"] for item in check["items"]]
+        return {item["name"]: item["status"] for item in items if " as " in item["name"]}
+
+    assert read_by() == {f"mtp: precision as {title} reads it": "pass"}
+    if target == "sglang":
+        config = read_json(bundle / "main/config.json")
+        (bundle / "mtp/config.json").write_text(json.dumps(config))
+        assert read_by() == {"mtp: precision as SGLang reads it": "fail"}
+
+
 @pytest.mark.parametrize(
     ("model_type", "options", "words"),
     [

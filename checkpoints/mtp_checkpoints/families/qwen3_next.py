@@ -7,6 +7,8 @@ vLLM's qwen3_next_mtp.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.gated_delta_decoder import TextPart, gated_delta_decoder
@@ -15,17 +17,20 @@ from mtp_checkpoints.families.parts.feed_forward import Moe
 from mtp_checkpoints.families.signs import USUAL_COUNTS
 from mtp_checkpoints.families.spec import ModelSpec
 
+_SGLANG_LAYER = "model.layers.0"  # of models/qwen3_next_mtp.py
+
 
 def spec(fields: Fields) -> ModelSpec:
     """Describe a config.json."""
     check_expert_count(fields, "num_experts", main_layers(fields) + 1)
     _refuse_dense_layers(fields)
-    return gated_delta_decoder(
+    described = gated_delta_decoder(
         TextPart.whole(fields),
         Moe.gated(fields, normalises=fields.flag("norm_topk_prob", True)),
         usual_mtp_layers=USUAL_COUNTS["qwen3_next"],
         is_interleaved=True,
     )
+    return replace(described, sglang_layer=_SGLANG_LAYER)
 
 
 def _refuse_dense_layers(fields: Fields) -> None:

@@ -163,7 +163,8 @@ class ModelSpec:
     usual_contract: as they were trained. mtp_names: names that engines have for the MTP layer
     besides its own. head is the embedding where both are one tensor. count_field: that of
     config.json which counts the MTP layers. mtp_prefix: that of their tensors, "" where they are
-    the layers after the last. may_fuse: checkpoints store the experts of a layer one by one or
+    the layers after the last. sglang_layer: SGLang's name of the decoder layer of such, where it is
+    another. may_fuse: checkpoints store the experts of a layer one by one or
     fused. carried: what names of tensors begin with that belong to the main part and are not
     described, such as those of a vision tower; carried_modules are those that are stored.
     """
@@ -179,6 +180,7 @@ class ModelSpec:
     head: str = "lm_head"
     count_field: str = "num_nextn_predict_layers"
     mtp_prefix: str = ""
+    sglang_layer: str = ""
     may_fuse: bool = False
     carried: tuple[str, ...] = ()
     carried_modules: tuple[str, ...] = ()

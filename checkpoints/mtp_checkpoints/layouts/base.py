@@ -10,6 +10,7 @@ from typing import Any
 
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.families.fields import Fields
+from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.formats import storages_of
 from mtp_checkpoints.quantization.method import Dialect
 from mtp_checkpoints.quantization.native import with_renamed_modules
@@ -115,13 +116,16 @@ class DraftReading:
     unquantized_beside: frozenset[str] = frozenset()
     refuses_recomputed: frozenset[str] = frozenset()
 
-    def of_layers_named(self, prefix: str) -> DraftReading:
-        """Return the way for a model whose MTP module has names of its own, by their prefix; "" for
-        one whose MTP layer follows the last: no engine renames the former."""
-        if not prefix or self.layer_name is None:
+    def of_family(self, family: ModelSpec) -> DraftReading:
+        """Return the way for a model of a family: an MTP module of names of its own has another
+        layer_name than a layer after the last, and lists that nobody renames."""
+        if not family.mtp_prefix or self.layer_name is None:
             return self
         reason = "the draft is built by the quantization_config of its own config.json"
-        return replace(self, layer_name=None, reason=reason)
+        name = family.sglang_layer or None
+        if name is not None:
+            reason += f", in which its layer is {name}"
+        return replace(self, layer_name=name, reason=reason, renamed=frozenset())
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,7 @@ def _draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
         if part.name == MAIN
         for kind in part.stored.kinds
     }
-    for engine in _readers(context):
+    for engine in _readers(context, layout.stored.family):
         assert engine.draft_reading is not None, f"_readers returned {engine.name}"
         method = engine.draft_reading.method
         reader = f"{engine.title} ({method})" if method else engine.title
@@ -222,11 +222,12 @@ def _with_lacks(item: Item, listed: ListedDraft) -> Item:
     return replace(item, data={**item.data, LACKS: listed.lacks}) if listed.lacks else item
 
 
-def _readers(context: Context) -> list[Engine]:
+def _readers(context: Context, family: ModelSpec) -> list[Engine]:
     """Engines whose reading of the draft is known and that the bundle was written for.
 
     Integers beside fp8 in the main part, and configs that each describe one folder, are written for
     engines of the recorded dialect only. A graft records one where that alone describes the draft.
+    So is a draft whose layer SGLang knows by the name of a main one.
     """
     base = str(context.recorded("base_quant"))
     scheme = SCHEMES.get(base)
@@ -244,7 +245,8 @@ def _readers(context: Context) -> list[Engine]:
     own_config = any(engine.dialect and engine.dialect.own_config for engine in of_dialect)
     if base == GRAFTED:
         return of_dialect or engines
-    return of_dialect if own_config or mixes_groups_with_fp8(storages) else engines
+    renames = scheme is not None and bool(family.sglang_layer)
+    return of_dialect if own_config or renames or mixes_groups_with_fp8(storages) else engines
 
 
 def _as_read(name: str, layout: PartLayout, config: Any, reading: DraftReading) -> Item:
@@ -253,7 +255,7 @@ def _as_read(name: str, layout: PartLayout, config: Any, reading: DraftReading) 
     tensors = _by_released_names(layout)
     rename: Callable[[str], str] = str
     family = layout.stored.family
-    reading = reading.of_layers_named(family.mtp_prefix)
+    reading = reading.of_family(family)
     keeps_patterns = reading.layer_name in family.patterns.mtp_names
     layers = tuple(dict.fromkeys(module.layer.prefix for module in family.mtp))
     reason = reading.reason
