@@ -58,13 +58,16 @@ def test_checks_that_run_the_model(model_type: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("new", "k"), nightly_but([(16, 1)], [(16, 1), (32, 2)]))
 def test_a_trained_model_with_states_passes(new: int, k: int, tmp_path: Path) -> None:
-    """Its bundle passes every check, and more than half of the first drafts are accepted."""
+    """Its bundle passes every check, and more than half of the first drafts are accepted; the cache
+    of every run has room for the states."""
     bundle = tmp_path / "bundle"
     assert export(TRAINED, bundle, "--quiet").code == 0
     options = ("--level", "run", "--max-new-tokens", new, "--k", k, "--json", "--quiet")
     outcome = run_program("verify", bundle, "--source", TRAINED, *options)
     assert outcome.code == 0, outcome.out
     checks = {check["name"]: check for check in json.loads(outcome.out)["checks"]}
+    every = [item for check in checks.values() for item in check["items"]]
+    assert [item for item in every if "fit the cache" in item["cause"]] == []
     items = {item["name"]: item for item in checks["acceptance"]["items"]}
     assert items[f"k={k}, draft 1"]["data"]["conditional"]["value"] > 0.5
     assert items["sanity band of draft 1"]["status"] == "pass"

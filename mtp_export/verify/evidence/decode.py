@@ -17,6 +17,7 @@ from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import Drafter, DrafterParts, Pass
 from mtp_runtime.engine import Engine
 from mtp_runtime.judging import Group, Judge
+from mtp_runtime.memory import state_pages
 from mtp_runtime.models.model import Model
 from mtp_runtime.request import Request, TokenEvent
 from mtp_runtime.sampling import Probabilities, SamplingParams
@@ -194,6 +195,7 @@ def new_run(
         -(-(len(prompt) + own.max_tokens + k + 1) // PAGE_SIZE)
         for prompt, own in zip(prompts, each, strict=True)
     )
+    needed += len(prompts) * state_pages(model, PAGE_SIZE)
     config = EngineConfig(
         page_size=PAGE_SIZE,
         cache_tokens=needed * PAGE_SIZE,
