@@ -308,13 +308,13 @@ def _json_of(outcome: Outcome) -> dict[str, object]:
 
 
 COMMANDS: dict[str, Command] = {
-    "inspect": Command(("fp8", "bf16", "bundle", "int4", *_FOREIGN), 25, _inspect),
-    "export": Command(("fp8", "bf16"), 30, _export),
-    "dry run": Command(("fp8", "bf16", "bundle", "drafts"), 15, _dry_run),
-    "quantize": Command(("fp8", "bf16", "bundle", "drafts"), 5, _quantize),
+    "inspect": Command(("fp8", "bf16", "qwen", "bundle", "int4", *_FOREIGN), 25, _inspect),
+    "export": Command(("fp8", "bf16", "qwen"), 30, _export),
+    "dry run": Command(("fp8", "bf16", "qwen", "bundle", "drafts"), 15, _dry_run),
+    "quantize": Command(("fp8", "bf16", "qwen", "bundle", "drafts"), 5, _quantize),
     "verify files": Command(("bundle", "int4", "paddlenlp"), 10, _verify("files")),
     "verify weights": Command(("bundle", "paddlenlp"), 5, _verify("weights")),
-    "verify foreign": Command((*_FOREIGN, "fp8", "bf16"), 25, _foreign),
+    "verify foreign": Command((*_FOREIGN, "fp8", "bf16", "qwen"), 25, _foreign),
     "resume": Command(("unfinished",), 10, resuming.resume, writes="bundle"),
     "finish": Command(("shares",), 8, resuming.finish, writes="bundle"),
     "graft": Command(("awq", "gptq", "compressed", "modelopt"), 10, _graft),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.make_checkpoint import TINY_CONFIG
+from benchmarks.make_checkpoint import TINY_CONFIG, write_tokenizer
 from cases import (
     edit_json,
     export,
@@ -26,6 +26,7 @@ from cases import (
 from fuzz.tensors import Tensors, read_tensors
 from mtp_runtime.loading.draft_folder import MEDUSA_PICKLE
 from quantized_by_others import write
+from runtime.checkpoints import QWEN3_5_MOE, changed, write_checkpoint
 from runtime.drafts import ffn_layout, write_eagle3, write_heads
 from verify.foreign import mtp_left_out, quantized
 
@@ -84,7 +85,8 @@ class Lab:
     @cached_property
     def good_tensors(self) -> list[Tensors]:
         """Return the tensors of the good checkpoints."""
-        return [read_tensors(self.input(subject) / "source") for subject in ("fp8", "bf16")]
+        subjects = ("fp8", "bf16", "qwen")
+        return [read_tensors(self.input(subject) / "source") for subject in subjects]
 
     @property
     def resumed(self) -> Path:
@@ -119,6 +121,13 @@ def _bf16(folder: Path) -> None:
     (source / "model.safetensors.index.json").unlink()
     (shard,) = source.glob("*.safetensors")
     shard.rename(source / "model.safetensors")
+
+
+def _qwen(folder: Path) -> None:
+    """Gated delta nets, experts in tensors of three dimensions, a vision tower, nested fields."""
+    config = changed(QWEN3_5_MOE, vocab_size=CONFIG["vocab_size"])
+    source = write_checkpoint(folder / "source", config)
+    write_tokenizer(source, CONFIG["vocab_size"])
 
 
 def _bundle(folder: Path) -> None:
@@ -258,6 +267,7 @@ FOREIGN = (
 SUBJECTS: dict[str, Callable[[Path], None]] = {
     "fp8": _fp8,
     "bf16": _bf16,
+    "qwen": _qwen,
     "bundle": _bundle,
     "paddlenlp": _paddlenlp,
     "int4": _int4,

@@ -47,10 +47,9 @@ def check_nothing_whole(output: Path) -> None:
 def check_export(source: Path, output: Path, target: str, parts: tuple[str, ...]) -> None:
     """Raise a Finding unless a bundle is what its source's tensors and files make it."""
     tensors, config = read_tensors(source), read_object(source / CONFIG)
-    layer = int(config["num_hidden_layers"])
     makers = {
-        "main": lambda: expected_main(tensors, layer),
-        "mtp": lambda: expected_mtp(tensors, layer, target),
+        "main": lambda: expected_main(tensors, config),
+        "mtp": lambda: expected_mtp(tensors, config, target),
     }
     _check_layout(output, parts)
     for part in parts:
@@ -69,8 +68,7 @@ def check_parts(source: Path, output: Path) -> None:
     Files that travel along are not compared: a listing that lacks one looks like any other.
     """
     tensors, config = read_tensors(source), read_object(source / CONFIG)
-    layer = int(config["num_hidden_layers"])
-    parts = {"main": expected_main(tensors, layer), "mtp": expected_mtp(tensors, layer, "hf")}
+    parts = {"main": expected_main(tensors, config), "mtp": expected_mtp(tensors, config, "hf")}
     for name in parts.keys() & {path.name for path in output.iterdir()}:
         check_equal(read_tensors(output / name), parts[name], f"remote {name}")
         _check_index(output / name)

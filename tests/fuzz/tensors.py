@@ -16,6 +16,7 @@ from safetensors import SafetensorError, deserialize
 
 from fuzz.sandbox import Finding
 
+OWN_PREFIX = "mtp."  # of the MTP layer of families that do not put it behind the main layers
 _TILE = 128
 _MTP_LEVEL = ("embed_tokens", "shared_head", "enorm", "hnorm", "eh_proj")
 _PADDLE = {
@@ -72,14 +73,17 @@ def check_equal(found: Tensors, expected: Tensors, where: str) -> None:
         raise Finding("wrong bytes", f"{where}: other values", f"{details} {other.shape}")
 
 
-def expected_main(source: Tensors, layer: int) -> Tensors:
+def expected_main(source: Tensors, config: dict[str, Any]) -> Tensors:
     """Return the main part: all but the MTP layer, as it is stored."""
-    return {n: t for n, t in source.items() if not n.startswith(f"model.layers.{layer}.")}
+    return {n: t for n, t in source.items() if not n.startswith(_prefix(config))}
 
 
-def expected_mtp(source: Tensors, layer: int, target: str) -> Tensors:
-    """Return the MTP part in a target's layout, embedding and head included."""
-    prefix = f"model.layers.{layer}."
+def expected_mtp(source: Tensors, config: dict[str, Any], target: str) -> Tensors:
+    """Return the MTP part in a target's layout, embedding and head included where it has some."""
+    prefix = _prefix(config)
+    if prefix == OWN_PREFIX:
+        return {n: t for n, t in source.items() if n.startswith(prefix)}
+    layer = int(config["num_hidden_layers"])
     own = {
         "embed_tokens.weight": source["model.embed_tokens.weight"],
         "shared_head.head.weight": source["lm_head.weight"],
@@ -91,6 +95,13 @@ def expected_mtp(source: Tensors, layer: int, target: str) -> Tensors:
     if target == "paddlenlp":
         own = {n: t if n == "embed_tokens.weight" else _transposed(t) for n, t in own.items()}
     return {_name(n, layer, target): tensor for n, tensor in own.items()}
+
+
+def _prefix(config: dict[str, Any]) -> str:
+    """Return what names of the MTP layer's tensors begin with."""
+    if str(config.get("model_type")).startswith("qwen"):
+        return OWN_PREFIX
+    return f"model.layers.{int(config['num_hidden_layers'])}."
 
 
 def _name(name: str, layer: int, target: str) -> str:
