@@ -46,7 +46,9 @@ class Walk:
     sequence: CachedSequence = field(default_factory=CachedSequence)
 
     def __post_init__(self) -> None:
-        self.pages = PageAllocator(24, self.page_size, states=1)
+        self.pages = PageAllocator(
+            24, self.page_size, states=int(self.model.config.state_elements > 0)
+        )
         self.cache = self.model.new_cache(self.pages)
         self.pages.poison_freed(self.cache)
 
