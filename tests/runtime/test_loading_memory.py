@@ -19,8 +19,10 @@ PACKED_BYTES = 2 * 32 * 3 * 512 * 512 * 2  # experts of a layer and of the MTP l
 # A layer's experts whole in float32 are 100 MB, and beside them side by side once more.
 PIECES_BYTES = 64 << 20
 
+# Without huge pages, which make memory of freed pieces stay: how much is the system's own affair.
 PROGRAM = """
-import json, sys
+import ctypes, json, sys
+assert ctypes.CDLL(None).prctl(41, 1, 0, 0, 0) == 0  # PR_SET_THP_DISABLE
 from pathlib import Path
 from mtp_runtime import LLM, SamplingParams
 
