@@ -39,7 +39,7 @@ from mtp_runtime import LLM, SamplingParams
 
 BATCHES = (1, 4, 16)
 PROMPT, TOKENS = 512, 32
-CACHE_TOKENS = 4096
+CACHE_TOKENS = 16384  # room for the states of every batch too
 READ_ELEMENTS = 1 << 27
 POOL_BYTES = 64 << 20
 ACTIVATIONS = ("float32", "int8")
