@@ -8,7 +8,6 @@ number in the store that all of them share, and looks at the others'.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from datetime import timedelta
 
@@ -18,6 +17,7 @@ from mtp_checkpoints.errors import IoError
 
 BEAT_SECONDS = 1.0
 SILENT_BEATS = 20  # own ones, so that processes that were all suspended together go on
+_STDERR, _WRITE_SECONDS = 2, 5.0
 
 
 class Watch:
@@ -77,7 +77,13 @@ def _key(rank: int) -> str:
 
 
 def _end_process(error: IoError) -> None:
-    """End the process at once: its main thread may wait for ever."""
-    sys.stderr.write(f"mtp-export: error: {error}\n")
-    sys.stderr.flush()
+    """End the process at once: its main thread may wait for ever.
+
+    A server's standard error passes texts on later than that, so it is written past; nobody may
+    read it, which is not waited for either.
+    """
+    text = f"mtp-export: error: {error}\n".encode(errors="backslashreplace")
+    written = threading.Thread(target=os.write, args=(_STDERR, text), daemon=True)
+    written.start()
+    written.join(_WRITE_SECONDS)
     os._exit(error.exit_code)
