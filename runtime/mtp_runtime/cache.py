@@ -11,26 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
 from mtp_checkpoints.errors import ResourceError
 from mtp_kernels.batch_layout import BatchLayout, StateLayout
+from mtp_kernels.gated_delta import DeltaState
 from mtp_kernels.verify_attention import has_split_cache
 
 # Tensors of one layer: [pages, page, ...], whatever it keeps of a token, a latent, a key and a
-# value, a state after it; or a StateCache.
+# value, a state after it; or the DeltaState of a layer that keeps one state per sequence.
 LayerCache = tuple[torch.Tensor, ...]
-
-
-class StateCache(NamedTuple):
-    """Tensors [states, ...] of a layer that keeps one state per sequence, as a DeltaState has them:
-    the state, and raw inputs and gates from which it goes on through accepted drafts."""
-
-    states: torch.Tensor
-    inputs: torch.Tensor
-    gates: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -78,12 +70,12 @@ class LayerCaches:
 
     @property
     def tensors(self) -> Iterable[torch.Tensor]:
-        paged = (layer for layer in self.layers if not isinstance(layer, StateCache))
+        paged = (layer for layer in self.layers if not isinstance(layer, DeltaState))
         return (tensor for layer in paged for tensor in layer)
 
     @property
     def states(self) -> Iterable[torch.Tensor]:
-        kept = (layer for layer in self.layers if isinstance(layer, StateCache))
+        kept = (layer for layer in self.layers if isinstance(layer, DeltaState))
         return (tensor for layer in kept for tensor in layer)
 
 
@@ -151,7 +143,7 @@ class PageAllocator:
 
     @property
     def free_pages(self) -> int:
-        """Number of pages that nobody holds, nor states have the memory of; below 0 never."""
+        """Number of pages that nobody holds, and whose memory no state has."""
         return len(self._free) - self._held_by_states
 
     @property
@@ -175,8 +167,8 @@ class PageAllocator:
         assert self._spare_pages, "made with_spare"
         return self.pages * self.page_size
 
-    def follow(self, cache: Cache) -> None:
-        """Keep what is kept of states of those in a cache: nothing."""
+    def keep_states_of(self, cache: Cache) -> None:
+        """Keep states in a cache with the prefixes that are kept: there are none."""
 
     def poison_freed(self, cache: Cache) -> None:
         """Fill a cache with NaN, and from now on every slot of it that is freed: a test's way to

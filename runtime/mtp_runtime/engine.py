@@ -59,7 +59,7 @@ class Engine:
             with_spare=graphs is not None,
         )
         self.cache = model.new_cache(self.pages)
-        self.pages.follow(self.cache)
+        self.pages.keep_states_of(self.cache)
         self._steps = steps_by(graphs, model, self.cache, self.pages, config)
         if config.poison_freed:
             self.pages.poison_freed(self.cache)

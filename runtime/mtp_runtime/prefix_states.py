@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 
@@ -26,34 +27,26 @@ Checkpoint = tuple[torch.Tensor, ...]
 class SharedStates(SharedPages):
     """Allocates pages and states, and keeps both of prefixes that may come again."""
 
-    def __init__(
-        self,
-        pages: int,
-        page_size: int,
-        *,
-        with_spare: bool = False,
-        states: int = 0,
-        state_pages: int = 0,
-        drafts: int = 0,
-    ) -> None:
-        super().__init__(
-            pages,
-            page_size,
-            with_spare=with_spare,
-            states=states,
-            state_pages=state_pages,
-            drafts=drafts,
-        )
-        self._most = max(1, pages // (_SHARE * state_pages))
-        self._checkpoints: OrderedDict[bytes, Checkpoint] = OrderedDict()  # next to go first
-        self._caches: list[Cache] = []
+    @cached_property
+    def _checkpoints(self) -> OrderedDict[bytes, Checkpoint]:
+        """Checkpoints by the key of the page at whose end they were taken, the next to go first."""
+        return OrderedDict()
+
+    @cached_property
+    def _caches(self) -> list[Cache]:
+        return []
+
+    @property
+    def _most(self) -> int:
+        """Number of checkpoints that are kept at most."""
+        return max(1, self.pages // (_SHARE * self.state_pages))
 
     @property
     def checkpoints(self) -> int:
         """Number of checkpoints that are kept."""
         return len(self._checkpoints)
 
-    def follow(self, cache: Cache) -> None:
+    def keep_states_of(self, cache: Cache) -> None:
         """Take checkpoints of the states in a cache."""
         self._caches.append(cache)
 

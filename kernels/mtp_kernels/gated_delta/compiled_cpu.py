@@ -52,7 +52,7 @@ def gated_delta(
         inputs.detach().numpy(),
         gates.detach().numpy(),
         np.ascontiguousarray(weight.detach().numpy().T),
-        Pool(state.states.numpy(), state.inputs.numpy(), state.gates.numpy()),
+        Pool(*(tensor.numpy() for tensor in state)),
         spans,
         sizes,
         convolved(rows, sizes),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -14,8 +14,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of activations
 _COUNT = (torch.int32,)
 
 
-@dataclass(frozen=True)
-class DeltaState:
+class DeltaState(NamedTuple):
     """State of one layer's requests, by slot.
 
     A slot holds S after a request's certain tokens, and what replays the drafts that followed them
@@ -45,11 +44,6 @@ class DeltaState:
             inputs=torch.empty(slots, rows, sizes.channels, dtype=dtype, device=device),
             gates=torch.empty(slots, max_drafts, 2, heads, device=device),
         )
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """All of them."""
-        return self.states, self.inputs, self.gates
 
     @property
     def max_drafts(self) -> int:

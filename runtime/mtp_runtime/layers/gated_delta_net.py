@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.gated_delta import DeltaState, gated_delta
 from mtp_kernels.sizes import DeltaSizes
-from mtp_runtime.cache import CacheSpec, LayerCache, StateCache
+from mtp_runtime.cache import CacheSpec, LayerCache
 from mtp_runtime.layers.attention import Attention, ForwardPass
 from mtp_runtime.layers.linear import Linear
 
@@ -61,21 +61,20 @@ class GatedDeltaNet(Attention):
 
     def new_cache(self, spec: CacheSpec) -> LayerCache:
         """Make the states."""
-        made = DeltaState.empty(spec.states, spec.drafts, self.sizes, spec.dtype, spec.device)
-        return StateCache(made.states, made.inputs, made.gates)
+        return DeltaState.empty(spec.states, spec.drafts, self.sizes, spec.dtype, spec.device)
 
     def __call__(self, x: torch.Tensor, cache: LayerCache, forward: ForwardPass) -> torch.Tensor:
         """Take rows x [T, d] through the states of their sequences; returns [T, d]."""
-        assert isinstance(cache, StateCache), "the cache that new_cache made"
-        layout, sizes, state = forward.layout, self.sizes, DeltaState(*cache)
+        assert isinstance(cache, DeltaState), "the cache that new_cache made"
+        layout, sizes = forward.layout, self.sizes
         assert layout.states is not None, "a layout of sequences with states"
-        clear_new([state], layout)
+        clear_new([cache], layout)
         rows, gate = torch.split(self.inputs(x), [sizes.channels, sizes.output], dim=1)
         beta, decay = self.gate_inputs(x).chunk(2, dim=1)
         gates = torch.stack(
             [self.rate * F.softplus(decay.float() + self.bias), beta.sigmoid().float()], dim=1
         )
-        out = gated_delta(rows.contiguous(), gates, self.convolution, state, layout.states, sizes)
+        out = gated_delta(rows.contiguous(), gates, self.convolution, cache, layout.states, sizes)
         normed = self.norm(out, gate.reshape(out.shape))
         return self.output(normed.flatten(1))
 

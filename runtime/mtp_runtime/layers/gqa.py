@@ -56,8 +56,8 @@ class Gqa(Attention):
         """Attend from rows x [T, d] to the cached keys; returns [T, d]."""
         keys, values = cache
         layout = forward.layout
-        projected = self.qkv(x)
-        query, key, value = self.split(projected, forward.cos_sin(self.rope))
+        heads = self.heads_of(x)
+        query, key, value = self.split(heads, forward.cos_sin(self.rope))
         keys.flatten(0, 1).index_copy_(0, layout.slots, key)
         values.flatten(0, 1).index_copy_(0, layout.slots, value)
         attended = torch.empty_like(query)
@@ -70,24 +70,29 @@ class Gqa(Attention):
             attended[rows] = attend(
                 query[rows], _cached(keys, pages, length), _cached(values, pages, length), seen
             )
-        return self.output(self.gated(attended, projected).flatten(1))
+        return self.output(self.gated(attended, heads).flatten(1))
 
-    def gated(self, attended: torch.Tensor, projected: torch.Tensor) -> torch.Tensor:
-        """Return what heads attended to [T, h, n] as the output projection takes it."""
-        return attended
-
-    def queries(self, projected: torch.Tensor) -> torch.Tensor:
-        """Return the queries [T, h, n] among the projection's outputs [T, h + 2g, n]."""
-        return projected[:, : self.sizes.heads]
-
-    def split(
-        self, projected: torch.Tensor, cos_sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries [T, h, n], keys and values [T, g, n], normed and rotated, of what x was
-        projected to."""
+    def heads_of(self, x: torch.Tensor) -> torch.Tensor:
+        """Project x [T, d] to queries, with their gates where there are some, keys and values of
+        all heads [T, queries + 2g, n]."""
+        projected = self.qkv(x)
         if self.bias is not None:
             projected = projected + self.bias
-        heads = projected.view(len(projected), -1, self.sizes.head)
+        return projected.view(len(x), -1, self.sizes.head)
+
+    def gated(self, attended: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+        """Return what heads attended to [T, h, n] as the output projection takes it, given all that
+        was projected."""
+        return attended
+
+    def queries(self, heads: torch.Tensor) -> torch.Tensor:
+        """Return the queries [T, h, n] among all heads."""
+        return heads[:, : self.sizes.heads]
+
+    def split(
+        self, heads: torch.Tensor, cos_sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return queries [T, h, n], keys and values [T, g, n], normed and rotated, of all heads."""
         query = self.queries(heads)
         key, value = heads[:, self.sizes.queries :].chunk(2, dim=1)
         if self.query_norm is not None and self.key_norm is not None:
@@ -100,7 +105,7 @@ class Gqa(Attention):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Project x [T, d] to scaled queries [T, h, n] and, for every one of them, keys and
         values [T, h, n]."""
-        query, key, value = self.split(self.qkv(x), cos_sin)
+        query, key, value = self.split(self.heads_of(x), cos_sin)
         each = self.sizes.heads // self.sizes.kv_heads
         key, value = (tensor.repeat_interleave(each, dim=1) for tensor in (key, value))
         return query * self.scale, key, value
@@ -114,13 +119,12 @@ class GatedGqa(Gqa):
     Source: transformers' qwen3_next.
     """
 
-    def queries(self, projected: torch.Tensor) -> torch.Tensor:
+    def queries(self, heads: torch.Tensor) -> torch.Tensor:
         """Return every other of the first heads."""
-        return projected[:, : self.sizes.queries : 2]
+        return heads[:, : self.sizes.queries : 2]
 
-    def gated(self, attended: torch.Tensor, projected: torch.Tensor) -> torch.Tensor:
+    def gated(self, attended: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
         """Multiply what heads attended to by their gates."""
-        heads = projected.view(len(projected), -1, self.sizes.head)
         return attended * heads[:, 1 : self.sizes.queries : 2].sigmoid()
 
     def expanded(

@@ -160,14 +160,11 @@ class Moe:
         """Transform x [T, d] to [T, d]."""
         picked, weights = self.router(x)
         total = self.experts.routed(x, picked, weights)
+        gate = self.shared_gate
+        share = None if gate is None else torch.mv(x.float(), gate).sigmoid()[:, None]  # [T, 1]
         for expert in self.experts.each(range(self.routed_experts, len(self.experts))):
-            total += expert(x) if self.shared_gate is None else expert(x) * self.share_of(x)
+            total += expert(x) if share is None else expert(x) * share
         return total.to(x.dtype)
-
-    def share_of(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the weight [T, 1] of shared experts behind a gate."""
-        assert self.shared_gate is not None, "shared experts behind a gate"
-        return torch.mv(x.float(), self.shared_gate).sigmoid()[:, None]
 
 
 def expert_by_expert(

@@ -110,11 +110,11 @@ class StackedStates:
 
     @property
     def states(self) -> Iterable[torch.Tensor]:
-        return (tensor for layer in self.each() for tensor in layer.tensors)
+        return (tensor for layer in self.each() for tensor in layer)
 
     def each(self) -> list[DeltaState]:
         """Return the states of each layer."""
-        return [DeltaState(*tensors) for tensors in zip(*self.stacked.tensors, strict=True)]
+        return [DeltaState(*tensors) for tensors in zip(*self.stacked, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class DeltaLayers(Layers):
     def new_cache(self, spec: CacheSpec) -> StackedStates:
         sizes = self.decoder.config.attention
         one = DeltaState.empty(spec.states, spec.drafts, sizes, spec.dtype, spec.device)
-        tensors = (tensor.new_empty(len(self), *tensor.shape) for tensor in one.tensors)
+        tensors = (tensor.new_empty(len(self), *tensor.shape) for tensor in one)
         return StackedStates(DeltaState(*tensors))
 
     def __call__(

@@ -248,8 +248,8 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         "inputs: expected shape": {0: rows.inputs[:, 1:].contiguous()},
         "gates: expected shape": {1: rows.gates[:1]},
         "weight: expected dtype": {2: layer.weight.bfloat16()},
-        "states: expected dtype": {3: replace(state, states=state.states.bfloat16())},
-        "state's inputs: expected shape": {3: replace(state, inputs=state.inputs[:, 1:])},
+        "states: expected dtype": {3: state._replace(states=state.states.bfloat16())},
+        "state's inputs: expected shape": {3: state._replace(inputs=state.inputs[:, 1:])},
         "value_heads: expected a multiple of 4, found 2": {5: SIZES._replace(key_heads=4)},
     }
     for message, changed in bad.items():

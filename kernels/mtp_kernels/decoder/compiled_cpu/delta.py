@@ -189,7 +189,7 @@ class DeltaDecoder:
             self._table,
             self.sizes,
             spans,
-            Pool(*(tensor.numpy() for tensor in state.tensors)),
+            Pool(*(tensor.numpy() for tensor in state)),
             self.scratch(len(x), int(spans.starts[-1])),
             x.numpy(),
         )

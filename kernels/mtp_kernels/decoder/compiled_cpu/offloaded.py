@@ -147,7 +147,7 @@ class OffloadedNets:
         scratch = nets.scratch(len(x), int(spans.starts[-1]))
         with self.cache.passing:
             for number, one in enumerate(self.layers):
-                pool = Pool(*(tensor[number].numpy() for tensor in state.tensors))
+                pool = Pool(*(tensor[number].numpy() for tensor in state))
                 record = one.layer.record
                 work = len(x) * _multiplications(one.layer) + nets.state_work(spans)
                 _run(run_net, work, record, nets.sizes, spans, pool, scratch, rows)
