@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 
+from mtp_export.commands.bundle_command import command_of
 from mtp_export.commands.output import (
     DRY_RUN,
     REPORT,
@@ -47,7 +48,8 @@ class TuneCommand:
 
 def tune(options: TuneCommand) -> None:
     """Train the draft of a bundle for the target that will run, quantized as it is."""
-    tuning, dry_run = options.tuning, options.dry_run
+    tuning = replace(options.tuning, command=command_of("tune", options))
+    dry_run = options.dry_run
     places = {"--report": options.report}
     if not dry_run:
         places["--plot"] = options.plot

@@ -148,6 +148,7 @@ class TuneOptions:
 
     workdir holds what a run resumes from. offload: parameters and optimizer stay in main memory.
     stream: the target is read layer by layer. save_seconds: time between two saved states.
+    command are the words of the command that began the run, as RunOptions has them.
     """
 
     bundle: Path = field(
@@ -201,11 +202,12 @@ class TuneOptions:
     )
     overwrite: bool = field(default=False, metadata=OVERWRITE)
     save_seconds: float = 120.0
+    command: tuple[str, ...] = ()
 
     @property
     def run(self) -> RunOptions:
         """Means of writing the bundle."""
-        return RunOptions(overwrite=self.overwrite)
+        return RunOptions(overwrite=self.overwrite, command=self.command)
 
     @property
     def place(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from cases import edit_json, export, read_json, run_program, shard_of
+from mtp_checkpoints.errors import IoError
 from mtp_export.plan import Link
 from mtp_export.tune import estimate
 from mtp_export.tune.options import TuneOptions
@@ -59,6 +61,24 @@ def test_it_prints_draws_and_reports(options: TuneOptions, work: Path, tmp_path:
         side: recorded[side] for side in ("before", "after")
     }
     assert [entry["step"] for entry in facts["losses"]] == [1, 2, 3]
+
+
+def test_a_run_stopped_while_it_writes_is_named_with_its_command(
+    options: TuneOptions, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*given: object) -> None:
+        raise IoError("The disk is full", where=tmp_path)
+
+    output = tmp_path / "a b"
+    words = ("tune", *arguments_of(options, output), "--workdir", work, "--steps", 3)
+    with monkeypatch.context() as patched:
+        patched.setattr("mtp_export.bundle.build.write_rest", stop)
+        assert run_program(*words).code == IoError.exit_code
+    refused = run_program("inspect", output)
+    assert refused.code == 3
+    again = shlex.split(refused.err.split("To finish it: ")[1])
+    assert run_program(*again[1:]).code == 0
+    assert run_program("inspect", output).code == 0
 
 
 def test_what_a_dry_run_foretells_is_what_a_run_takes(
