@@ -54,9 +54,24 @@ class DType(StrEnum):
     F64 = "F64", 64, "float64"
     I64 = "I64", 64, "int64"
     U64 = "U64", 64, "uint64"
+    # Blocks of ggml, llama.cpp's library: a row is held as bytes, whole blocks of them.
+    GGML_Q4_0 = "GGML_Q4_0", 8 * 18, "uint8", "uint8", 32
+    GGML_Q4_1 = "GGML_Q4_1", 8 * 20, "uint8", "uint8", 32
+    GGML_Q5_0 = "GGML_Q5_0", 8 * 22, "uint8", "uint8", 32
+    GGML_Q5_1 = "GGML_Q5_1", 8 * 24, "uint8", "uint8", 32
+    GGML_Q8_0 = "GGML_Q8_0", 8 * 34, "uint8", "uint8", 32
+    GGML_MXFP4 = "GGML_MXFP4", 8 * 17, "uint8", "uint8", 32
+    GGML_Q4_K = "GGML_Q4_K", 8 * 144, "uint8", "uint8", 256
+    GGML_Q5_K = "GGML_Q5_K", 8 * 176, "uint8", "uint8", 256
+    GGML_Q6_K = "GGML_Q6_K", 8 * 210, "uint8", "uint8", 256
+
+    @property
+    def is_packed(self) -> bool:
+        """True for blocks, in which elements have no bytes of their own."""
+        return self.unit_elements > 1
 
 
-_OF_TORCH = {dtype.torch_name: dtype for dtype in DType if dtype.torch_name}
+_OF_TORCH = {dtype.torch_name: dtype for dtype in DType if dtype.torch_name and not dtype.is_packed}
 
 
 def dtype_name(dtype: torch.dtype) -> DType:
@@ -74,6 +89,13 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     result = getattr(torch, dtype.torch_name)
     assert isinstance(result, torch.dtype)
     return result
+
+
+def held_shape(dtype: DType, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape in which memory holds a tensor: of blocks, its rows [..., bytes]."""
+    if not dtype.is_packed:
+        return shape
+    return (*shape[:-1], tensor_bytes(dtype, shape[-1:]))
 
 
 @lru_cache(maxsize=1 << 12)  # a model of 100,000 tensors has tens of shapes

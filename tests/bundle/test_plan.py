@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from mtp_checkpoints.containers.base import ShardHeader
-from mtp_checkpoints.dtypes import DType, OutputTensor, tensor_bytes
+from mtp_checkpoints.dtypes import DType, OutputTensor, held_shape, tensor_bytes
 from mtp_export.plan import (
     COPY,
     Link,
@@ -68,12 +67,12 @@ def test_bits_that_fill_no_byte(dtype: str, bits: int) -> None:
 
 def test_bytes_of_packed_blocks() -> None:
     """As of Q4_K: 256 elements of a row, with their scales, in 144 bytes."""
-    packed: Any = SimpleNamespace(bits=144 * 8, unit_elements=256)
-    size_of = tensor_bytes.__wrapped__
-    assert size_of(packed, (3, 512)) == 3 * 2 * 144
+    assert tensor_bytes(DType.GGML_Q4_K, (3, 512)) == 3 * 2 * 144
+    assert held_shape(DType.GGML_Q4_K, (3, 512)) == (3, 2 * 144)
+    assert held_shape(DType.BF16, (3, 512)) == (3, 512)
     for shape in ((), (256, 8), (3, 500)):
         with pytest.raises(ValueError, match="not a multiple of 256 elements"):
-            size_of(packed, shape)
+            tensor_bytes(DType.GGML_Q4_K, shape)
 
 
 def test_a_copy_keeps_dtype_and_shape_under_either_name() -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.errors import InvalidInputError
-from mtp_checkpoints.sources.byte_source import ByteFile, ByteSource, Place
+from mtp_checkpoints.sources.byte_source import ByteFile, ByteSource, OpenFile, Place
 
 CONFIG_NAME = "config.json"
 QUANTIZATION = "quantization_config"  # its field
@@ -138,6 +138,37 @@ class Container(Protocol):
     def index(self, shards: Mapping[str, Sequence[OutputTensor]]) -> dict[str, Any]:
         """Return the content of the index of shards by their file names."""
         ...
+
+
+_LFS_POINTER = b"version https://git-lfs."
+
+
+class HeaderError(Exception):
+    """A contradiction inside a header; its reader makes an InvalidInputError of it."""
+
+    def __init__(self, what: str, expected: object = None, found: object = None) -> None:
+        super().__init__(what)
+        self.what, self.expected, self.found = what, expected, found
+
+    def refusal(self, file: ByteFile, title: str) -> InvalidInputError:
+        """Return the refusal of a file of a format of this title."""
+        return InvalidInputError(
+            self.what,
+            where=file.path,
+            expected=self.expected,
+            found=self.found,
+            todo=f"The file is damaged or not in {title} format: download or write it again",
+        )
+
+
+def check_no_pointer(file: OpenFile, title: str) -> None:
+    """Refuse the text that Git LFS leaves in place of a large file (HeaderError)."""
+    if file.read(0, min(len(_LFS_POINTER), file.size_bytes)) == _LFS_POINTER:
+        raise HeaderError(
+            "A shard is a pointer of Git LFS, not the file that it stands for",
+            f"a {title} file: `git lfs pull` brings it, or the Hub's own client",
+            f"{file.size_bytes} bytes of text",
+        )
 
 
 def check_tensor_name(name: str) -> None:

@@ -16,9 +16,15 @@ from itertools import accumulate, pairwise, repeat
 from operator import attrgetter, mul
 from typing import Any
 
-from mtp_checkpoints.containers.base import FileLayout, ShardHeader, TensorInfo, check_tensor_name
+from mtp_checkpoints.containers.base import (
+    FileLayout,
+    HeaderError,
+    ShardHeader,
+    TensorInfo,
+    check_no_pointer,
+    check_tensor_name,
+)
 from mtp_checkpoints.dtypes import DType, OutputTensor, tensor_bytes
-from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.sources import strict_json
 from mtp_checkpoints.sources.byte_source import ByteFile, OpenFile
 
@@ -44,14 +50,6 @@ _MINUS_ZERO = re.compile(rb"-0\s*[],]")
 _NO_SHAPE = ("has no valid shape", "sizes from 0 up")
 
 
-class _HeaderError(Exception):
-    """A contradiction inside a header; read_header makes an InvalidInputError of it."""
-
-    def __init__(self, what: str, expected: object = None, found: object = None) -> None:
-        super().__init__(what)
-        self.what, self.expected, self.found = what, expected, found
-
-
 def read_header(file: ByteFile) -> ShardHeader:
     """Read the header of a safetensors file (format: https://huggingface.co/docs/safetensors).
 
@@ -63,14 +61,8 @@ def read_header(file: ByteFile) -> ShardHeader:
             header = _read_raw(opened)
             data = range(_LENGTH_BYTES + len(header), opened.size_bytes)
             ordered = _as_usual(file, header, data) or _checked(file, header, data)
-        except _HeaderError as error:
-            raise InvalidInputError(
-                error.what,
-                where=file.path,
-                expected=error.expected,
-                found=error.found,
-                todo="The file is damaged or not in safetensors format: download or write it again",
-            ) from None
+        except HeaderError as error:
+            raise error.refusal(file, "safetensors") from None
         return ShardHeader(
             container=NAME,
             file=file,
@@ -125,39 +117,31 @@ def _usual_kind(text: str) -> tuple[DType, tuple[int, ...], int]:
 
 
 def _checked(file: ByteFile, header: bytes, data: range) -> tuple[TensorInfo, ...]:
-    """Return the tensors of any header in offset order (_HeaderError)."""
+    """Return the tensors of any header in offset order (HeaderError)."""
     entries = _parse_json(header)
     _check_names(entries.keys())
     return _check_coverage(_tensors(file, entries, data.start), data.start, data.stop)
 
 
-_LFS_POINTER = b"version https://git-lfs."
-
-
 def _read_raw(file: OpenFile) -> bytes:
     """Read the header's bytes, whose number the first eight bytes tell."""
     if file.size_bytes < _LENGTH_BYTES:
-        raise _HeaderError(
+        raise HeaderError(
             "A shard is too short for a safetensors file",
             "at least 8 bytes",
             f"{file.size_bytes} bytes",
         )
     header_bytes = int.from_bytes(file.read(0, _LENGTH_BYTES), "little")
     available = file.size_bytes - _LENGTH_BYTES
-    if file.read(0, min(len(_LFS_POINTER), file.size_bytes)) == _LFS_POINTER:
-        raise _HeaderError(
-            "A shard is a pointer of Git LFS, not the file that it stands for",
-            "a safetensors file: `git lfs pull` brings it, or the Hub's own client",
-            f"{file.size_bytes} bytes of text",
-        )
+    check_no_pointer(file, "safetensors")
     if header_bytes > available:
-        raise _HeaderError(
+        raise HeaderError(
             "A shard's header is longer than the file",
             f"at most {available} bytes of header",
             f"a header length of {header_bytes}",
         )
     if header_bytes > MAX_HEADER_BYTES:
-        raise _HeaderError(
+        raise HeaderError(
             "A shard's header is too long", f"at most {MAX_HEADER_BYTES} bytes", str(header_bytes)
         )
     return file.read(_LENGTH_BYTES, _LENGTH_BYTES + header_bytes)
@@ -165,22 +149,22 @@ def _read_raw(file: OpenFile) -> bytes:
 
 def _parse_json(raw: bytes) -> dict[str, Any]:
     if raw[:1] != b"{":
-        raise _HeaderError("A shard's header does not start with '{'", "'{'", repr(raw[:1]))
+        raise HeaderError("A shard's header does not start with '{'", "'{'", repr(raw[:1]))
     try:
         entries = strict_json.parse(raw)
         if _MINUS_ZERO.search(raw):
             entries = json.loads(raw, parse_int=_as_reference_reader)
     except strict_json.DuplicateKeyError as error:
-        raise _HeaderError(
+        raise HeaderError(
             "A shard's header has a duplicate key", "each key once", repr(error.args[0])
         ) from None
     except ValueError as error:
-        raise _HeaderError(
+        raise HeaderError(
             "A shard's header is not JSON", "one JSON object", str(error)[:200]
         ) from None
     metadata = entries.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise _HeaderError(
+        raise HeaderError(
             "A shard's metadata is not strings", "string values", repr(metadata)[:120]
         )
     assert isinstance(entries, dict)
@@ -211,15 +195,15 @@ def _check_names(names: Set[str]) -> None:
         try:
             check_tensor_name(name)
         except ValueError:
-            raise _HeaderError("A tensor's name is unsafe", "a plain name", repr(name)) from None
+            raise HeaderError("A tensor's name is unsafe", "a plain name", repr(name)) from None
 
 
 def _tensors(file: ByteFile, entries: Mapping[str, Any], data_start: int) -> list[TensorInfo]:
-    """Return the tensors that entries describe (_HeaderError)."""
+    """Return the tensors that entries describe (HeaderError)."""
     tensors = []
     for name, entry in entries.items():
         if type(entry) is not dict or entry.keys() != _FIELDS:
-            raise _HeaderError(
+            raise HeaderError(
                 f"Tensor {name} is not described as the format requires",
                 "exactly dtype, shape and data_offsets",
                 repr(entry)[:120],
@@ -237,7 +221,7 @@ def _tensors(file: ByteFile, entries: Mapping[str, Any], data_start: int) -> lis
         if not type(start) is type(end) is int or not 0 <= start < 2**63 or not 0 <= end < 2**63:
             raise _wrong_offsets(name, offsets)
         if end - start != size_bytes:
-            raise _HeaderError(
+            raise HeaderError(
                 f"Tensor {name} has the wrong size for {dtype} {sizes}",
                 f"{size_bytes} bytes",
                 f"{end - start} bytes (offsets {start} to {end})",
@@ -255,23 +239,23 @@ def _kind(dtype: str, *shape: int) -> tuple[DType, tuple[int, ...], int]:
     return known, shape, tensor_bytes(known, shape)
 
 
-def _wrong_kind(name: str, dtype: Any, sizes: Any) -> _HeaderError:
+def _wrong_kind(name: str, dtype: Any, sizes: Any) -> HeaderError:
     if not isinstance(dtype, str) or dtype not in _DTYPES:
-        return _HeaderError(
+        return HeaderError(
             f"Tensor {name} has an unknown dtype", ", ".join(_DTYPES), repr(dtype)[:120]
         )
     problem = _problem_of(tuple(sizes)) if isinstance(sizes, list) else _NO_SHAPE
     if problem is not None:
-        return _HeaderError(f"Tensor {name} {problem[0]}", problem[1], repr(sizes)[:120])
+        return HeaderError(f"Tensor {name} {problem[0]}", problem[1], repr(sizes)[:120])
     try:
         tensor_bytes(_DTYPES[dtype], tuple(sizes))
     except ValueError as error:
-        return _HeaderError(f"Tensor {name} ends inside a byte", "whole bytes", str(error))
+        return HeaderError(f"Tensor {name} ends inside a byte", "whole bytes", str(error))
     raise AssertionError(f"{dtype} {sizes} is a kind")
 
 
-def _wrong_offsets(name: str, offsets: object) -> _HeaderError:
-    return _HeaderError(f"Tensor {name} has no valid offsets", "two sizes", repr(offsets)[:120])
+def _wrong_offsets(name: str, offsets: object) -> HeaderError:
+    return HeaderError(f"Tensor {name} has no valid offsets", "two sizes", repr(offsets)[:120])
 
 
 def _problem_of(shape: Sequence[object]) -> tuple[str, str] | None:
@@ -298,7 +282,7 @@ def _check_coverage(
     for tensor in ordered:
         if tensor.offset_bytes != position:
             kind = "overlaps another" if tensor.offset_bytes < position else "leaves a hole before"
-            raise _HeaderError(
+            raise HeaderError(
                 f"Tensor {tensor.name} {kind}",
                 f"data offset {position - data_start}",
                 f"data offset {tensor.offset_bytes - data_start}",
@@ -306,7 +290,7 @@ def _check_coverage(
         position += tensor.size_bytes
     if position != size_bytes:
         kind = "truncated" if size_bytes < position else "followed by bytes of no tensor"
-        raise _HeaderError(
+        raise HeaderError(
             f"A shard is {kind}", f"{position} bytes by its header", f"{size_bytes} bytes"
         )
     return ordered

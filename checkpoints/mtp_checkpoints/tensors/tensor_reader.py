@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Self
 
 from mtp_checkpoints.containers.base import TensorInfo
-from mtp_checkpoints.dtypes import torch_dtype
+from mtp_checkpoints.dtypes import held_shape, tensor_bytes, torch_dtype
 from mtp_checkpoints.sources.direct_io import PAGE_BYTES, SLACK_BYTES
 from mtp_checkpoints.sources.disk_queue import SMALL_BYTES
 
@@ -35,7 +35,7 @@ def as_rows(info: TensorInfo, data: memoryview, count: int) -> torch.Tensor:
     dtype, values = torch_dtype(info.dtype), torch.from_numpy(array)
     if values.data_ptr() % dtype.itemsize:
         values = values.clone()
-    return values.view(dtype).view((count, *info.shape[1:]) if info.shape else ())
+    return values.view(dtype).view((count, *_held(info)[1:]) if info.shape else ())
 
 
 def as_array(info: TensorInfo, data: memoryview, count: int) -> Any:
@@ -45,7 +45,11 @@ def as_array(info: TensorInfo, data: memoryview, count: int) -> Any:
 
     array = np.frombuffer(data, info.dtype.array_name)
     aligned = array if array.flags.aligned else array.copy()
-    return aligned.reshape(count, *info.shape[1:])
+    return aligned.reshape(count, *_held(info)[1:])
+
+
+def _held(info: TensorInfo) -> tuple[int, ...]:
+    return held_shape(info.dtype, info.shape)
 
 
 class TensorReader:
@@ -85,21 +89,23 @@ class TensorReader:
     def window(self, rows: range, columns: range) -> torch.Tensor:
         """Return some columns of some rows of a matrix, in the stored dtype; others are not read.
 
-        Columns that are not all are one read per row.
+        Columns that are not all are one read per row. Those of blocks are whole ones.
         """
         import torch
 
         info = self._info
         if len(columns) == info.shape[1]:
             return self.rows(rows.start, rows.stop)
-        size = row_bytes(info) // info.shape[1]
-        width = len(columns) * size
+        before, width = (
+            tensor_bytes(info.dtype, (count,)) for count in (columns.start, len(columns))
+        )
         memory = torch.empty(width + SLACK_BYTES + PAGE_BYTES, dtype=torch.uint8)
         aligned: Any = memory[-memory.data_ptr() % PAGE_BYTES :].numpy()
         buffer = memoryview(aligned)
-        out = torch.empty(len(rows), len(columns), dtype=torch_dtype(info.dtype))
+        held = held_shape(info.dtype, (len(rows), len(columns)))
+        out = torch.empty(held, dtype=torch_dtype(info.dtype))
         lines: Any = out.view(torch.uint8).numpy()
         for line, row in zip(lines, rows, strict=True):
-            first = self._begin + row * row_bytes(info) + columns.start * size
+            first = self._begin + row * row_bytes(info) + before
             line[:] = buffer[self._file.read_into(buffer, first, first + width)]
         return out

@@ -29,7 +29,7 @@ from mtp_checkpoints.sources.local_folder import LocalFolder
 from mtp_checkpoints.tensors.tensor_reader import TensorReader
 from mtp_checkpoints.tensors.writer import ShardWriter
 
-OF_TORCH = [dtype for dtype in DType if dtype.torch_name]
+OF_TORCH = [dtype for dtype in DType if dtype.torch_name and not dtype.is_packed]
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -253,7 +253,9 @@ def test_the_data_starts_aligned_and_the_mode_is_the_umask_s(tmp_path: Path) -> 
 
 
 def test_every_dtype_of_torch_is_known_by_its_width() -> None:
-    narrow = {dtype: dtype.bits for dtype in DType if dtype not in OF_TORCH}
+    blocks = {dtype for dtype in DType if dtype.is_packed}
+    assert {torch_dtype(dtype) for dtype in blocks} == {torch.uint8}
+    narrow = {dtype: dtype.bits for dtype in DType if dtype not in {*OF_TORCH, *blocks}}
     for dtype in OF_TORCH:
         assert torch_dtype(dtype).itemsize * 8 == dtype.bits
         assert dtype_name(torch_dtype(dtype)) is dtype
@@ -275,7 +277,11 @@ def test_dtypes_are_called_as_safetensors_does(tmp_path: Path) -> None:
 
 
 def test_arrays_have_the_width_of_their_dtypes() -> None:
-    arrays = {dtype: np.dtype(dtype.array_name) for dtype in DType if dtype.array_name}
+    arrays = {
+        dtype: np.dtype(dtype.array_name)
+        for dtype in DType
+        if dtype.array_name and not dtype.is_packed
+    }
     assert all(8 * array.itemsize == dtype.bits for dtype, array in arrays.items())
     kinds = {dtype: array.kind for dtype, array in arrays.items()}
     assert kinds == {DType.F8_E4M3: "u", DType.BF16: "u", DType.F32: "f"}, "bits, or floats"
