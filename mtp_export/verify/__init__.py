@@ -38,7 +38,8 @@ CHECKS: dict[str, Check] = {
         Level.FILES,
         (
             *("files.checksums:opened", "files.presence", "files.checksums"),
-            *("files.config_match", "files.quark_exclude", "files.identity", "files.pairing"),
+            *("files.config_match", "files.quark_exclude", "files.released_values"),
+            *("files.identity", "files.pairing"),
         ),
     ),
     "ledger": Check(

@@ -68,7 +68,8 @@ class VerifyOptions:
 
     max_new_tokens: per prompt. ks: numbers of draft tokens per step. activations: of a second run
     whose acceptance is shown beside the usual one. checksums False: no tensor's
-    bytes are read for level files. stream: run the model layer by layer, for one that does not fit
+    bytes are read for level files. strict_config: a value of config.json that no release of the
+    family has fails. stream: run the model layer by layer, for one that does not fit
     into memory. workdir: where a streamed pass keeps its state to resume from, and shares of a
     verification what they found.
     """
@@ -206,5 +207,11 @@ class VerifyOptions:
             parser=parse_engine,
             values=Names.DRAFT_ENGINE,
             show_default="all of them must",
+        ),
+    )
+    strict_config: bool = field(
+        default=False,
+        metadata=option(
+            "Fail on values of config.json that no release of the family has.", Panel.CHECKS
         ),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 from mtp_export.progress import counted
@@ -73,6 +74,14 @@ def repeated_alike(compared: int, total: int) -> str:
         f"It does not matter which is loaded, as far as was looked: {compared} of the {total} were"
         " compared by 4 kB of each, and are equal"
     )
+
+
+# --- config.json compared with the releases' ------------------------------------------------------
+
+
+def not_released(field: str, found: object, released: Sequence[object]) -> str:
+    values = " or ".join(json.dumps(value) for value in released)
+    return f"{field} is {json.dumps(found)}, and no release of the family has it: theirs {values}"
 
 
 # --- config.json compared with the tensors --------------------------------------------------------

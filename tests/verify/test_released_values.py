@@ -1,0 +1,56 @@
+"""Values of config.json that no release of the family has: reported, or failed on demand."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cases import edit_json, run_program
+
+ROOT = Path(__file__).resolve().parents[2]
+ITEM = "config values of the releases"
+
+
+def judged(folder: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    """The exit code at level files, and the item."""
+    outcome = run_program("verify", folder, "--level", "files", "--json", "--quiet", *options)
+    items = json.loads(outcome.out)["checks"][0]["items"]
+    return outcome.code, next(item for item in items if item["name"] == ITEM)
+
+
+@pytest.fixture
+def glm(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(ROOT / "fixtures/glm4-moe-tiny", tmp_path / "glm"))
+
+
+def test_a_value_of_a_release_passes(glm: Path) -> None:
+    for factor in (2.5, 1.0):
+        edit_json(glm / "config.json", lambda c, f=factor: c.update(routed_scaling_factor=f))
+        code, item = judged(glm, "--strict-config")
+        assert (code, item["status"]) == (0, "pass")
+        assert item["bound"] == "those of the releases" and item["figure"].endswith("values")
+
+
+def test_another_value_is_reported_and_fails_on_demand(glm: Path) -> None:
+    edit_json(glm / "config.json", lambda c: c.update(rope_theta=2e6, norm_topk_prob=False))
+    code, item = judged(glm)
+    assert (code, item["status"], item["bound"]) == (0, "pass", "reported")
+    words = "rope_theta is 2000000.0, and no release of the family has it: theirs 1000000.0"
+    assert words in item["figure"]
+    assert "norm_topk_prob is false" in item["figure"] and "theirs true" in item["figure"]
+    assert [one["field"] for one in item["data"]["unreleased"]] == ["norm_topk_prob", "rope_theta"]
+    code, item = judged(glm, "--strict-config")
+    assert (code, item["status"]) == (7, "fail")
+    assert words in item["cause"] and item["subject"].endswith("config.json")
+    assert item["figure"] == "2 wrong of 9 values"
+
+
+def test_miniatures_pass() -> None:
+    """Theirs are sized for them."""
+    for name in ("deepseek-v3-tiny", "qwen3-5-tiny"):
+        code, item = judged(ROOT / "fixtures" / name)
+        assert (code, item["status"]) == (0, "pass")
