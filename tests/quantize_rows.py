@@ -95,6 +95,11 @@ ROWS = {
     ),
     "fp8": Row(pair("a8w8_fp8", "a8w8_fp8"), NATIVE, NATIVE),
     "int8": Row(pair("weight_only_int8", "weight_only_int8"), INT8, INT8),
+    "int8 linears": Row(
+        pair("weight_only_int8", "weight_only_int8", "--int8-scope", "linears"),
+        Part("int8", "int8", "int8", "int8", "bf16"),
+        INT8,
+    ),
     "bf16": Row(pair("bf16", "bf16"), BF16, BF16),
     "int4, int8 head": Row(
         pair("weight_only_int4", "weight_only_int8", "--group-size", "64", *INT8_HEAD),

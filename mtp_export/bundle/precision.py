@@ -24,6 +24,13 @@ class Int4Scope(StrEnum):
     LINEARS = "linears"
 
 
+class Int8Scope(StrEnum):
+    """Linears that weight_only_int8 packs."""
+
+    MLPS = "mlps"
+    LINEARS = "linears"
+
+
 class HeadQuant(StrEnum):
     """Precision of the language-model head."""
 
@@ -92,6 +99,12 @@ class Precision:
         default=Int4Scope.EXPERTS,
         metadata=option(
             "Linears that weight_only_int4 packs: {names}.", Panel.PRECISION, metavar="SCOPE"
+        ),
+    )
+    int8_scope: Int8Scope = field(
+        default=Int8Scope.MLPS,
+        metadata=option(
+            "Linears that weight_only_int8 packs: {names}.", Panel.PRECISION, metavar="SCOPE"
         ),
     )
     head_quant: HeadQuant = field(

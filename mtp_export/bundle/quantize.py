@@ -10,7 +10,7 @@ from typing import Any
 
 from mtp_checkpoints.errors import UnsupportedError, UsageError
 from mtp_checkpoints.families.base import Role
-from mtp_checkpoints.formats import FormatOptions, Fp8Channel, Int4Group, W4AFp8, has_groups
+from mtp_checkpoints.formats import FormatOptions, Fp8Channel, W4AFp8, has_groups
 from mtp_checkpoints.formats.base import COMPRESSED_SCALE, GROUP_SIZES, NATIVE_SCALE
 from mtp_checkpoints.formats.w4afp8 import W4AFP8_GROUP
 from mtp_checkpoints.layouts import (
@@ -31,7 +31,7 @@ from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.bundle.bundle_plan import BundlePlan, Recipe
 from mtp_export.bundle.export import open_source, plan_bundle
 from mtp_export.bundle.options import PlannerOptions
-from mtp_export.bundle.precision import Device, Format, Int4Scope, Precision
+from mtp_export.bundle.precision import Device, Format, Int4Scope, Int8Scope, Precision
 from mtp_export.bundle.run_folder import check_output
 from mtp_export.bundle.split import SplitOptions
 from mtp_export.paths import refuse_overlaps
@@ -173,9 +173,11 @@ def _choose(options: QuantizeOptions, stored: StoredModel) -> _Choice:
     )
     schemes = {"base": SCHEMES[base], "mtp": SCHEMES[mtp]}
     if options.int4_scope is not Int4Scope.EXPERTS:
-        schemes["base"] = SCHEMES[base].variant("--int4-scope", str(options.int4_scope))
+        schemes["base"] = SCHEMES[base].variant("int4_scope", str(options.int4_scope))
+    if options.int8_scope is not Int8Scope.MLPS:
+        schemes["base"] = SCHEMES[base].variant("int8_scope", str(options.int8_scope))
     if options.format is Format.W4AFP8:
-        schemes["base"] = SCHEMES[base].variant("--format", str(options.format))
+        schemes["base"] = SCHEMES[base].variant("format", str(options.format))
     # Without integers the dialects are alike.
     dialect = engine_of(options.bundle.target).dialect or VLLM
     head = HEAD_SCHEMES.get(options.head_quant)
@@ -304,7 +306,7 @@ def _conversion(
     """
     renamed = choice.has_groups and not choice.dialect.native_fp8
     heads = {} if choice.head is None else {Role.HEAD: choice.head}
-    packs_attention = scheme.storages[Role.ATTENTION] == Int4Group.storage
+    packs_attention = has_groups([scheme.storages[Role.ATTENTION]])
     return Conversion(
         scheme=scheme.name,
         storages={**scheme.storages, **heads},
@@ -369,6 +371,7 @@ def _recorded(options: QuantizeOptions, choice: _Choice) -> dict[str, Any]:
         "format": str(options.format),
         "group_size": options.group_size,
         "int4_scope": str(options.int4_scope),
+        "int8_scope": str(options.int8_scope),
         "head_quant": str(options.head_quant),
         "scale": str(options.scale),
     }

@@ -13,7 +13,8 @@ from mtp_export.schemes.scheme import Scheme, every_linear
 HEAD_SCHEMES: dict[str, str] = {"weight_only_int8": Int8Channel.storage}
 
 _FP8 = every_linear(Fp8Block.storage)
-_ATTENTION_IN_BF16 = dict.fromkeys((Role.ATTENTION, Role.INDEXER), Unquantized.storage)
+_INDEXER_IN_BF16 = {Role.INDEXER: Unquantized.storage}
+_ATTENTION_IN_BF16 = _INDEXER_IN_BF16 | {Role.ATTENTION: Unquantized.storage}
 
 SCHEMES: dict[str, Scheme] = {
     # int4 groups for routed experts, native fp8 for every other linear, activations in fp8.
@@ -21,7 +22,7 @@ SCHEMES: dict[str, Scheme] = {
         "a8w8_fp8_wint4",
         "int4 + fp8",
         _FP8 | {Role.ROUTED_EXPERT: Int4Group.storage},
-        {"w4afp8": _FP8 | {Role.ROUTED_EXPERT: W4AFp8.storage}},
+        {"format": {"w4afp8": _FP8 | {Role.ROUTED_EXPERT: W4AFp8.storage}}},
         int4_activations_fp8=True,
     ),
     # int4 groups for routed experts, everything else bf16: a weight-only config cannot describe
@@ -32,15 +33,21 @@ SCHEMES: dict[str, Scheme] = {
         "int4 + bf16",
         every_linear(Unquantized.storage) | {Role.ROUTED_EXPERT: Int4Group.storage},
         {
-            "all": every_linear(Int4Group.storage) | _ATTENTION_IN_BF16,
-            "linears": every_linear(Int4Group.storage) | {Role.INDEXER: Unquantized.storage},
+            "int4_scope": {
+                "all": every_linear(Int4Group.storage) | _ATTENTION_IN_BF16,
+                "linears": every_linear(Int4Group.storage) | _INDEXER_IN_BF16,
+            }
         },
     ),
     # Native fp8: e4m3 codes, a scale per 128x128 block, activations quantized at run time.
     "a8w8_fp8": Scheme("a8w8_fp8", "fp8", _FP8),
     # int8 per channel for MLPs and experts; attention in bf16, as SGLang reads kv_b_proj's weight.
+    # Scope "linears" packs attention too, but for what latent attention absorbs.
     "weight_only_int8": Scheme(
-        "weight_only_int8", "int8 + bf16", every_linear(Int8Channel.storage) | _ATTENTION_IN_BF16
+        "weight_only_int8",
+        "int8 + bf16",
+        every_linear(Int8Channel.storage) | _ATTENTION_IN_BF16,
+        {"int8_scope": {"linears": every_linear(Int8Channel.storage) | _INDEXER_IN_BF16}},
     ),
     # For hardware without fp8, and the way into engines that quantize at load.
     "bf16": Scheme("bf16", "bf16", every_linear(Unquantized.storage)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,27 +21,36 @@ class Scheme:
     """A precision scheme: the format, by name, of every role's linears.
 
     on_disk describes it to people. variants are the same scheme under another value of an option
-    (an int4 scope, an on-disk format). int4_activations_fp8: int4 experts run with activations in
-    fp8.
+    (an int4 scope, an on-disk format), by the option's name and value. int4_activations_fp8: int4
+    experts run with activations in fp8.
     """
 
     name: str
     on_disk: str
     storages: Mapping[Role, str]
-    variants: Mapping[str, Mapping[Role, str]] = field(default_factory=dict)
+    variants: Mapping[str, Mapping[str, Mapping[Role, str]]] = field(default_factory=dict)
     int4_activations_fp8: bool = False
 
     def __post_init__(self) -> None:
-        for storages in (self.storages, *self.variants.values()):
+        for storages in self.all_storages:
             assert set(storages) == set(LINEAR_ROLES), f"{self.name} leaves out a role"
+
+    @property
+    def all_storages(self) -> Iterator[Mapping[Role, str]]:
+        """Storages of every role, under every value of an option."""
+        yield self.storages
+        for values in self.variants.values():
+            yield from values.values()
 
     def variant(self, option: str, value: str) -> Scheme:
         """Return the scheme under another value of an option (UsageError where it has none)."""
-        if value not in self.variants:
+        storages = self.variants.get(option, {}).get(value)
+        if storages is None:
+            flag = f"--{option.replace('_', '-')}"
             raise UsageError(
-                f"{option} {value} does not apply to {self.name}", todo=f"Leave {option} out"
+                f"{flag} {value} does not apply to {self.name}", todo=f"Leave {flag} out"
             )
-        return replace(self, storages=self.variants[value])
+        return replace(self, storages=storages)
 
     def recorded_storages(self, options: Mapping[str, Any]) -> frozenset[str]:
         """Return the storages under the options of a bundle, as its manifest records them."""
@@ -53,9 +62,8 @@ class Scheme:
         return storages[Role.SHARED_EXPERT] == storages[Role.ROUTED_EXPERT]
 
     def _recorded(self, options: Mapping[str, Any]) -> Mapping[Role, str]:
-        values = [str(options.get(option)) for option in ("format", "int4_scope")]
-        chosen = next((value for value in values if value in self.variants), None)
-        return self.storages if chosen is None else self.variants[chosen]
+        chosen = (values.get(str(options.get(option))) for option, values in self.variants.items())
+        return next(filter(None, chosen), self.storages)
 
 
 def every_linear(storage: str) -> dict[Role, str]:

@@ -123,7 +123,7 @@ def _scheme_gate(name: str) -> RunGate:
             todo="Verify with the version that made the bundle",
         )
     gate = UNCHANGED
-    for storages in (scheme.storages, *scheme.variants.values()):
+    for storages in scheme.all_storages:
         for storage in storages.values():
             gate = gate.or_looser(FORMATS[storage].gate.run)
     return gate

@@ -16,7 +16,15 @@ from mtp_export.bundle.options import (
     RunOptions,
     SharedWeights,
 )
-from mtp_export.bundle.precision import Device, Format, HeadQuant, Int4Scope, Precision, ScaleRule
+from mtp_export.bundle.precision import (
+    Device,
+    Format,
+    HeadQuant,
+    Int4Scope,
+    Int8Scope,
+    Precision,
+    ScaleRule,
+)
 from mtp_export.bundle.quantize import QuantizeOptions
 from mtp_export.options import METADATA
 from mtp_export.plan import Link
@@ -49,6 +57,7 @@ def test_defaults() -> None:
         format=Format.COMPRESSED_TENSORS,
         group_size=128,
         int4_scope=Int4Scope.EXPERTS,
+        int8_scope=Int8Scope.MLPS,
         head_quant=HeadQuant.KEEP,
         scale=ScaleRule.MINMAX,
         device=Device.CPU,
@@ -78,7 +87,18 @@ def test_what_decides_the_contents_is_recorded() -> None:
 
 
 def test_choices_are_written_as_the_command_takes_them() -> None:
-    kinds = (Part, SharedWeights, Checksums, Link, Format, Int4Scope, HeadQuant, ScaleRule, Device)
+    kinds = (
+        Part,
+        SharedWeights,
+        Checksums,
+        Link,
+        Format,
+        Int4Scope,
+        Int8Scope,
+        HeadQuant,
+        ScaleRule,
+        Device,
+    )
     assert [[str(choice) for choice in kind] for kind in kinds] == [
         ["both", "main", "mtp"],
         ["keep", "drop"],
@@ -86,6 +106,7 @@ def test_choices_are_written_as_the_command_takes_them() -> None:
         ["auto", "reflink", "hardlink", "copy"],
         ["compressed-tensors", "w4afp8"],
         ["experts", "all", "linears"],
+        ["mlps", "linears"],
         ["keep", "weight_only_int8"],
         ["minmax", "mse"],
         ["cpu", "cuda", "npu", "auto"],

@@ -24,7 +24,7 @@ from mtp_export.bundle.options import (
     SharedWeights,
     divided,
 )
-from mtp_export.bundle.precision import Device, HeadQuant, Int4Scope, ScaleRule
+from mtp_export.bundle.precision import Device, HeadQuant, Int4Scope, Int8Scope, ScaleRule
 from mtp_export.bundle.quantize import QuantizeOptions
 from mtp_export.bundle.request import PLANNERS, Request, restored
 from mtp_export.plan import Link
@@ -48,6 +48,7 @@ OPTIONS: dict[str, Any] = {
         mtp_quant="weight_only_int8",
         group_size=64,
         int4_scope=Int4Scope.ALL,
+        int8_scope=Int8Scope.LINEARS,
         head_quant=HeadQuant.WEIGHT_ONLY_INT8,
         scale=ScaleRule.MSE,
         device=Device.AUTO,

@@ -114,7 +114,12 @@ def _failures(report: str | bytes) -> list[str]:
 
 def _quantize_options(random: Random) -> tuple[object, ...]:
     base, mtp = random.choice(_PAIRS)
-    scope = ("--int4-scope", random.choice(("experts", "all", "linears")))
+    scope = random.choice(
+        [
+            *(("--int4-scope", name) for name in ("experts", "all", "linears")),
+            *(("--int8-scope", name) for name in ("mlps", "linears")),
+        ]
+    )
     target = ("--target", random.choice(("hf", "vllm", "sglang")))
     head = ("--head-quant", random.choice(("keep", "weight_only_int8")))
     return ("--base-quant", base, "--mtp-quant", mtp, "--group-size", "32", *scope, *head, *target)

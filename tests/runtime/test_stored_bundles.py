@@ -37,6 +37,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "int4 linears": ("weight_only_int4", "weight_only_int8", "--int4-scope", "linears"),
     "fp8": ("a8w8_fp8", "a8w8_fp8"),
     "int8": ("weight_only_int8", "weight_only_int8"),
+    "int8 linears": ("weight_only_int8", "weight_only_int8", "--int8-scope", "linears"),
     "bf16": ("bf16", "bf16"),
     "int4, int8 head": (*INT4_INT8, "--group-size", "32", *INT8_HEAD),
     "fp8, int8 head": ("a8w8_fp8", "a8w8_fp8", *INT8_HEAD),

@@ -133,7 +133,7 @@ def test_integers_beside_fp8_as_sglang_reads_them() -> None:
 
 def test_sglang_s_own_method() -> None:
     main = conversion("a8w8_fp8")
-    w4afp8 = SCHEMES["a8w8_fp8_wint4"].variant("--format", "w4afp8").storages
+    w4afp8 = SCHEMES["a8w8_fp8_wint4"].variant("format", "w4afp8").storages
     own = Conversion(storages=w4afp8)
     found = quantization_configs(FP8_SOURCE, main=own, mtp=main, dialect=SGLANG)
     assert found == PartConfigs({"quant_method": "w4afp8"}, dict(NATIVE_FP8))
@@ -169,7 +169,7 @@ def test_what_a_release_left_out_stays_left_out() -> None:
 
 @pytest.mark.parametrize("option", ["--target sglang", "--format w4afp8"])
 def test_what_cannot_be_left_out(option: str) -> None:
-    w4afp8 = SCHEMES["a8w8_fp8_wint4"].variant("--format", "w4afp8").storages
+    w4afp8 = SCHEMES["a8w8_fp8_wint4"].variant("format", "w4afp8").storages
     main = conversion("a8w8_fp8_wint4")
     if option == "--format w4afp8":
         main = Conversion(storages=w4afp8)

@@ -81,38 +81,46 @@ def test_storages_of_every_scheme() -> None:
 
 
 def test_variants() -> None:
-    everywhere = SCHEMES["weight_only_int4"].variant("--int4-scope", "all")
+    everywhere = SCHEMES["weight_only_int4"].variant("int4_scope", "all")
     int4 = "int4_group"
     assert everywhere.name == "weight_only_int4"
     assert storages(everywhere) == ("bf16", {int4}, int4)
-    linears = SCHEMES["weight_only_int4"].variant("--int4-scope", "linears")
+    linears = SCHEMES["weight_only_int4"].variant("int4_scope", "linears")
     assert storages(linears) == (int4, {int4}, int4)
     assert linears.storages[Role.INDEXER] == "bf16"
-    sglang = SCHEMES["a8w8_fp8_wint4"].variant("--format", "w4afp8")
+    int8 = SCHEMES["weight_only_int8"].variant("int8_scope", "linears")
+    assert storages(int8) == ("int8_channel", {"int8_channel"}, "int8_channel")
+    assert int8.storages[Role.INDEXER] == "bf16"
+    with pytest.raises(UsageError, match="--int8-scope linears does not apply to weight_only_int4"):
+        SCHEMES["weight_only_int4"].variant("int8_scope", "linears")
+    sglang = SCHEMES["a8w8_fp8_wint4"].variant("format", "w4afp8")
     assert sglang.storages[Role.ROUTED_EXPERT] == "w4afp8"
     assert {sglang.storages[role] for role in OTHERS} == {"fp8_block"}
     with pytest.raises(UsageError, match="--format x does not apply to bf16") as refusal:
-        SCHEMES["bf16"].variant("--format", "x")
+        SCHEMES["bf16"].variant("format", "x")
     assert refusal.value.todo == "Leave --format out"
     with pytest.raises(AssertionError, match="toy leaves out a role"):
         Scheme("toy", "", {Role.ATTENTION: "bf16"})
     with pytest.raises(AssertionError, match="toy leaves out a role"):
-        Scheme("toy", "", every_linear("bf16"), {"x": {}})
+        Scheme("toy", "", every_linear("bf16"), {"x": {"y": {}}})
 
 
 def test_storages_by_a_manifest_s_options() -> None:
     int4, wint4 = SCHEMES["weight_only_int4"], SCHEMES["a8w8_fp8_wint4"]
+    int8 = SCHEMES["weight_only_int8"]
     for scheme, options, expected in (
         (int4, {}, {"bf16", "int4_group"}),
         (int4, {"int4_scope": "experts"}, {"bf16", "int4_group"}),
         (wint4, {"format": "w4afp8", "int4_scope": "experts"}, {"fp8_block", "w4afp8"}),
         (wint4, {"format": "compressed-tensors"}, {"fp8_block", "int4_group"}),
+        (int8, {"int4_scope": "linears", "int8_scope": "mlps"}, {"bf16", "int8_channel"}),
+        (int8, {"int4_scope": "experts", "int8_scope": "linears"}, {"bf16", "int8_channel"}),
     ):
         assert scheme.recorded_storages(options) == expected
-    scoped = Scheme("toy", "", every_linear("bf16"), {"all": every_linear("w4afp8")})
-    assert scoped.recorded_storages({"int4_scope": "all"}) == {"w4afp8"}
-    assert scoped.recorded_storages({"format": "all"}) == {"w4afp8"}
-    assert scoped.recorded_storages({"other": "all"}) == {"bf16"}
+    variants = {"scope": {"all": every_linear("w4afp8")}}
+    scoped = Scheme("toy", "", every_linear("bf16"), variants)
+    assert scoped.recorded_storages({"scope": "all"}) == {"w4afp8"}
+    assert scoped.recorded_storages({"scope": "x", "other": "all"}) == {"bf16"}
 
 
 def bits(spec: TensorSpec, scheme: str) -> int:

@@ -15,7 +15,6 @@ from mtp_checkpoints.formats import (
     WHOLE_ROW,
     FormatOptions,
     Fp8Block,
-    Int4Group,
     Unquantized,
     WeightFormat,
 )
@@ -71,7 +70,7 @@ class PartStorage:
     """Storage of the linears of one part, main or MTP, that a config is written for.
 
     Roles without one stay as stored, the head's among them unless it is asked for. bf16_modules are
-    linears (last name component) that are bf16 where others are fp8 or int4. native is an fp8
+    linears (last name component) that are bf16 whatever others are. native is an fp8
     source's format: what its release left out of fp8 stays as stored.
     """
 
@@ -91,9 +90,7 @@ class PartStorage:
         if self.native is not None and not self.native.covers(spec.module):
             return None
         in_bf16 = spec.module.rpartition(".")[2] in self.bf16_modules
-        if in_bf16 and storage in (Fp8Block.storage, Int4Group.storage):
-            return Unquantized.storage
-        return storage
+        return Unquantized.storage if in_bf16 else storage
 
     @property
     def quantized_roles(self) -> frozenset[Role]:

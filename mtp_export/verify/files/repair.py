@@ -41,6 +41,7 @@ _FLAGS: Mapping[str, tuple[str, object]] = {
     "format": ("--format", "compressed-tensors"),
     "group_size": ("--group-size", 128),
     "int4_scope": ("--int4-scope", "experts"),
+    "int8_scope": ("--int8-scope", "mlps"),
     "head_quant": ("--head-quant", "keep"),
     "scale": ("--scale", "minmax"),
 }

@@ -20,11 +20,11 @@ from mtp_checkpoints.families.base import LINEAR_ROLES, Role
 from mtp_checkpoints.families.spec import PLAIN_HEADS, ModelSpec
 from mtp_checkpoints.formats import (
     Fp8Block,
-    Int4Group,
     Int8Channel,
     Unquantized,
     WeightFormat,
     formats_described_by,
+    has_groups,
 )
 from mtp_checkpoints.formats.base import SCALE_DTYPES
 from mtp_checkpoints.formats.compressed import WeightsEntry
@@ -231,7 +231,7 @@ def _mtp_names(family: ModelSpec) -> list[str]:
 
 
 def _packs_attention(model: WrittenModel) -> bool:
-    return model.main.storages.get(Role.ATTENTION) == Int4Group.storage
+    return has_groups({model.main.storages.get(Role.ATTENTION, Unquantized.storage)})
 
 
 def _write(model: WrittenModel) -> Config:
