@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtp_checkpoints.errors import InvalidInputError, UsageError
+from mtp_checkpoints.errors import UsageError
 from mtp_checkpoints.sources.local_folder import LocalFolder
+from mtp_checkpoints.sources.tokenizer_file import TOKENIZER_NAME, tokenizer_failures
 
-TOKENIZER_NAME = "tokenizer.json"
 _INCOMPLETE = "\ufffd"  # which bytes decode to that are no whole character
 _PIECE = 1 << 16  # characters; tokenizing so many takes about 0.1 s
 
@@ -39,7 +38,7 @@ class Tokenizer:
         except ModuleNotFoundError:
             return cls(folder, None)
         raw = source.read(TOKENIZER_NAME)
-        with _reported(folder, "The tokenizer cannot be read"):
+        with tokenizer_failures(folder / TOKENIZER_NAME, "The tokenizer cannot be read"):
             return cls(folder, Backend.from_buffer(raw))
 
     @property
@@ -61,7 +60,7 @@ class Tokenizer:
 
         Other threads run meanwhile: only the calls for batches release the interpreter's lock.
         """
-        with _reported(self.folder, "The tokenizer fails on a text"):
+        with tokenizer_failures(self.folder / TOKENIZER_NAME, "The tokenizer fails on a text"):
             (encoding,) = self.backend.encode_batch_fast(
                 [text], add_special_tokens=add_special_tokens
             )
@@ -85,12 +84,12 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids. Other threads run while many are decoded."""
-        with _reported(self.folder, "The tokenizer fails on token ids"):
+        with tokenizer_failures(self.folder / TOKENIZER_NAME, "The tokenizer fails on token ids"):
             return str(self.backend.decode_batch([list(ids)])[0])
 
     def token_text(self, token: int) -> str:
         """Return one token by itself, a special one by its name."""
-        with _reported(self.folder, "The tokenizer fails on token ids"):
+        with tokenizer_failures(self.folder / TOKENIZER_NAME, "The tokenizer fails on token ids"):
             return str(self.backend.decode([token], skip_special_tokens=False))
 
 
@@ -125,20 +124,3 @@ class TextStream:
         """Return the text that is held back, when no token follows: characters that stay
         incomplete."""
         return self._decode(self._tokens)[len(self._known_text) :] if self._tokens else ""
-
-
-@contextmanager
-def _reported(folder: Path, what: str) -> Iterator[None]:
-    """Raise InvalidInputError for what the tokenizers package raises: exceptions of any kind, and
-    panics, which are none."""
-    try:
-        yield
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise InvalidInputError(
-            what,
-            where=folder / TOKENIZER_NAME,
-            found=str(error)[:500],
-            todo="Get the file again from the checkpoint's source, or update tokenizers",
-        ) from error
