@@ -132,6 +132,7 @@ def quantize_recipe(
     mtp = _conversion(choice.mtp, choice, options, stored=stored)
     _check_converts(options, main, stored)
     source = checkpoint, stored = _with_experts_apart(source, main, mtp)
+    _check_fused_experts(stored, main, mtp)
     configs = quantization_configs(stored, main=main, mtp=mtp, dialect=choice.dialect)
     split = SplitOptions(
         target=target,
@@ -224,6 +225,23 @@ def _with_experts_apart(source: Opened, main: Conversion, mtp: Conversion) -> Op
     if apart is checkpoint:
         return source
     return apart, stored_source(apart.config, apart.tensors)
+
+
+def _check_fused_experts(stored: StoredModel, main: Conversion, mtp: Conversion) -> None:
+    """Refuse to quantize a part with fused experts that are not stored one by one, nor taken apart
+    (UnsupportedError)."""
+    for kind in stored.kinds:
+        spec = kind.specs[0]
+        part = main if spec.mtp_layer is None else mtp
+        is_fused = spec.role is Role.ROUTED_EXPERT and len(spec.shape) > 2
+        if is_fused and Role.ROUTED_EXPERT in part.quantized_roles:
+            raise UnsupportedError(
+                "This model's experts are stored fused, in a layout whose codes no engine reads",
+                expected="bf16 for the part that holds them",
+                found=f"{spec.name} {list(spec.shape)}",
+                todo="Export it, or quantize the other part alone: --base-quant bf16 or"
+                " --mtp-quant bf16",
+            )
 
 
 def _check_head(options: QuantizeOptions, head: str | None, stored: StoredModel) -> None:

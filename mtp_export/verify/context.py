@@ -296,11 +296,11 @@ class Context:
                 return f"there is no {name} part"
             if part.error is not None:
                 return f"{name} cannot be opened: see check files"
-        from mtp_runtime.models.layer_types import parts_without_layer
+        from mtp_runtime.models.layer_types import why_not_computed
 
         for layout in self.layouts:
-            if lacking := parts_without_layer(layout.stored.family):
-                return f"the runtime has no layer for {', '.join(lacking)} of this model"
+            if reason := why_not_computed(layout.stored.family):
+                return f"the runtime does not compute this model: {reason}"
             if not self.is_bundle and layout.stored.differences(layout.checkpoint.tensors):
                 return f"{layout.name} does not hold what config.json describes: see check files"
         return None

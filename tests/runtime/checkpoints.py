@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from mtp_checkpoints.families import family_of
 from mtp_checkpoints.families.base import Role
+from mtp_runtime.models.layer_types import why_not_computed
 
 SMALL: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -203,6 +204,57 @@ def _with_vision(model_type: str, architecture: str, text: dict[str, Any]) -> di
 
 QWEN3_5 = _with_vision("qwen3_5", "Qwen3_5ForConditionalGeneration", QWEN3_5_TEXT)
 QWEN3_5_MOE = _with_vision("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", QWEN3_5_MOE_TEXT)
+_DENSE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim")
+_HEADS = ("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "max_position_embeddings")
+_ENDS = ("torch_dtype", "tie_word_embeddings", "bos_token_id", "eos_token_id")
+# Of models with grouped-query attention and no experts.
+PLAIN: dict[str, Any] = {key: GLM4_MOE[key] for key in (*_DENSE, *_HEADS, *_ENDS)}
+MIMO: dict[str, Any] = PLAIN | {
+    "architectures": ["MiMoForCausalLM"],
+    "model_type": "mimo",
+    "attention_bias": True,
+    "hidden_act": "silu",
+    "rope_theta": 640000.0,
+    "num_nextn_predict_layers": 1,
+}
+HY_V3: dict[str, Any] = PLAIN | {
+    "architectures": ["HYV3ForCausalLM"],
+    "model_type": "hy_v3",
+    "first_k_dense_replace": 1,
+    "qk_norm": True,
+    "moe_intermediate_size": 64,
+    "expert_hidden_dim": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_shared_experts": 1,
+    "route_norm": True,
+    "router_scaling_factor": 2.5,
+    "hidden_act": "silu",
+    "rope_theta": 11158840.0,
+    "num_nextn_predict_layers": 1,
+}
+STEP3P5: dict[str, Any] = {
+    **{key: value for key, value in PLAIN.items() if key != "num_key_value_heads"},
+    "architectures": ["Step3p5ForCausalLM"],
+    "model_type": "step3p5",
+    "num_hidden_layers": 4,
+    "num_attention_groups": 2,
+    "layer_types": [*["full_attention", "sliding_attention"] * 2, *["sliding_attention"] * 3],
+    "attention_other_setting": {
+        "attention_type": "sliding_attention",
+        "num_attention_heads": 12,
+        "num_attention_groups": 2,
+        "head_dim": 16,
+    },
+    "use_head_wise_attn_gate": True,
+    "sliding_window": 32,
+    "moe_layers_enum": "1,2,3",
+    "moe_num_experts": 8,
+    "moe_top_k": 2,
+    "moe_intermediate_size": 32,
+    "share_expert_dim": 32,
+    "num_nextn_predict_layers": 3,
+}
 # A small config of every family, with at least one MTP layer; contract tests go by it.
 SMALL_CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": SMALL,
@@ -210,15 +262,22 @@ SMALL_CONFIGS: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": GLM4_MOE_LITE,
     "deepseek_v32": DEEPSEEK_V32,
     "glm_moe_dsa": GLM_MOE_DSA,
+    "mimo": MIMO,
+    "hy_v3": HY_V3,
+    "step3p5": STEP3P5,
     "qwen3_next": QWEN3_NEXT,
     "qwen3_5": QWEN3_5,
     "qwen3_5_moe": QWEN3_5_MOE,
     "qwen3_5_text": QWEN3_5_TEXT,
     "qwen3_5_moe_text": QWEN3_5_MOE_TEXT,
 }
+# Those that the runtime computes; the others are exported, quantized and judged by their tensors.
+COMPUTED = tuple(
+    name for name, config in SMALL_CONFIGS.items() if not why_not_computed(family_of(config))
+)
 # Families whose layers keep a state per request, which ranks do not divide and nothing trains.
 WITH_STATES = tuple(name for name in SMALL_CONFIGS if name.startswith("qwen"))
-WITHOUT_STATES = tuple(name for name in SMALL_CONFIGS if name not in WITH_STATES)
+WITHOUT_STATES = tuple(name for name in COMPUTED if name not in WITH_STATES)
 YARN = {
     "type": "yarn",
     "factor": 4.0,

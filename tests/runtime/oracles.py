@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
+
+# transformers' class of a family that has none of its own, whose main model it computes too.
+SAME_MAIN_MODEL = {"mimo": ("qwen2", "Qwen2ForCausalLM")}
+
+
+def rename_tensors(path: Path, part: str, other: str) -> None:
+    """Replace a part of tensors' names in a checkpoint of one file."""
+    file = path / "model.safetensors"
+    tensors = {name.replace(part, other): tensor for name, tensor in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def oracle(path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """transformers' model; it finds MTP layers by the layer numbers of the releases alone."""
     config = json.loads((path / "config.json").read_text())
+    if config["model_type"] in SAME_MAIN_MODEL:
+        model_type, architecture = SAME_MAIN_MODEL[config["model_type"]]
+        config |= {"model_type": model_type, "architectures": [architecture]}
+        original, path = path, path.with_name(f"{path.name}-as-{model_type}")
+        shutil.copytree(original, path)
+        (path / "config.json").write_text(json.dumps(config))
     kind = getattr(transformers, config["architectures"][0])
-    patterns = [rf"model\.layers\.{config['num_hidden_layers']}.*"]
+    patterns = [rf"model\.layers\.{config['num_hidden_layers']}.*", r"mtp_layers\."]
     for owner in kind.__mro__:
         if "_keys_to_ignore_on_load_unexpected" in vars(owner):
             known = vars(owner)["_keys_to_ignore_on_load_unexpected"] or []

@@ -19,7 +19,7 @@ from mtp_checkpoints.errors import UsageError
 from mtp_runtime import SamplingParams
 from runtime.checkpoints import SMALL_CONFIGS, write_checkpoint
 from runtime.harness import Walk, load, prompts_of, run
-from runtime.oracles import oracle
+from runtime.oracles import oracle, rename_tensors
 
 TOLERANCE = 1e-4
 ORACLES = {
@@ -27,6 +27,7 @@ ORACLES = {
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "deepseek_v32": "DeepseekV32ForCausalLM",
     "glm_moe_dsa": "GlmMoeDsaForCausalLM",
+    "hy_v3": "HYV3ForCausalLM",
 }
 # transformers runs no MTP layer with an indexer: the same weights without it are another model's.
 WITHOUT_INDEXER = {"deepseek_v32": "deepseek_v3", "glm_moe_dsa": "glm4_moe_lite"}
@@ -38,6 +39,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe_lite": ("glm4_moe_lite", {}),
     "deepseek_v32": ("deepseek_v32", {}),
     "glm_moe_dsa": ("glm_moe_dsa", {}),
+    "hy_v3": ("hy_v3", {}),
+    "mimo": ("mimo", {}),
     "qwen3_next": ("qwen3_next", {}),
     "qwen3_next, weights not normalised": ("qwen3_next", {"norm_topk_prob": False}),
     "qwen3_5": ("qwen3_5_text", {}),
@@ -99,9 +102,9 @@ def test_greedy_tokens_and_mtp_steps(
     """Tokens equal transformers', with speculation or without, in as many steps of the target."""
     config = SMALL_CONFIGS[model_type] | {"vocab_size": 4, "eos_token_id": None}
     path = write_checkpoint(tmp_path / "model", config)
+    model, accepted = load(path), 0
     reference = drafting_oracle(path, tmp_path / "oracle", monkeypatch)
     steps = counted_steps(reference, monkeypatch)
-    model, accepted = load(path), 0
     prompts = prompts_of(range(9, 9 + 11 * count, 11), 4, seed=2)
     params = SamplingParams(max_tokens=new, ignore_eos=True)
     for prompt in prompts:
@@ -136,6 +139,7 @@ def drafting_oracle(path: Path, other: Path, monkeypatch: pytest.MonkeyPatch) ->
         named = {key: like[key] for key in ("model_type", "architectures")}
         (other / "config.json").write_text(json.dumps(config | named))
         path = other
+    rename_tensors(path, "final_layernorm", "shared_head.norm")  # MtpModel's name
     reference = oracle(path, monkeypatch)
     reference.config.num_mtp_layers = 1
     if getattr(reference.config, "mlp_layer_types", None) is not None:

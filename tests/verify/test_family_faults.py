@@ -16,7 +16,7 @@ from faults.matrix import Bundles, verified
 from faults.small_model import family_config
 from faults.weight_faults import halves_swapped, main, mtp, noisy, one_bit, swapped
 from mtp_checkpoints.families import family_of
-from mtp_checkpoints.families.base import HeadRows
+from mtp_checkpoints.families.base import HeadRows, Role
 from mtp_checkpoints.families.parts import Moe
 from mtp_checkpoints.families.spec import ModelSpec
 from runtime.checkpoints import SMALL_CONFIGS
@@ -29,8 +29,7 @@ def expert_missing(layer: str, bundle: Path) -> None:
     planting.write(bundle / "mtp", dict.fromkeys(names))
 
 
-def main_layer_for_the_mtp_layer(main: str, layer: str, bundle: Path) -> None:
-    name = f"{layer}.self_attn.o_proj.weight"
+def main_layer_for_the_mtp_layer(main: str, layer: str, name: str, bundle: Path) -> None:
     theirs = planting.read(bundle / "main", name.replace(layer, main))
     planting.write(bundle / "mtp", {name: theirs})
 
@@ -54,16 +53,20 @@ def of_other_family(rows: HeadRows, weight: torch.Tensor) -> torch.Tensor:
 
 def faults_of(model_type: str) -> list[Fault]:
     family = family_of(family_config(model_type))
-    (module,) = family.mtp
+    module = family.mtp[0]
     names, layer, moe = module.modules, module.layer.prefix, module.layer.feed_forward
     last = family.layers[-1].prefix  # of the same kind of attention
     fault = partial(Fault, needs=model_type)
+    linears = [
+        s for s in family.tensors.values() if s.is_linear_weight and s.name.startswith(layer)
+    ]
+    output = next(s.name for s in linears if s.role is Role.ATTENTION and "o_proj" in s.name)
     is_sparse = isinstance(moe, Moe)
     mlp = f"{layer}.mlp.experts.1" if is_sparse else f"{layer}.mlp"
     found = [
         fault("norm at one", mtp(f"{names.hidden_norm}.weight", torch.ones_like), "ledger",
               "constant"),
-        fault("layer for layer", partial(main_layer_for_the_mtp_layer, last, layer),
+        fault("layer for layer", partial(main_layer_for_the_mtp_layer, last, layer, output),
               "ledger", "one was taken for the other"),
         fault("concatenation reversed", mtp(f"{names.projection}.weight", halves_swapped),
               "weights", "two halves of columns are swapped"),
@@ -84,7 +87,7 @@ def faults_of(model_type: str) -> list[Fault]:
     if names.head is not None:
         other = mtp(f"{names.head}.weight", noisy)
         found.append(fault("head of another", other, "ledger", "of another checkpoint"))
-    return [*found, *(_of_gated_delta_nets(family, fault) if family.facts.norm_offset else ())]
+    return [*found, *(_of_gated_delta_nets(family, fault) if model_type.startswith("qwen") else ())]
 
 
 def _of_gated_delta_nets(family: ModelSpec, fault: Callable[..., Fault]) -> list[Fault]:

@@ -15,12 +15,12 @@ from mtp_export.verify import CHECKS, check_result
 from mtp_export.verify.check import Level, Status
 from mtp_export.verify.context import Context
 from mtp_export.verify.options import VerifyOptions
-from runtime.checkpoints import SMALL_CONFIGS
+from runtime.checkpoints import COMPUTED
 from runtime.harness import prompts_of
 
 PASSING = ("greedy", "sampling", "differential", "paths", "stream")
 TRAINED = Path(__file__).resolve().parents[2] / "fixtures/qwen3-5-tiny"
-OTHERS = [model_type for model_type in SMALL_CONFIGS if model_type != "deepseek_v3"]
+OTHERS = [model_type for model_type in COMPUTED if model_type != "deepseek_v3"]
 
 
 @pytest.mark.parametrize("model_type", nightly_but(["glm4_moe"], OTHERS))

@@ -150,7 +150,7 @@ LOST = [
     ),
     Report(
         "compressed-tensors#788",
-        by_names(quantized(late_layers("step3p5", 3), "compressed-tensors", version="0.12"), *MAIN),
+        by_names(quantized(late_layers("step3", 3), "compressed-tensors", version="0.12"), *MAIN),
         PRESENCE,
         "fail",
         ("0 of 3", "num_nextn_predict_layers"),
@@ -195,7 +195,7 @@ PARTLY = [
     Report(
         "llama.cpp#24340",
         by_names(
-            late_layers("step3p5", 3),
+            late_layers("step3", 3),
             *MAIN,
             *(name for number in (2, 3) for name in below(f"model.layers.{number}", *LATE)),
         ),

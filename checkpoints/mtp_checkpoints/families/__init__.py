@@ -13,9 +13,12 @@ from mtp_checkpoints.families import (
     glm4_moe,
     glm4_moe_lite,
     glm_moe_dsa,
+    hy_v3,
+    mimo,
     qwen3_5,
     qwen3_5_moe,
     qwen3_next,
+    step3p5,
 )
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.spec import ModelSpec
@@ -27,6 +30,9 @@ FAMILIES: dict[str, Callable[[Fields], ModelSpec]] = {
     "glm4_moe_lite": glm4_moe_lite.spec,
     "deepseek_v32": deepseek_v32.spec,
     "glm_moe_dsa": glm_moe_dsa.spec,
+    "mimo": mimo.spec,
+    "hy_v3": hy_v3.spec,
+    "step3p5": step3p5.spec,
     "qwen3_next": qwen3_next.spec,
     "qwen3_5": qwen3_5.spec,
     "qwen3_5_moe": qwen3_5_moe.spec,

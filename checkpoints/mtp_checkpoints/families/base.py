@@ -21,6 +21,7 @@ class Role(StrEnum):
 
     EMBEDDING = "embedding"
     HEAD = "head"
+    OWN_HEAD = "own head"  # of an MTP layer, unlike the main model's; never quantized
     NORM = "norm"
     ATTENTION = "attention"
     DENSE_MLP = "dense mlp"

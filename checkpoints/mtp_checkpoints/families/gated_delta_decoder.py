@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
+from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.contract import MtpContract
 from mtp_checkpoints.families.facts import ModelFacts, refuse_set
 from mtp_checkpoints.families.fields import Fields
@@ -103,6 +103,7 @@ def gated_delta_decoder(
         head=embedding if part.is_tied else "lm_head",
         count_field=f"{part.fields.prefix}{COUNT_FIELDS[1]}",
         mtp_prefix=_MTP,
+        linear_projection=True,
         may_fuse=mtp_feed_forward is not None,
         carried=part.carried,
     )
@@ -153,16 +154,7 @@ def _mtp_layers(fields: Fields, usual: int) -> int:
 def _attending(fields: Fields, layers: int) -> Sequence[bool]:
     """Return which layers have attention: as listed, or by a period."""
     key = "layer_types"
-    listed = fields.values.get(key)
-    if listed is None:
+    if not fields.has(key):
         period = fields.without_nulls().whole("full_attention_interval", 4)
         return [(index + 1) % period == 0 for index in range(layers)]
-    kinds = listed if isinstance(listed, list) else []
-    if len(kinds) != layers or not all(kind in (_LINEAR, _FULL) for kind in kinds):
-        raise InvalidInputError(
-            f"config.json has no usable {fields.prefix}{key}",
-            expected=f"{_LINEAR} or {_FULL} for each of {layers} layers",
-            found=repr(listed)[:100],
-            todo="Correct config.json, or get it again from the checkpoint's source",
-        )
-    return [kind == _FULL for kind in kinds]
+    return [kind == _FULL for kind in fields.kinds(key, (_LINEAR, _FULL), layers)]

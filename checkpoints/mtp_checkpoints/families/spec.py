@@ -23,17 +23,19 @@ from mtp_checkpoints.families.base import (
 )
 from mtp_checkpoints.families.contract import MtpContract
 from mtp_checkpoints.families.facts import ModelFacts
-from mtp_checkpoints.families.parts.feed_forward import FusedExperts, Moe
+from mtp_checkpoints.families.parts.feed_forward import DENSE, FusedExperts, Moe
+from mtp_checkpoints.families.parts.listed import Entry, Listed
 from mtp_checkpoints.families.parts.rope import Rope
 
 _LINEARS = {
-    Role.DENSE_MLP: "mlp.(gate_proj|up_proj|gate_up_proj|down_proj)$",
+    Role.DENSE_MLP: DENSE,
     Role.SHARED_EXPERT: "mlp.shared_experts.*",
     Role.ROUTED_EXPERT: "mlp.experts.*",
 }
 PLAIN_HEADS = ("lm_head", "re:.*shared_head.*")
 """Entries of a config that leave out the heads."""
 _PLAIN_ROLES = (Role.ROUTER, Role.DELTA_GATES, Role.CONVOLUTION, Role.MTP_PROJECTION)
+_USUAL = ".eh_proj"  # of most MTP layers' projections
 _EXPERTS = ".experts."
 _ONE_EXPERT = re.compile(r"\.experts\.\d", re.ASCII)
 _FUSED: dict[tuple[str, ...], tuple[str, ...]] = {("gate_proj", "up_proj"): ("gate_up_proj",)}
@@ -65,16 +67,22 @@ class Attention(FeedForward, Protocol):
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One decoder layer, main or MTP: its parts, and the names of its modules under a prefix."""
+    """One decoder layer, main or MTP: its parts, and the names of its modules under a prefix.
+
+    feed_forward_name is "" for a part whose modules lie in the layer itself. norms are those of
+    the stream; a layer that the runtime computes has two, one before each part.
+    """
 
     prefix: str
     attention: Attention
     feed_forward: FeedForward
     attention_name: str = "self_attn"
+    feed_forward_name: str = "mlp"
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
 
     @property
     def input_norm(self) -> str:
-        return f"{self.prefix}.input_layernorm"
+        return f"{self.prefix}.{self.norms[0]}"
 
     @property
     def attention_prefix(self) -> str:
@@ -82,16 +90,16 @@ class LayerSpec:
 
     @property
     def post_norm(self) -> str:
-        return f"{self.prefix}.post_attention_layernorm"
+        return f"{self.prefix}.{self.norms[1]}"
 
     @property
     def feed_forward_prefix(self) -> str:
-        return f"{self.prefix}.mlp"
+        return f"{self.prefix}.{self.feed_forward_name}".rstrip(".")
 
     def tensors(self, hidden: int, make: TensorMaker) -> Iterator[TensorSpec]:
         """Yield the tensors of a layer of a stream [T, hidden]."""
-        yield make.norm(self.input_norm, hidden)
-        yield make.norm(self.post_norm, hidden)
+        for norm in self.norms:
+            yield make.norm(f"{self.prefix}.{norm}", hidden)
         yield from self.attention.tensors(self.attention_prefix, make)
         yield from self.feed_forward.tensors(self.feed_forward_prefix, make)
 
@@ -110,13 +118,17 @@ class Input(StrEnum):
 
 class MtpModules(NamedTuple):
     """Modules that an MTP layer has around its decoder layer; embedding and head may be absent
-    from a checkpoint, and are the main model's then, as they always are where they are None."""
+    from a checkpoint, and are the main model's then, as they always are where they are None.
+
+    projection is that of embedding and hidden state together, None where each has its own;
+    head_norm is None in a module without a norm before its head.
+    """
 
     embedding: str | None
     embedding_norm: str
     hidden_norm: str
-    projection: str
-    head_norm: str
+    projection: str | None
+    head_norm: str | None
     head: str | None
 
     @classmethod
@@ -125,31 +137,58 @@ class MtpModules(NamedTuple):
         names = ("embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.norm")
         return cls(*(f"{prefix}.{name}" for name in (*names, "shared_head.head")))
 
+    @classmethod
+    def with_last_norm(cls, prefix: str) -> MtpModules:
+        """Names of several families: DeepSeek-V3's but for the last norm, and without copies."""
+        return cls.without_copies(prefix, ("enorm", "hnorm", "eh_proj", "final_layernorm"))
+
+    @classmethod
+    def without_copies(cls, prefix: str, names: tuple[str, str, str, str]) -> MtpModules:
+        """Modules under a prefix: norms of embedding and hidden state, projection, last norm."""
+        embedding_norm, hidden_norm, projection, head_norm = (f"{prefix}.{one}" for one in names)
+        return cls(None, embedding_norm, hidden_norm, projection, head_norm, None)
+
 
 @dataclass(frozen=True)
 class MtpSpec:
     """One MTP layer; inputs are the halves of its projection's input, in the order of columns.
 
-    prefix: that of all its modules' names, where it is not the decoder layer's.
+    prefix: that of all its modules' names, where it is not the decoder layer's. hidden_width: the
+    size of the hidden state that it takes, where it is not the stream's. more: other tensors of
+    its own, by their full names.
     """
 
     layer: LayerSpec
     modules: MtpModules
     inputs: tuple[Input, Input] = (Input.EMBEDDING, Input.HIDDEN)
     prefix: str = ""
+    hidden_width: int | None = None
+    more: tuple[Entry, ...] = ()
 
     @property
     def name(self) -> str:
-        """Beginning of the names of all its modules."""
+        """Beginning of the names of its modules, where all have one."""
         return self.prefix or self.layer.prefix
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Beginnings of the names of all its modules."""
+        own = f"{self.name}."
+        modules = (*self.modules, *(entry.module for entry in self.more))
+        others = (one for one in modules if one is not None)
+        return (self.name, *dict.fromkeys(one for one in others if not one.startswith(own)))
 
     def tensors(self, facts: ModelFacts, make: TensorMaker) -> Iterator[TensorSpec]:
         """Yield the tensors of the layer, and of what is around it."""
         names, hidden = self.modules, facts.hidden
         yield from self.layer.tensors(hidden, make)
-        for norm in (names.embedding_norm, names.hidden_norm, names.head_norm):
-            yield make.norm(norm, hidden)
-        yield make.matrix(names.projection, (hidden, 2 * hidden), Role.MTP_PROJECTION)
+        yield make.norm(names.embedding_norm, hidden)
+        yield make.norm(names.hidden_norm, self.hidden_width or hidden)
+        if names.head_norm is not None:
+            yield make.norm(names.head_norm, hidden)
+        if names.projection is not None:
+            yield make.matrix(names.projection, (hidden, 2 * hidden), Role.MTP_PROJECTION)
+        yield from (one.tensor("", make) for one in self.more)
         for module, role in ((names.embedding, Role.EMBEDDING), (names.head, Role.HEAD)):
             if module is not None:
                 yield make.matrix(module, (facts.vocab, hidden), role)._replace(optional=True)
@@ -164,9 +203,11 @@ class ModelSpec:
     besides its own. head is the embedding where both are one tensor. count_field: that of
     config.json which counts the MTP layers. mtp_prefix: that of their tensors, "" where they are
     the layers after the last. sglang_layer: SGLang's name of the decoder layer of such, where it is
-    another. may_fuse: checkpoints store the experts of a layer one by one or
-    fused. carried: what names of tensors begin with that belong to the main part and are not
-    described, such as those of a vision tower; carried_modules are those that are stored.
+    another. linear_projection: engines build the projections of MTP modules as any linear.
+    may_fuse: checkpoints store the experts of a layer one by one or fused. uncomputed: why the
+    runtime does not compute a model though it has a layer for every part, "" where it does.
+    carried: what names of tensors begin with that belong to the main part and are not described,
+    such as those of a vision tower; carried_modules are those that are stored.
     """
 
     facts: ModelFacts
@@ -181,7 +222,9 @@ class ModelSpec:
     count_field: str = "num_nextn_predict_layers"
     mtp_prefix: str = ""
     sglang_layer: str = ""
+    linear_projection: bool = False
     may_fuse: bool = False
+    uncomputed: str = ""
     carried: tuple[str, ...] = ()
     carried_modules: tuple[str, ...] = ()
 
@@ -209,7 +252,7 @@ class ModelSpec:
     def plain_matrices(self) -> tuple[str, ...]:
         """Modules of matrices that are never quantized, and that engines build as linears unless a
         list names them; none where they build them plain."""
-        if not self.mtp_prefix:
+        if not self.mtp_prefix and not any(isinstance(part, Listed) for part in self.parts):
             return ()
         plain = (s for s in self.tensors.values() if s.role in _PLAIN_ROLES and len(s.shape) > 1)
         return (*(spec.module for spec in plain), *self.carried_modules)
@@ -297,7 +340,8 @@ class ModelSpec:
         """Yield names and patterns of matrices around layers that are not quantized, and of gates
         of experts."""
         yield from (PLAIN_HEADS[0], "re:.*mlp.gate$")
-        own = dict.fromkeys(m.modules.projection for m in self.mtp if m.prefix)
+        joint = ((m, m.modules.projection) for m in self.mtp)
+        own = {name: None for m, name in joint if name and (m.prefix or not name.endswith(_USUAL))}
         yield from (f"re:.*{projection}$" for projection in own)
         if not own:
             yield from ("re:.*eh_proj$", PLAIN_HEADS[1])
@@ -314,8 +358,8 @@ class ModelSpec:
 
     @cached_property
     def _mtp_prefixes(self) -> list[tuple[str, int]]:
-        prefixes = (f"{module.name}." for module in self.mtp)
-        return list(zip(prefixes, self.mtp_layers, strict=True))
+        modules = zip(self.mtp, self.mtp_layers, strict=True)
+        return [(f"{name}.", layer) for module, layer in modules for name in module.names]
 
 
 def _by_role(kinds: Iterable[ModulePatterns]) -> dict[Role, str]:

@@ -197,7 +197,9 @@ def _draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
                     else failed(name, str(error), subject=CONFIG_NAME, data=data)
                 )
                 continue
-            if not (engine.draft_reading.builds_projection and layout.stored.family.mtp_prefix):
+            if not (
+                engine.draft_reading.builds_projection and layout.stored.family.linear_projection
+            ):
                 config = with_projection_listed(config, tensors)
         unquantized = engine.draft_reading.unquantized_beside & of_main
         quantization = None if unquantized else quantization_of(config)
@@ -313,7 +315,7 @@ def _asked_as_others(family: ModelSpec, reading: DraftReading) -> Iterator[tuple
     config for."""
     for module in family.mtp:
         layer, projection = module.layer, module.modules.projection
-        if family.mtp_prefix and reading.builds_projection:
+        if projection and family.linear_projection and reading.builds_projection:
             yield weight_name(projection), projection, Role.ATTENTION
         if isinstance(layer.feed_forward, Moe):
             for fused, single in layer.feed_forward.apart(layer.feed_forward_prefix).items():

@@ -16,6 +16,11 @@ from mtp_runtime.models import attention_types as attention
 from mtp_runtime.models import feed_forward_types as feed_forward
 from mtp_runtime.models.layer_loader import LayerLoader, Stacks
 
+_WITHOUT = (
+    "Export, quantization and checks of files and weights do without: verify --level weights."
+    " CONTRIBUTING.md says how to add a layer"
+)
+
 
 def _accept(part: Any) -> None:
     """Accept every part of a type."""
@@ -85,9 +90,16 @@ def load_layer(loader: LayerLoader, layer: LayerSpec) -> DecoderLayer:
     )
 
 
-def parts_without_layer(spec: ModelSpec) -> list[str]:
-    """Return the names of the parts that the runtime has no layer for."""
-    return sorted({type(part).__name__ for part in spec.parts if type(part) not in LAYERS})
+def why_not_computed(spec: ModelSpec) -> str:
+    """Return why the runtime does not compute a model, "" where it has a layer for every part."""
+    lacking = sorted({_title(part) for part in spec.parts if type(part) not in LAYERS})
+    if lacking:
+        return f"it has no layer for {', '.join(lacking)}"
+    return spec.uncomputed
+
+
+def _title(part: object) -> str:
+    return part.title if isinstance(part, parts.Listed) else type(part).__name__
 
 
 def layer_type(part: object) -> LayerType:
@@ -99,9 +111,8 @@ def layer_type(part: object) -> LayerType:
         raise UnsupportedError(
             "The runtime has no layer for a part of this model",
             expected=", ".join(known.__name__ for known in LAYERS),
-            found=type(part).__name__,
-            todo="Export, quantization and checks of files and weights do without: verify"
-            " --level weights. CONTRIBUTING.md says how to add a layer",
+            found=_title(part),
+            todo=_WITHOUT,
         )
     kind = LAYERS[type(part)]
     kind.check(part)
@@ -115,6 +126,12 @@ def config_for(spec: ModelSpec, tokens: int | None) -> ModelConfig:
     Raises UnsupportedError for a part that the runtime does not compute, UsageError for more tokens
     than the model has positions.
     """
+    if spec.uncomputed:
+        raise UnsupportedError(
+            "The runtime does not compute this model",
+            found=spec.uncomputed,
+            todo=_WITHOUT,
+        )
     config = ModelConfig.of(spec)
     for part in spec.parts:
         usual = layer_type(part).usual_context

@@ -262,6 +262,7 @@ class OpenedModel:
         """Load what an MTP layer has beside an embedding and a head, of which the norm is its
         own."""
         names, loader = mtp.modules, self.loader
+        assert names.head_norm is not None, "as the runtime's models have it"
         return MtpModule(
             embedding=embedding,
             embedding_norm=loader.norm(names.embedding_norm),
@@ -276,6 +277,7 @@ class OpenedModel:
     def _projection(self, mtp: MtpSpec) -> Linear:
         """Load an MTP layer's projection of [embedding | hidden state], in this order."""
         source, module = self.source, mtp.modules.projection
+        assert module is not None, "as the runtime's models have it"
         if mtp.inputs == (Input.EMBEDDING, Input.HIDDEN):
             return source.linear(module)
         matrix = dense(source.weight(module), source.dtype)

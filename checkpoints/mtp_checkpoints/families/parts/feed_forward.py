@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import cycle, repeat
 from typing import ClassVar, NamedTuple
 
@@ -26,11 +27,8 @@ from mtp_kernels.sizes import Routing
 BIASED = "noaux_tc"  # the method of a router with a bias that counts for picking alone
 GREEDY = "greedy"  # the method of a router whose scores alone count
 SOFTMAX = "softmax"  # over the scores of all experts
+DENSE = "mlp.(gate_proj|up_proj|gate_up_proj|down_proj)$"  # the pattern of a dense layer's linears
 _USUAL = ModulePatterns(linears={})  # the names that nearly every model has
-_GATED = ModulePatterns(
-    linears={Role.SHARED_EXPERT: "mlp.shared_expert[.].*"},
-    other_matrices=("re:.*mlp.shared_expert_gate$",),
-)
 
 
 class MlpModules(NamedTuple):
@@ -57,6 +55,36 @@ class FusedExperts(NamedTuple):
     def under(cls, prefix: str) -> FusedExperts:
         """Names as transformers' modules have them."""
         return cls(f"{prefix}.experts.gate_up_proj", f"{prefix}.experts.down_proj")
+
+
+class MoeNames(NamedTuple):
+    """Names of the modules beside the routed experts, under the prefix of a mixture; bias is the
+    name of a tensor."""
+
+    router: str = "gate"
+    bias: str = "gate.e_score_correction_bias"
+    shared: str = "shared_experts"
+
+
+_NAMES = MoeNames()
+_OF_QWEN = MoeNames(shared="shared_expert")
+
+
+@cache
+def _patterns(names: MoeNames, *, gated: bool) -> ModulePatterns:
+    """Return the patterns of modules of other names than nearly every model has."""
+    others = [] if names.router == _NAMES.router else [names.router]
+    if gated:
+        others.append("shared_expert_gate")
+    linears = {}
+    if names.shared != _NAMES.shared:
+        linears[Role.SHARED_EXPERT] = f"mlp.{names.shared}[.].*"
+    if names.shared.endswith("mlp"):  # the usual pattern of dense layers would match it too
+        linears[Role.DENSE_MLP] = f"(?<!{names.shared.removesuffix('mlp')}){DENSE}"
+    return ModulePatterns(
+        linears=linears,
+        other_matrices=tuple(f"re:.*mlp.{name}$" for name in others),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +202,8 @@ class Moe:
 
     shared_inner: inner values of all shared experts together; None: each has those of a routed one.
     shared_gate: the sigmoid of a gate multiplies what the shared expert adds. is_fused: the routed
-    experts are stored as two tensors of three dimensions, else one by one.
+    experts are stored as two tensors of three dimensions, else one by one. names are those that
+    checkpoints have for the other modules.
     """
 
     expert: GatedMlp
@@ -184,9 +213,10 @@ class Moe:
     shared_inner: int | None = None
     shared_gate: bool = False
     is_fused: bool = False
+    names: MoeNames = _NAMES
 
     @classmethod
-    def of(cls, fields: Fields) -> Moe:
+    def of(cls, fields: Fields, names: MoeNames = _NAMES) -> Moe:
         """Read a sparse layer."""
         experts, inner = fields.whole("n_routed_experts"), fields.whole("moe_intermediate_size")
         return cls(
@@ -194,6 +224,7 @@ class Moe:
             experts,
             shared=fields.whole("n_shared_experts", 0, minimum=0),
             router=Router.of(fields, experts),
+            names=names,
         )
 
     @classmethod
@@ -210,12 +241,13 @@ class Moe:
             router=Router.softmax(fields, experts, normalises=normalises),
             shared_inner=fields.whole("shared_expert_intermediate_size"),
             shared_gate=True,
+            names=_OF_QWEN,
         )
 
     @property
     def patterns(self) -> ModulePatterns:
         """Module names of its linears, as engines' quantization configs refer to them."""
-        return _GATED if self.shared_gate else _USUAL
+        return _patterns(self.names, gated=self.shared_gate)
 
     @property
     def shared_mlp(self) -> GatedMlp | None:
@@ -226,11 +258,11 @@ class Moe:
     def modules(self, prefix: str) -> MoeModules:
         """Names of one layer's modules."""
         numbers = range(0 if self.is_fused else self.experts)
-        shared = f"{prefix}.shared_expert" if self.shared_gate else f"{prefix}.shared_experts"
+        router, bias, shared = (f"{prefix}.{name}" for name in self.names)
         biased = self.router.method == BIASED
         return MoeModules(
-            router=f"{prefix}.gate",
-            router_bias=f"{prefix}.gate.e_score_correction_bias" if biased else None,
+            router=router,
+            router_bias=bias if biased else None,
             experts=tuple(MlpModules.under(f"{prefix}.experts.{number}") for number in numbers),
             shared=MlpModules.under(shared) if self.shared else None,
             shared_gate=f"{prefix}.shared_expert_gate" if self.shared_gate else None,

@@ -1,0 +1,34 @@
+"""Hy3: grouped-query attention with norms of queries and keys, and a mixture of experts behind a
+sigmoid router, under names of its own.
+
+Source: transformers' hy_v3; vLLM's hy_v3_mtp, which alone zeroes position 0.
+"""
+
+from __future__ import annotations
+
+from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.fields import Fields
+from mtp_checkpoints.families.moe_decoder import DecoderNames, moe_decoder
+from mtp_checkpoints.families.parts.feed_forward import MoeNames
+from mtp_checkpoints.families.parts.gqa import Gqa
+from mtp_checkpoints.families.spec import ModelSpec, MtpModules
+
+_CONTRACT = MtpContract(source="transformers, generate(use_mtp=True), and SGLang")
+_NAMES = DecoderNames(
+    MoeNames("router.gate", "expert_bias", "shared_mlp"), MtpModules.with_last_norm
+)
+_FIELDS = {
+    "n_routed_experts": "num_experts",
+    "n_shared_experts": "num_shared_experts",
+    "routed_scaling_factor": "router_scaling_factor",
+    "norm_topk_prob": "route_norm",
+    "use_qk_norm": "qk_norm",
+}
+_DEFAULTS = {"use_qk_norm": True, "partial_rotary_factor": 1.0, "n_shared_experts": 1}
+
+
+def spec(fields: Fields) -> ModelSpec:
+    """Describe a config.json."""
+    known = fields.named(**_FIELDS).with_defaults(**_DEFAULTS)
+    attention = Gqa.of(known)
+    return moe_decoder(known, lambda layer: attention, usual_contract=_CONTRACT, names=_NAMES)

@@ -1,0 +1,129 @@
+"""Parts that are told by their tensors alone: enough to export, quantize and judge a model whose
+layers the runtime does not compute."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mtp_checkpoints.families.base import (
+    LINEAR_ROLES,
+    ModulePatterns,
+    Role,
+    TensorMaker,
+    TensorSpec,
+)
+
+_WEIGHT = ".weight"
+_UNQUANTIZED = frozenset({Role.ROUTER, Role.CONVOLUTION, Role.DELTA_GATES, Role.INDEXER_HEADS})
+_QUERY_KEY_VALUE = ("q_proj", "k_proj", "v_proj")
+_ONE_EXPERT = re.compile(r"experts\[\.\]\d+.*")
+
+
+class Entry(NamedTuple):
+    """One tensor of a part: its name under the part's prefix, its shape, and its role."""
+
+    name: str
+    shape: tuple[int, ...]
+    role: Role
+
+    @property
+    def module(self) -> str:
+        """Name without its last component."""
+        return self.name.rpartition(".")[0]
+
+    def tensor(self, prefix: str, make: TensorMaker) -> TensorSpec:
+        """Return the tensor under a prefix, which ends with a dot or is empty."""
+        return make.kept(prefix + self.name, self.shape, self.role)
+
+
+def matrix(module: str, rows: int, columns: int, role: Role) -> Entry:
+    """Return a module's weight [rows, columns]."""
+    return Entry(module + _WEIGHT, (rows, columns), role)
+
+
+def norm(module: str, size: int) -> Entry:
+    """Return a norm's weight."""
+    return Entry(module + _WEIGHT, (size,), Role.NORM)
+
+
+def gated_mlp(prefix: str, hidden: int, inner: int, role: Role) -> tuple[Entry, ...]:
+    """Return the three matrices of a gated MLP; the prefix ends with a dot, or is empty."""
+    return (
+        matrix(f"{prefix}gate_proj", inner, hidden, role),
+        matrix(f"{prefix}up_proj", inner, hidden, role),
+        matrix(f"{prefix}down_proj", hidden, inner, role),
+    )
+
+
+def with_bias(entry: Entry) -> tuple[Entry, Entry]:
+    """Return a weight and the bias of its rows."""
+    return entry, Entry(f"{entry.module}.bias", entry.shape[:1], entry.role)
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Part of a layer, by the name of its modules there, and its tensors.
+
+    title says what it computes, for who asks why it is not run. name is "" for modules that lie in
+    the layer itself. entries are those of a layer, in the order of its checkpoint.
+    """
+
+    title: str
+    name: str
+    entries: tuple[Entry, ...]
+
+    @property
+    def rope(self) -> None:
+        """Nothing is known of its positions."""
+        return None
+
+    @property
+    def fused_experts(self) -> tuple[str, ...]:
+        """Names of tensors that hold the matrices of all experts, which nothing takes apart."""
+        routed = (one for one in self.entries if one.role is Role.ROUTED_EXPERT)
+        return tuple(one.name for one in routed if len(one.shape) > 2)
+
+    @property
+    def patterns(self) -> ModulePatterns:
+        """Module names of its linears, as engines' quantization configs refer to them."""
+        matrices = [e for e in self.entries if len(e.shape) == 2 and e.name.endswith(_WEIGHT)]
+        plain = (self._pattern(e.module) for e in matrices if e.role in _UNQUANTIZED)
+        linears: dict[Role, list[str]] = {}
+        for role in LINEAR_ROLES:
+            own = [entry.module for entry in matrices if entry.role is role]
+            if own:
+                linears[role] = list(dict.fromkeys(map(self._pattern, _with_fused(own))))
+        return ModulePatterns(
+            linears={role: f"({'|'.join(own)})$" for role, own in linears.items()},
+            other_matrices=tuple(f"re:.*{pattern}$" for pattern in dict.fromkeys(plain)),
+            fused={_QUERY_KEY_VALUE: ("qkv_proj",)} if self._has_queries else {},
+        )
+
+    def _pattern(self, module: str) -> str:
+        """Return the pattern of a module's name in a layer, the same for all experts."""
+        name = f"{self.name}.{module}".lstrip(".")
+        return _ONE_EXPERT.sub("experts.*", name.replace(".", "[.]"))
+
+    @property
+    def _has_queries(self) -> bool:
+        return any(entry.module.endswith(_QUERY_KEY_VALUE[0]) for entry in self.entries)
+
+    def tensors(self, prefix: str, make: TensorMaker) -> Iterator[TensorSpec]:
+        """Yield the tensors of one layer."""
+        return (entry.tensor(f"{prefix}.", make) for entry in self.entries)
+
+
+def _with_fused(modules: Sequence[str]) -> Iterator[str]:
+    """Yield names of linears, and those of the matrices that engines load several of them as."""
+    yield from modules
+    for parts, whole in (
+        (_QUERY_KEY_VALUE, "qkv_proj"),
+        (("gate_proj", "up_proj"), "gate_up_proj"),
+    ):
+        for module in modules:
+            parent, _, last = module.rpartition(".")
+            if last == parts[0]:
+                yield f"{parent}.{whole}".lstrip(".")

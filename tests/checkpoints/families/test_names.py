@@ -1,0 +1,130 @@
+"""Every family's tensors against implementations of others: those of the main model against what
+transformers saves of it, those of the MTP layers against what transformers' MtpModel loads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from transformers.modeling_layers import MtpModel
+
+from mtp_checkpoints.families import FAMILIES, family_of
+from runtime.checkpoints import SMALL_CONFIGS, text_part, write_checkpoint
+from runtime.oracles import oracle, rename_tensors
+
+Config = dict[str, Any]
+Shapes = dict[str, tuple[int, ...]]
+Renamed = Callable[[Config], Config]
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+def _like(model_type: str, architecture: str) -> Renamed:
+    """Another model of the same main tensors."""
+    return lambda config: config | {"model_type": model_type, "architectures": [architecture]}
+
+
+def _step(config: Config) -> Config:
+    """transformers has the model with a vision tower alone."""
+    return {
+        "model_type": "step3p7",
+        "architectures": ["Step3p7ForConditionalGeneration"],
+        "text_config": config,
+        "vision_config": _VISION,
+    }
+
+
+# transformers' class of a family that has none of its own, as a change of its config.
+OTHER_CLASS: dict[str, Renamed] = {
+    "mimo": _like("qwen2", "Qwen2ForCausalLM"),
+    "step3p5": _step,
+}
+# Parts that transformers has beside a model that has none.
+BESIDE = {"step3p5": ("vision_model.", "vit_large_projector.")}
+# transformers has no class of them.
+UNCONFIRMED: set[str] = set()
+# Tensors of MTP layers for which transformers' MtpModel has no name, with one that it has.
+_LAST_NORM = ("final_layernorm", "shared_head.norm")
+# Families whose MTP layers transformers' MtpModel loads, with the fields that it needs.
+MTP_MODEL: dict[str, Config] = {
+    "glm4_moe": {},
+    "hy_v3": {"mtp_mlp_layer_types": ["sparse"]},
+}
+
+
+def saved_by_transformers(config: Config, folder: Path) -> Shapes:
+    """The shapes of a random model that transformers makes of a config, and saves."""
+    made = transformers.AutoConfig.for_model(**json.loads(json.dumps(config)))
+    getattr(transformers, config["architectures"][0])(made).save_pretrained(folder)
+    shapes: Shapes = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            names = opened.keys()
+            shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in names}
+    return shapes
+
+
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name not in UNCONFIRMED])
+def test_the_main_model_is_what_transformers_saves(model_type: str, tmp_path: Path) -> None:
+    config = SMALL_CONFIGS[model_type]
+    theirs = OTHER_CLASS.get(model_type, dict)(config)
+    saved = saved_by_transformers(theirs, tmp_path)
+    family = family_of(config, saved)
+    described = {
+        name: shape
+        for name, shape in saved.items()
+        if not family.carries(name) and not name.startswith(BESIDE.get(model_type, ("-",)))
+    }
+    specs = family.tensors.values()
+    assert {one.name: one.shape for one in specs if one.mtp_layer is None} == described
+
+
+@pytest.mark.parametrize("model_type", MTP_MODEL)
+def test_the_mtp_layers_are_what_transformers_loads(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None is missing, and all numbers are in its parameters; what it joins has other shapes."""
+    config = SMALL_CONFIGS[model_type]
+    path = write_checkpoint(tmp_path, config)
+    rename_tensors(path, *_LAST_NORM)
+    reference = oracle(path, monkeypatch)
+    family = family_of(config)
+    fields = {"num_mtp_layers": len(family.mtp), **MTP_MODEL[model_type]}
+    for name, value in fields.items():
+        setattr(reference.config.get_text_config(), name, value)
+    module = MtpModel.from_pretrained(reference)
+    own = [one.name for one in family.tensors.values() if one.mtp_layer is not None]
+    ours = of_mtp(path, [name.replace(*_LAST_NORM) for name in own])
+    shared = {id(p) for p in reference.parameters()}
+    theirs = {n: p for n, p in module.state_dict(keep_vars=True).items() if id(p) not in shared}
+    assert total(theirs) == pytest.approx(total(ours))
+
+
+def of_mtp(path: Path, names: list[str]) -> dict[str, torch.Tensor]:
+    with safe_open(path / "model.safetensors", "pt") as opened:
+        stored = set(opened.keys())
+        return {name: opened.get_tensor(name) for name in names if name in stored}
+
+
+def total(tensors: Mapping[str, torch.Tensor]) -> tuple[int, float, float]:
+    """Numbers, and their sums."""
+    each = [tensor.detach().double() for tensor in tensors.values()]
+    sums = (sum(float(one.sum()) for one in each), sum(float(one.square().sum()) for one in each))
+    return (sum(one.numel() for one in each), *sums)
+
+
+def test_every_family_is_confirmed_or_listed() -> None:
+    assert FAMILIES.keys() >= {*OTHER_CLASS, *BESIDE, *UNCONFIRMED, *MTP_MODEL}
+    assert all(text_part(config) for config in SMALL_CONFIGS.values())
