@@ -16,12 +16,16 @@ from safetensors import safe_open
 
 from benchmarks.make_checkpoint import TINY_CONFIG, make_checkpoint
 from disk import watch_disk
-from mtp_checkpoints.formats import FORMATS
+from mtp_checkpoints.formats import FORMATS, GGUF
 from mtp_checkpoints.formats.base import ReadOnlyFormat
 from mtp_export.cli import main
 
-# Names of the weight formats that are written.
-WRITTEN = tuple(name for name, known in FORMATS.items() if not issubclass(known, ReadOnlyFormat))
+# Names of the weight formats that are written into safetensors files.
+WRITTEN = tuple(
+    name
+    for name, known in FORMATS.items()
+    if not issubclass(known, ReadOnlyFormat) and GGUF not in known.methods
+)
 MTP_LAYER = TINY_CONFIG["num_hidden_layers"]
 # Dimensions whose 128x128 tiles are whole, as transformers' fp8 loader needs them.
 WHOLE_TILES: dict[str, Any] = TINY_CONFIG | {

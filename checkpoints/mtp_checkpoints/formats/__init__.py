@@ -11,6 +11,18 @@ from mtp_checkpoints.formats.base import DamagedWeight, EncodedWeight, FormatOpt
 from mtp_checkpoints.formats.compressed import COMPRESSED
 from mtp_checkpoints.formats.fp8_block import Fp8Block
 from mtp_checkpoints.formats.fp8_channel import Fp8Channel
+from mtp_checkpoints.formats.ggml_blocks import (
+    GGUF,
+    Q4,
+    Q4K,
+    Q5,
+    Q5K,
+    Q6K,
+    Q8,
+    Mxfp4,
+    Q4WithMinimum,
+    Q5WithMinimum,
+)
 from mtp_checkpoints.formats.gptq import GptqInt4, GptqInt8, GptqWords
 from mtp_checkpoints.formats.int_quantized import Int8Unpacked
 from mtp_checkpoints.formats.int_words import CODES_PER_WORD, WHOLE_ROW, InputWords
@@ -23,6 +35,7 @@ from mtp_checkpoints.formats.zero_points import Int4ZeroPoints, Int8ZeroPoints
 __all__ = [
     "CODES_PER_WORD",
     "FORMATS",
+    "GGUF",
     "UNQUANTIZED",
     "WHOLE_ROW",
     "AutoRoundInt4",
@@ -71,6 +84,15 @@ FORMATS: dict[str, type[WeightFormat]] = {
     "int8_zero_points": Int8ZeroPoints,
     "nvfp4": NvFp4,
     "fp8_tensor": Fp8Tensor,
+    "q8_0": Q8,
+    "q4_0": Q4,
+    "q4_1": Q4WithMinimum,
+    "q5_0": Q5,
+    "q5_1": Q5WithMinimum,
+    "mxfp4": Mxfp4,
+    "q4_k": Q4K,
+    "q5_k": Q5K,
+    "q6_k": Q6K,
 }
 
 

@@ -106,6 +106,10 @@ class WeightFormat(ABC):
         """Subject that k_divisor is the size of, for messages."""
         return ""
 
+    def columns_of(self, codes: int) -> int:
+        """Return the number of columns of a weight whose rows have so many codes."""
+        return codes * self.elements_per_code
+
     def operation_on(self, source: WeightFormat) -> str:
         """Return the name in the manifest of the conversion of a source into this format."""
         return self.operation
@@ -148,8 +152,8 @@ class WeightFormat(ABC):
 
         values = quantize.checked_values(source)
         tensors = self.encode(values, scale_rule)
-        weight = self.encoded(tensors) if len(tensors) > 1 else EncodedWeight(self, tensors[0])
-        return tensors, quantize.error_of(values, weight.dequantize(torch.float32))
+        restored = self.encoded(tensors).dequantize(torch.float32)
+        return tensors, quantize.error_of(values, restored)
 
     def kernel_options(self, scale_rule: str) -> dict[str, Any]:
         """Return the options that the kernels' conversion into the format takes."""
@@ -269,6 +273,7 @@ class EncodedWeight:
     """A weight, or some rows of it, as it is stored: codes [N, K / elements_per_code] and scales.
 
     Without scales the codes are the values themselves, of any shape and floating-point dtype.
+    Codes that hold their scales have an empty one beside them.
     origin: the stored tensor that refusals name, where it is known.
     """
 
@@ -283,10 +288,15 @@ class EncodedWeight:
         return self.format.storage
 
     @property
+    def scale_apart(self) -> torch.Tensor | None:
+        """The scale; None where there is none, or the codes hold it."""
+        return self.scale if self.scale is not None and self.scale.numel() else None
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the weight: [N, K], or that of an unquantized tensor."""
         *rows, columns = self.codes.shape
-        return (*rows, columns * self.format.elements_per_code)
+        return (*rows, self.format.columns_of(columns))
 
     def equals(self, other: EncodedWeight) -> bool:
         """Return True for a weight of the same format, codes and scales."""

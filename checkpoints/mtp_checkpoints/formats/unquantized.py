@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from mtp_checkpoints.dtypes import DType, OutputTensor
-from mtp_checkpoints.formats.base import EncodedWeight, WeightFormat
+from mtp_checkpoints.formats.base import EncodedWeight, RowSource, WeightFormat
 from mtp_checkpoints.formats.verification import BF16_GATE, FormatGate
 
 if TYPE_CHECKING:
@@ -46,6 +47,12 @@ class Unquantized(WeightFormat):
             return super().quantize(source, scale_rule)
         weights, error = quantize.dequantize_fp8_block(source, torch.bfloat16)
         return (weights,), error
+
+    def encoded(self, tensors: Sequence[torch.Tensor]) -> EncodedWeight:
+        return EncodedWeight(self, tensors[0])
+
+    def encoded_rows(self, source: RowSource, start: int, stop: int) -> EncodedWeight:
+        return EncodedWeight(self, source.codes(start, stop))
 
     def decode(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         raise AssertionError("unquantized weights have no scales")

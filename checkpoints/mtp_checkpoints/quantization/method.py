@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.base import Role, TensorSpec
@@ -23,7 +23,13 @@ from mtp_checkpoints.quantization.native import Config, NativeFp8, unusable_fiel
 
 
 class QuantConfig(Protocol):
-    """A quantization_config that was understood."""
+    """A quantization_config that was understood.
+
+    loads_together: its engines load some linears as one matrix, which must not differ.
+    """
+
+    @property
+    def loads_together(self) -> bool: ...
 
     def format_of(self, module: str, role: Role) -> WeightFormat | None:
         """Return the format of a linear by its module name; None for an unquantized one."""
@@ -38,6 +44,8 @@ class QuantConfig(Protocol):
 @dataclass(frozen=True)
 class Unfused:
     """A config in which fused linears have the format of their parts."""
+
+    loads_together: ClassVar[bool] = True
 
     def fused_format(self, fused: str, parts: WeightFormat) -> WeightFormat | None:
         return parts

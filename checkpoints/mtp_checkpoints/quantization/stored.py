@@ -83,8 +83,6 @@ class StoredWeight(NamedTuple):
         """
         if self.transposed:
             tensors = [one.t().contiguous() if one.dim() == 2 else one for one in tensors]
-        if len(tensors) == 1:
-            return EncodedWeight(self.format, tensors[0])
         names = [tensor.name for tensor in self.tensors]
         constants = dict(zip(names[2:], tensors[2:], strict=True))
         self.format.check_constants(constants, self.weight.shape)
@@ -333,7 +331,8 @@ def _stored(
             kind = kinds[key] = _kind_of(spec, tail, stored_as, transposes=transposes)
         kind.specs.append(spec)
         kind.experts.append(expert)
-    check_fusion_rules(family, config, formats)
+    if config.loads_together:
+        check_fusion_rules(family, config, formats)
     return StoredModel(family, quantization, specs, [*kinds.values()])
 
 

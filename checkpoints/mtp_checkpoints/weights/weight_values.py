@@ -123,8 +123,6 @@ class WeightOnDisk:
 
     def encoded(self, start: int, stop: int) -> EncodedWeight:
         """Read rows [start, stop), start at an fp8 block's. A transposed weight is read whole."""
-        if len(self.tensors) == 1:
-            return EncodedWeight(self.stored.format, self.codes(start, stop))
         return self.stored.format.encoded_rows(self, start, stop)
 
     def codes(self, start: int, stop: int) -> torch.Tensor:
@@ -175,10 +173,7 @@ class WeightStream:
     def encoded(self, start: int, stop: int) -> EncodedWeight:
         """Return the next rows, [start, stop); they are there until others are asked for. A weight
         that is transposed, or packed along its columns, is read whole."""
-        stored_as = self.weight.stored.format
-        if not self.others:
-            return EncodedWeight(stored_as, self.codes(start, stop))
-        return stored_as.encoded_rows(self, start, stop)
+        return self.weight.stored.format.encoded_rows(self, start, stop)
 
     def codes(self, start: int, stop: int) -> torch.Tensor:
         """Return the next rows, [start, stop), of the codes."""

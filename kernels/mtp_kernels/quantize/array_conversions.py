@@ -8,11 +8,13 @@ call uses one thread; callers run several at once. The bits do not depend on tha
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mtp_kernels.quantize import cpu_rows
+from mtp_kernels.quantize.ggml_blocks import GGML_BLOCKS, quantize_ggml_blocks
 from mtp_kernels.quantize.layouts import (
     BLOCK,
     SCALE_FACTORS,
@@ -144,6 +146,12 @@ def to_w4afp8(rows: Rows, scale_rule: str) -> Converted | None:
     return _converted(rows, stats, packed ^ np.uint8(SIGN_BITS & 0xFF), scale)
 
 
+def to_ggml_blocks(kind: str, rows: Rows) -> Converted | None:
+    """Quantize into ggml's blocks of a kind."""
+    packed, stats = quantize_ggml_blocks(kind, *rows)
+    return _converted(rows, Stats(*stats), packed)
+
+
 def _bf16(scale: Any) -> Any:
     """Return the bits of scales that are bf16 values already."""
     return (scale.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
@@ -170,4 +178,5 @@ CONVERSIONS: dict[str, Callable[..., Converted | None]] = {
     "int8_channel": to_int8_channel,
     "int4_group": to_int4_group,
     "w4afp8": to_w4afp8,
+    **{kind: partial(to_ggml_blocks, kind) for kind, one in GGML_BLOCKS.items() if one.is_written},
 }

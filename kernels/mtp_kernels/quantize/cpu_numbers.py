@@ -28,6 +28,11 @@ _E4M3_ROUNDER_BITS = np.uint32(0x46800000)
 _E4M3_MAX_BITS = np.uint32(0x43E00000)
 _E4M3_NORMAL_BITS = np.uint32(0x3C800000)  # 2**-6
 _EXPONENT_SHIFT = np.uint32(120 << 23)  # between the exponent biases of fp32 and e4m3
+_F16_ROUNDER = np.float32(0.5)  # its spacing is 2**-24, the smallest subnormal of half precision
+_F16_ROUNDER_BITS = np.uint32(0x3F000000)
+_F16_SHIFT = np.uint32(112 << 23)  # between the exponent biases of fp32 and half precision
+_F16_NORMAL_BITS = np.uint32(0x38800000)  # 2**-14
+_F16_INFINITY_BITS = np.uint32(0x47800000)  # 2**16
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _NAN_BITS = np.uint32(0x7FC00000)
 
@@ -57,6 +62,32 @@ def to_bf16(value: Any) -> Any:
 @inner
 def from_bf16(bits: Any) -> Any:
     return float_of(np.uint32(np.uint32(bits) << np.uint32(16)))
+
+
+@inner
+def to_f16(value: Any) -> Any:
+    """Return the bits of half precision, to nearest even; those of infinity beyond its range."""
+    sign = np.uint32(np.uint32(bits_of(value) >> np.uint32(16)) & np.uint32(0x8000))
+    magnitude = min(magnitude_bits(value), _F16_INFINITY_BITS)
+    odd = np.uint32(np.uint32(magnitude >> np.uint32(13)) & np.uint32(1))
+    rounded = np.uint32(np.uint32(magnitude - _F16_SHIFT) + np.uint32(odd + np.uint32(0xFFF)))
+    subnormal = np.uint32(bits_of(float_of(magnitude) + _F16_ROUNDER) - _F16_ROUNDER_BITS)
+    normal = np.uint32(rounded >> np.uint32(13))
+    code = subnormal if magnitude < _F16_NORMAL_BITS else normal
+    return np.uint16(np.uint32(code | sign))
+
+
+@inner
+def from_f16(bits: Any) -> Any:
+    """Return the number of bits of half precision."""
+    magnitude = np.uint32(np.uint32(bits) & np.uint32(0x7FFF))
+    sign = np.uint32(np.uint32(np.uint32(bits) & np.uint32(0x8000)) << np.uint32(16))
+    normal = np.uint32(np.uint32(magnitude << np.uint32(13)) + _F16_SHIFT)
+    subnormal = bits_of(float_of(np.uint32(magnitude + _F16_ROUNDER_BITS)) - _F16_ROUNDER)
+    beyond = np.uint32(normal + _F16_SHIFT)  # infinity and NaN
+    found = beyond if magnitude >= np.uint32(0x7C00) else normal
+    found = subnormal if magnitude < np.uint32(0x400) else found
+    return float_of(np.uint32(found | sign))
 
 
 @inner

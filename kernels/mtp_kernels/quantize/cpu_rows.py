@@ -32,12 +32,12 @@ INT4_MIN, INT4_MAX = np.float32(layouts.INT4_MIN), np.float32(layouts.INT4_MAX)
 INT4_HALF_RANGE = np.float32(layouts.INT4_HALF_RANGE)
 
 
-def _load_row(source: Any, block_scale: Any, row: Any, weights: Any) -> None:
+def load_row(source: Any, block_scale: Any, row: Any, weights: Any) -> None:
     """Return the fp32 weights of one row; compiled by the overload below, per source dtype."""
     raise NotImplementedError
 
 
-@overload(_load_row)
+@overload(load_row)
 def _load_row_overload(source: Any, block_scale: Any, row: Any, weights: Any) -> Any:
     def load_fp8(source: Any, block_scale: Any, row: Any, weights: Any) -> None:
         for block in range(block_scale.shape[1]):
@@ -60,12 +60,12 @@ def _load_row_overload(source: Any, block_scale: Any, row: Any, weights: Any) ->
     return {types.uint8: load_fp8, types.uint16: load_bf16, types.float32: load_fp32}[source.dtype]
 
 
-def _store_row(weights: Any, out: Any, restored: Any) -> None:
+def store_row(weights: Any, out: Any, restored: Any) -> None:
     """Convert one row to its output dtype, and back; compiled by the overload below."""
     raise NotImplementedError
 
 
-@overload(_store_row)
+@overload(store_row)
 def _store_row_overload(weights: Any, out: Any, restored: Any) -> Any:
     def store_bf16(weights: Any, out: Any, restored: Any) -> None:
         for k in range(weights.size):
@@ -110,7 +110,7 @@ def _sum_lanes(lanes: Any) -> Any:
 
 
 @inner
-def _add_errors(stored: Any, kept: Any, lanes: Any, errors: Any, biggest: Any) -> Any:
+def add_errors(stored: Any, kept: Any, lanes: Any, errors: Any, biggest: Any) -> Any:
     """Add a segment's squares to each lane's sums; return the bits of the largest error so far."""
     for lane in range(stored.size):
         difference = np.float32(stored[lane] - kept[lane])
@@ -121,7 +121,7 @@ def _add_errors(stored: Any, kept: Any, lanes: Any, errors: Any, biggest: Any) -
 
 
 @inner
-def _end_row(row: Any, lanes: Any, errors: Any, biggest: Any, stats: Any) -> None:
+def end_row(row: Any, lanes: Any, errors: Any, biggest: Any, stats: Any) -> None:
     """Sums of a row over its segments."""
     signal, error, max_error = stats
     signal[row] = _sum_lanes(lanes)
@@ -136,8 +136,8 @@ def _row_stats(weights: Any, restored: Any, lanes: Any, errors: Any, row: Any, s
     biggest = np.uint32(0)
     for start in range(0, weights.size, LANES):
         stored = weights[start : start + LANES]
-        biggest = _add_errors(stored, restored[start : start + LANES], lanes, errors, biggest)
-    _end_row(row, lanes, errors, biggest, stats)
+        biggest = add_errors(stored, restored[start : start + LANES], lanes, errors, biggest)
+    end_row(row, lanes, errors, biggest, stats)
 
 
 @compiled
@@ -148,8 +148,8 @@ def dequantize_fp8_block(
     restored = np.empty_like(weights)
     lanes, errors = np.empty(LANES), np.empty(LANES)
     for row in range(codes.shape[0]):
-        _load_row(codes, block_scale, row, weights)
-        _store_row(weights, out[row], restored)
+        load_row(codes, block_scale, row, weights)
+        store_row(weights, out[row], restored)
         _row_stats(weights, restored, lanes, errors, row, (signal, error, max_error))
 
 
@@ -159,7 +159,7 @@ def _block_scales(source: Any, none: Any, top: Any, power_of_two: Any, scale: An
     weights = np.empty(source.shape[1], np.float32)
     biggest = np.zeros(scale.size, np.float32)
     for row in range(top, min(top + BLOCK, source.shape[0])):
-        _load_row(source, none, row, weights)
+        load_row(source, none, row, weights)
         for block in range(scale.size):
             amax = largest(weights[block * BLOCK : (block + 1) * BLOCK])
             biggest[block] = max(biggest[block], amax)
@@ -188,7 +188,7 @@ def quantize_fp8_block(
     for row in range(source.shape[0]):
         if row % BLOCK == 0:
             _block_scales(source, none, row, power_of_two, scale[row // BLOCK])
-        _load_row(source, none, row, weights)
+        load_row(source, none, row, weights)
         for block in range(scale.shape[1]):
             out = codes[row, block * BLOCK : (block + 1) * BLOCK]
             part = weights[block * BLOCK : (block + 1) * BLOCK]
@@ -214,7 +214,7 @@ def quantize_int8_channel(
     weights, restored = np.empty(source.shape[1], np.float32), np.empty(LANES, np.float32)
     lanes, errors = np.empty(LANES), np.empty(LANES)
     for row in range(source.shape[0]):
-        _load_row(source, block_scale, row, weights)
+        load_row(source, block_scale, row, weights)
         multiplier = bf16_scale(largest(weights), INT8_MAX, np.float32(1))
         scale[row, 0] = multiplier
         lanes[:] = 0.0
@@ -228,8 +228,8 @@ def quantize_int8_channel(
                 rounder = np.float32(segment[k] / multiplier) + ROUNDER
                 out[k] = np.uint8(np.uint32(bits_of(rounder) + np.uint32(128)))
                 restored[k] = np.float32(rounder - ROUNDER) * multiplier
-            biggest = _add_errors(segment, restored, lanes, errors, biggest)
-        _end_row(row, lanes, errors, biggest, (signal, error, max_error))
+            biggest = add_errors(segment, restored, lanes, errors, biggest)
+        end_row(row, lanes, errors, biggest, (signal, error, max_error))
 
 
 @inner
@@ -304,7 +304,7 @@ def quantize_int4_group(
     squares = np.empty(group_size)
     pairs = nibbles.view(np.uint16)
     for row in range(source.shape[0]):
-        _load_row(source, block_scale, row, weights)
+        load_row(source, block_scale, row, weights)
         multipliers = scale[row]
         _int4_scales(weights, group_size, factors, squares, multipliers)
         lanes[:] = 0.0
@@ -321,8 +321,8 @@ def quantize_int4_group(
             out = packed[row, first // 2 : first // 2 + segment.size // 2]
             for k in range(out.size):
                 out[k] = np.uint8(pairs[k] | pairs[k] >> np.uint16(4))
-            biggest = _add_errors(segment, restored, lanes, errors, biggest)
-        _end_row(row, lanes, errors, biggest, (signal, error, max_error))
+            biggest = add_errors(segment, restored, lanes, errors, biggest)
+        end_row(row, lanes, errors, biggest, (signal, error, max_error))
 
 
 @compiled
@@ -334,7 +334,7 @@ def dequantize_int8_channel(codes: Any, scale: Any, out: Any) -> None:
         multiplier = scale[row, 0]
         for k in range(values.size):
             weights[k] = np.float32(np.int32(values[k]) - np.int32(128)) * multiplier
-        _store_row(weights, out[row], restored)
+        store_row(weights, out[row], restored)
 
 
 @compiled
@@ -352,4 +352,4 @@ def dequantize_int4_group(pairs: Any, scale: Any, out: Any) -> None:
                 high = np.int32(values[k] >> np.uint8(4)) - np.int32(8)
                 part[2 * k] = np.float32(low) * multiplier
                 part[2 * k + 1] = np.float32(high) * multiplier
-        _store_row(weights, out[row], restored)
+        store_row(weights, out[row], restored)

@@ -210,7 +210,7 @@ def _of_heads(rows: HeadRows | None, found: torch.Tensor) -> list[Undone]:
 
 def _of_codes(raw: EncodedWeight) -> list[Undone]:
     """Bugs of packing and scaling codes."""
-    scale = raw.scale
+    scale = raw.scale_apart
     if scale is None:
         return []
     undone: list[Undone] = [
@@ -238,7 +238,7 @@ def _scales(raw: EncodedWeight, wanted: torch.Tensor, bound: float) -> str | Non
     """The cause if other scales would make the codes the source's, else None."""
     import torch
 
-    if raw.scale is None:
+    if raw.scale_apart is None or raw.scale is None:
         return None
     ones = replace(raw, scale=torch.ones_like(raw.scale))
     codes = ones.dequantize().double()

@@ -10,12 +10,13 @@ from collections.abc import Collection
 
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.base import Role
-from mtp_checkpoints.formats import FORMATS, WeightFormat
+from mtp_checkpoints.formats import FORMATS, GGUF, WeightFormat
 from mtp_checkpoints.quantization.method import Dialect, Method, QuantConfig, Unfused
 from mtp_checkpoints.quantization.methods.auto_round import AUTO_ROUND
 from mtp_checkpoints.quantization.methods.awq import AWQ
 from mtp_checkpoints.quantization.methods.compressed import COMPRESSED_TENSORS
 from mtp_checkpoints.quantization.methods.fp8 import FP8, W4AFP8
+from mtp_checkpoints.quantization.methods.gguf import GGUF_TYPES
 from mtp_checkpoints.quantization.methods.gptq import GPTQ
 from mtp_checkpoints.quantization.methods.modelopt import MODELOPT
 from mtp_checkpoints.quantization.native import not_an_object
@@ -28,6 +29,7 @@ METHODS: dict[str, Method] = {
     "gptq": GPTQ,
     "modelopt": MODELOPT,
     "auto-round": AUTO_ROUND,
+    GGUF: GGUF_TYPES,
 }
 
 

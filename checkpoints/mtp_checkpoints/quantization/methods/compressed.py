@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.base import LINEAR_ROLES, Role
@@ -54,6 +54,7 @@ class _Compressed:
     ignore: tuple[str, ...]
     targets: tuple[tuple[str, WeightFormat], ...]
     linear_fp8: WeightFormat | None
+    loads_together: ClassVar[bool] = True
 
     def format_of(self, module: str, role: Role) -> WeightFormat | None:
         if role not in _LINEAR_BY_CLASS:

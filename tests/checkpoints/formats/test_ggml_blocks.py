@@ -1,0 +1,194 @@
+"""Blocks of ggml: the bits of the package `gguf` both ways, and formats like the others."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from mtp_checkpoints.containers.base import TensorInfo
+from mtp_checkpoints.dtypes import DType, OutputTensor
+from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
+from mtp_checkpoints.families.base import Role, TensorSpec
+from mtp_checkpoints.formats import FORMATS, GGUF, UNQUANTIZED, DamagedWeight, FormatOptions
+from mtp_checkpoints.formats.base import ReadOnlyFormat
+from mtp_checkpoints.formats.ggml_blocks import GgmlBlocks
+from mtp_checkpoints.quantization.methods import quant_config_of
+from mtp_checkpoints.quantization.mismatches import StoredTensor
+from mtp_checkpoints.quantization.stored import StoredWeight
+from mtp_checkpoints.weights.weight_values import WeightOnDisk
+from mtp_checkpoints.weights.windows import Window, encoded_window
+from mtp_kernels import weight_statistics
+from mtp_kernels.quantize import Fp8Block
+from mtp_kernels.quantize.array_conversions import Rows
+
+gguf = pytest.importorskip("gguf")
+quants: Any = pytest.importorskip("gguf.quants")
+
+BLOCKS: dict[str, GgmlBlocks] = {
+    name: cast(GgmlBlocks, known.of_options(FormatOptions()))
+    for name, known in FORMATS.items()
+    if GGUF in known.methods
+}
+WRITTEN = [name for name, one in BLOCKS.items() if not isinstance(one, ReadOnlyFormat)]
+READ = [name for name in BLOCKS if name not in WRITTEN]
+NAME = "model.layers.0.mlp.down_proj.weight"
+
+
+def theirs(name: str) -> Any:
+    return getattr(quants, name.upper())
+
+
+def drawn() -> np.ndarray[Any, Any]:
+    """Rows of one kind of number each: what quantizers get wrong first."""
+    random = np.random.default_rng(3)
+    rows = random.standard_normal((14, 256)).astype(np.float32)
+    rows[1] = 0
+    rows[2] = -0.0
+    rows[3] *= 1e-30  # scales that half precision rounds to 0
+    rows[4] *= 3e-6  # and subnormal ones
+    rows[5] = np.round(rows[5] * 8) / 8  # ties
+    rows[6, 1::2] = -rows[6, ::2]  # two numbers that are as far from 0
+    rows[7] = np.ldexp(np.float32(1 - 2.0**-24), random.integers(-20, 16, 256))
+    rows[8] = np.abs(rows[8]) + 1
+    rows[9] = -np.abs(rows[9]) - 1
+    rows[10] = 1
+    rows[11] *= 2.0**12
+    rows[12, ::3] = 0
+    rows[13] = np.ldexp(np.float32(1.0), random.integers(-3, 4, 256))
+    return rows
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_blocks_have_the_bits_of_the_package(name: str) -> None:
+    values = drawn()
+    (blocks,), error = BLOCKS[name].quantize(torch.from_numpy(values), "minmax")
+    wanted = theirs(name).quantize_rows(values)
+    assert (blocks.dtype, tuple(blocks.shape)) == (torch.uint8, wanted.shape)
+    assert np.array_equal(blocks.numpy(), wanted)
+    found = BLOCKS[name].encoded((blocks,)).dequantize()
+    assert np.array_equal(found.numpy(), theirs(name).dequantize_rows(wanted))
+    noise = (torch.from_numpy(values).double() - found.double()).square().sum()
+    assert error.error_energy == pytest.approx(float(noise), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_super_blocks_are_read_as_the_package_does(name: str) -> None:
+    random = np.random.default_rng(5)
+    size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name.upper()]][1]
+    raw = random.integers(0, 256, (6, 2 * size), np.uint8)
+    blocks = raw.reshape(-1, size)
+    scales = random.standard_normal((len(blocks), 2)).astype(np.float16).view(np.uint8)
+    if name == "q6_k":
+        blocks[:, -2:] = scales[:, :2]
+    else:
+        blocks[:, :4] = scales
+    found = BLOCKS[name].encoded((torch.from_numpy(raw),))
+    assert found.shape == (6, 512)
+    assert np.array_equal(found.dequantize().numpy(), theirs(name).dequantize_rows(raw))
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_compiled_sources_give_the_same_blocks(name: str) -> None:
+    one = BLOCKS[name]
+    values = torch.randn(130, 384, generator=torch.Generator().manual_seed(1)).bfloat16()
+    (wanted,), error = one.quantize(values.float(), "minmax")
+    made = one.quantize_rows(Rows(values.view(torch.uint16).numpy()), "minmax")
+    assert made is not None and np.array_equal(made.outputs[0], wanted.numpy())
+    assert made.error == error
+    codes = values.float().to(torch.float8_e4m3fn)
+    scale = torch.rand(2, 3, generator=torch.Generator().manual_seed(2)) + 0.1
+    (wanted,), error = one.quantize(Fp8Block(codes, scale), "minmax")
+    made = one.quantize_rows(Rows(codes.view(torch.uint8).numpy(), scale.numpy()), "minmax")
+    assert made is not None and np.array_equal(made.outputs[0], wanted.numpy())
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("number", [torch.inf, -torch.inf, torch.nan])
+def test_numbers_that_are_not_finite_are_refused(name: str, number: float) -> None:
+    values = torch.ones(2, 64)
+    values[1, 40] = number
+    assert BLOCKS[name].quantize_rows(Rows(values.numpy()), "minmax") is None
+    with pytest.raises(ValueError, match="expected finite numbers"):
+        BLOCKS[name].quantize(values, "minmax")
+
+
+@pytest.mark.parametrize("name", sorted({*WRITTEN} - {"mxfp4"}))
+def test_weights_whose_scale_half_precision_does_not_hold_are_refused(name: str) -> None:
+    values = torch.ones(2, 64)
+    values[1, 40] = -1e9
+    assert BLOCKS[name].quantize_rows(Rows(values.numpy()), "minmax") is None
+    with pytest.raises(ValueError, match=r"half precision holds, found magnitudes up to 1e\+09"):
+        BLOCKS[name].quantize(values, "minmax")
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_scales_that_are_not_finite_are_refused(name: str) -> None:
+    one = BLOCKS[name]
+    blocks = torch.full((2, one.tensors(NAME, (2, 512))[0].size_bytes // 2), 0xFF).byte()
+    origin = TensorInfo(NAME, one.dtype, (2, 512), cast(Any, None), 0, 0)
+    weight = one.encoded((blocks,))
+    with pytest.raises(ValueError, match="expected finite scales"):
+        weight.dequantize()
+    with pytest.raises(DamagedWeight):
+        type(weight)(one, blocks, weight.scale, origin).dequantize()
+    assert weight.statistics() is weight_statistics.UNSOUND
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_format_of_one_tensor(name: str) -> None:
+    one = BLOCKS[name]
+    assert one.storage == name
+    assert one.tensors(NAME, (3, 512)) == (OutputTensor(NAME, one.dtype, (3, 512)),)
+    assert one.dtype == f"GGML_{name.upper()}"
+    assert (one.k_divisor, one.k_unit) == (one.dtype.unit_elements, "the elements of a block")
+    assert one.methods == (GGUF,)
+    if name in WRITTEN:
+        assert one.operation == f"quantize_{name}"
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_window_has_the_numbers_of_the_whole(name: str) -> None:
+    one, shape = BLOCKS[name], (5, 256)
+    (blocks,), _ = one.quantize(torch.from_numpy(drawn()[5:10]), "minmax")
+    values = one.encoded((blocks,)).dequantize()
+    (layout,) = one.tensors(NAME, shape)
+    info = TensorInfo(*layout, cast(Any, None), 0, 0)
+    spec = TensorSpec(NAME, shape, (DType.BF16,), Role.DENSE_MLP)
+    stored = StoredWeight(spec, one, (StoredTensor(NAME, shape, (one.dtype,)),))
+    block_bytes = one.tensors(NAME, (1, 32))[0].size_bytes
+
+    def read(tensor: TensorInfo, rows: range, columns: range | None) -> torch.Tensor:
+        assert columns is not None and columns.start % 32 == 0 == columns.stop % 32
+        at = slice(columns.start // 32 * block_bytes, columns.stop // 32 * block_bytes)
+        return blocks[rows.start : rows.stop, at]
+
+    for rows, columns in ((range(1, 3), range(32, 96)), (range(5), range(40, 50))):
+        found = encoded_window(WeightOnDisk(stored, (info,)), Window(rows, columns), read)
+        part = found.encoded.dequantize()
+        inside = part[
+            found.window.rows.start : found.window.rows.stop,
+            found.window.columns.start : found.window.columns.stop,
+        ]
+        assert torch.equal(inside, values[rows.start : rows.stop][:, columns.start : columns.stop])
+
+
+def test_a_config_names_formats_by_module() -> None:
+    config = quant_config_of({"quant_method": GGUF, "formats": {"a.b": "q8_0"}})
+    assert config.format_of("a.b", Role.EMBEDDING) == BLOCKS["q8_0"]
+    assert config.format_of("a.c", Role.ATTENTION) is None
+    assert not config.loads_together
+    assert quant_config_of(None).loads_together
+    with pytest.raises(UnsupportedError, match=r"format of a\.b that no GGUF file has"):
+        quant_config_of({"quant_method": GGUF, "formats": {"a.b": "int4_group"}})
+    for damaged in ([], {"a": 1}):
+        with pytest.raises(InvalidInputError, match=r"usable quantization_config\.formats"):
+            quant_config_of({"quant_method": GGUF, "formats": damaged})
+
+
+def test_unquantized_weights_have_no_scale_beside_them() -> None:
+    weight = UNQUANTIZED.encoded((torch.ones(2, 2),))
+    assert weight.scale is None and weight.scale_apart is None
+    assert BLOCKS["q8_0"].encoded((torch.zeros(2, 34).byte(),)).scale_apart is None
