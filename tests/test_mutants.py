@@ -44,6 +44,8 @@ WHOLE = (
     "mtp_export/paragraphs.py",
     "mtp_export/serve/activity.py",
     "mtp_export/serve/address.py",
+    "mtp_export/verify/diagnosis/scaled_variants.py",
+    "mtp_export/verify/diagnosis/suspected.py",
     "mtp_export/verify/files/listed_files.py",
     "mtp_export/verify/evidence/memory_room.py",
     "mtp_export/verify/files/main_shapes.py",

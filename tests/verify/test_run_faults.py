@@ -13,6 +13,7 @@ import torch
 
 from faults.fault import Fault
 from faults.run_faults import DRAFTER_FAULTS, RUN_FAULTS, DrafterFault
+from faults.suspected_faults import SUSPECTED_FAULTS
 from mtp_export.verify.check import Item, Status
 from mtp_export.verify.decoding import controls
 from mtp_export.verify.decoding.acceptance import diagnosed
@@ -115,7 +116,7 @@ def test_how_many_drafts_it_takes(loss: Estimate, needed: int | None) -> None:
     assert (f"it takes about {needed:,};" if needed else "too small to tell") in too_few(loss)
 
 
-@pytest.mark.parametrize("fault", RUN_FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", (*RUN_FAULTS, *SUSPECTED_FAULTS), ids=lambda fault: fault.name)
 def test_fault_is_named(fault: Fault, good: Good, tmp_path: Path) -> None:
     bundle = Path(shutil.copytree(good.bundle, tmp_path / "bundle"))
     fault.plant(bundle)

@@ -17,6 +17,7 @@ from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.weights.weight_values import WeightOnDisk, weights_on_disk
 from mtp_export.progress import format_bytes
 from mtp_export.verify.context import Context
+from mtp_export.verify.diagnosis.alternatives import sampling_step
 from mtp_runtime.cache import elements_per_token
 from mtp_runtime.layers.attention import Attention
 from mtp_runtime.layers.linear import Linear
@@ -26,8 +27,9 @@ from mtp_runtime.streaming import StreamedModel
 from mtp_runtime.teacher_forcing import BRANCH_ROWS, CHUNK_TOKENS, LOGIT_ELEMENTS, Texts
 
 # Runs of the MTP module and of a head over all rows that look for causes, beside one run of the
-# module and three of a head per depth; LONE_HEADS take one row per text.
-MODULE_RUNS, HEAD_RUNS, LONE_HEADS = 12, 11, 4
+# module and three of a head per depth; LONE_HEADS take one row per text. SAMPLED_RUNS are those of
+# variants of both that a sample of the texts excludes.
+MODULE_RUNS, HEAD_RUNS, LONE_HEADS, SAMPLED_RUNS = 12, 11, 4, 22
 LOGIT_BYTES = 32  # of a row and token while two distributions are compared in float64
 PROBE_BYTES = 512 << 20
 PROBE_ROWS = (4, 64)
@@ -186,12 +188,14 @@ def cost_of(context: Context, streamed: StreamedModel, texts: Texts) -> Cost:
     """Return the cost of the check over texts; probes disk and arithmetic for about a second."""
     sizes, rows, depths = Sizes.of(context, streamed), len(texts.tokens), max(context.options.ks)
     rates, attention = probed(streamed, sizes)
-    runs = 3 * depths + HEAD_RUNS  # of a head, which takes a bounded number of rows at once
+    sampled = -(-SAMPLED_RUNS // sampling_step(texts))
+    runs = 3 * depths + HEAD_RUNS + sampled  # of a head, which takes a bounded number of rows
     at_once = max(1, LOGIT_ELEMENTS // sizes.head.rows)
     head_reads = runs * -(-rows // at_once) + LONE_HEADS * -(-len(texts.texts) // at_once)
     every = (*sizes.layers, sizes.module)
     seconds = sum(layer.seconds(rates, rows) for layer in every)
-    seconds += (1 + MODULE_RUNS) * sizes.module.computing_seconds(rates, rows, CHUNK_TOKENS)
+    module_runs = 1 + MODULE_RUNS + sampled
+    seconds += module_runs * sizes.module.computing_seconds(rates, rows, CHUNK_TOKENS)
     seconds += (depths - 1) * sizes.module.computing_seconds(rates, rows, BRANCH_ROWS)
     seconds += (sizes.compared_bytes + sizes.head.size_bytes) / rates.bytes_per_second
     each = head_reads * rates.expand + runs * rows * rates.multiply

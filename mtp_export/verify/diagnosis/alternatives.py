@@ -4,7 +4,7 @@ export bug that it undoes."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -12,14 +12,8 @@ from mtp_export.progress import CountCallback
 from mtp_export.verify import gates
 from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.experts import expert_variant_count, expert_variants
-from mtp_export.verify.diagnosis.variants import (
-    LOADING,
-    Variant,
-    contract_variants,
-    first_token_variant,
-    layout_variants,
-    unchanged,
-)
+from mtp_export.verify.diagnosis.suspected import module_variants
+from mtp_export.verify.diagnosis.variants import LOADING, Variant, first_token_variant, unchanged
 from mtp_export.verify.evidence.corpus import Corpus, Drafts, judge
 from mtp_export.verify.evidence.statistics import Estimate, ratio
 from mtp_runtime.drafters.base import ScoredVariant, TargetDraft
@@ -27,6 +21,7 @@ from mtp_runtime.teacher_forcing import (
     WORST_SCORE,
     Anchors,
     DraftInputs,
+    Texts,
     draft_states,
     overlaps,
 )
@@ -38,6 +33,8 @@ LEAST_GAIN_NATS = 0.03
 # The share of drafts that are accepted of a variant that explains anything.
 LEAST_ACCEPTED = 0.1
 CONFIDENCE = 0.98
+# Texts on which a variant must not be worse before it is tried on all.
+_SAMPLED_TEXTS = 4
 
 
 @dataclass(frozen=True)
@@ -45,13 +42,15 @@ class Alternative:
     """A variant compared with the module as it is, at one depth.
 
     gain: mean log-probability of the target's best tokens, variant minus own, in nats. own and
-    other: greedy acceptance of the module and of the variant, if it was computed.
+    other: greedy acceptance of the module and of the variant, if it was computed. rise: acceptance
+    of the variant minus own over the same drafts, if it was computed.
     """
 
     variant: Variant | ScoredVariant
     gain: Estimate
     own: float | None = None
     other: float | None = None
+    rise: Estimate | None = None
 
     @property
     def better(self) -> bool:
@@ -63,7 +62,12 @@ class Alternative:
     def helps(self) -> bool:
         """False where nearly every draft is still refused: the variant is less wrong by chance. Of
         the many exchanges of experts one is so at any acceptance: more must be accepted by it, and
-        by far where most drafts are refused."""
+        by far where most drafts are refused. A variant that makes drafts more certain must have
+        more accepted by the interval."""
+        if isinstance(self.variant, Variant) and self.variant.by_acceptance:
+            low = None if self.rise is None else self.rise.low
+            if low is None or low <= 0:
+                return False
         if self.other is None or self.own is None:
             return True
         least = gates.LEAST_RISE if self.own < gates.LEAST_ACCEPTANCE else 0.0
@@ -88,19 +92,23 @@ class Alternative:
 
 
 def alternatives(corpus: Corpus) -> list[Alternative]:
-    """Every variant of the module compared with it as it is, best first."""
+    """Every variant of the module compared with it as it is, best first; those that a sample of the
+    texts shows to be worse, on the sample alone."""
     module = corpus.module
-    variants = (*layout_variants(corpus.model, module), *contract_variants(module))
-    count = len(variants) + 2
+    variants = [*module_variants(corpus.model, module)]
+    count = len(variants) + 1
     with corpus.show_count("acceptance, with faults undone", count, "faults") as advance:
-        unchanged_drafts, tried = {}, []
-        for depth in (1, 2):
-            unchanged_drafts[depth] = _tried(corpus, unchanged(module, depth))
-            advance(1)
+        whole, step = _Bench(corpus), sampling_step(corpus.texts)
+        sample = whole if step == 1 else _Bench(corpus.every_nth(step))
+        first = whole.unchanged(1)
+        advance(1)
+        tried = []
         for variant in variants:
-            tried.append(_alternative(corpus, variant, unchanged_drafts[variant.depth]))
+            found = sample.alternative(variant)
+            if sample is not whole and (found is None or _may_be_better(found)):
+                found = whole.alternative(variant)
+            tried.append(found)
             advance(1)
-    first = unchanged_drafts[1]
     experts = expert_variants(corpus, _clamped(first.scores[0]), own_hit=first.hit[0])
     count = expert_variant_count(module)
     with corpus.show_count("acceptance, with experts exchanged", count, "exchanges") as advance:
@@ -108,22 +116,50 @@ def alternatives(corpus: Corpus) -> list[Alternative]:
     return _best_first([*filter(None, tried), *exchanged])
 
 
+def sampling_step(texts: Texts) -> int:
+    """Every so many texts tell most variants to be worse: 1 of few."""
+    return max(1, len(texts.texts) // _SAMPLED_TEXTS)
+
+
+def _may_be_better(found: Alternative) -> bool:
+    """True for a variant that its gain on a sample does not exclude."""
+    return found.gain.high is None or found.gain.high > LEAST_GAIN_NATS
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """Texts on which variants are compared with the module as it is, whose drafts are made once per
+    depth."""
+
+    corpus: Corpus
+    _unchanged: dict[int, Drafts] = field(default_factory=dict)
+
+    def unchanged(self, depth: int) -> Drafts:
+        """The module's own drafts up to a depth."""
+        if depth not in self._unchanged:
+            own = unchanged(self.corpus.module, depth)
+            self._unchanged[depth] = _tried(self.corpus, own)
+        return self._unchanged[depth]
+
+    def alternative(self, variant: Variant) -> Alternative | None:
+        """A variant compared with the module's own drafts; None where nothing is drafted."""
+        corpus, depth = self.corpus, variant.depth
+        drafts = _tried(corpus, variant), self.unchanged(depth)
+        scores, before = (_clamped(each.scores[depth - 1]) for each in drafts)
+        anchors = _anchors(corpus, depth)
+        gain = _gain(corpus, scores, before=before, anchors=anchors, depth=depth)
+        if gain is None:
+            return None
+        other, own = (acceptance(each, depth) for each in drafts)
+        hit, hit_before = (each.hit[depth - 1].double() for each in drafts)
+        rise = _gain(corpus, hit, before=hit_before, anchors=anchors, depth=depth)
+        return Alternative(variant, gain, own=own, other=other, rise=rise)
+
+
 def _counted(variants: Iterable[ScoredVariant], advance: CountCallback) -> Iterator[ScoredVariant]:
     for variant in variants:
         yield variant
         advance(1)
-
-
-def _alternative(corpus: Corpus, variant: Variant, unchanged_drafts: Drafts) -> Alternative | None:
-    """A variant compared with the module's own drafts; None where nothing is drafted."""
-    depth = variant.depth
-    drafts = _tried(corpus, variant), unchanged_drafts
-    scores, before = (_clamped(each.scores[depth - 1]) for each in drafts)
-    gain = _gain(corpus, scores, before=before, anchors=_anchors(corpus, depth), depth=depth)
-    if gain is None:
-        return None
-    other, own = (acceptance(each, depth) for each in drafts)
-    return Alternative(variant, gain, own=own, other=other)
 
 
 @torch.inference_mode()

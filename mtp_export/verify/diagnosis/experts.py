@@ -1,11 +1,12 @@
-"""Variants of an MTP module's experts: two exchanged, or gate and up of one or of all. Each expert
-runs once on all rows, and a variant only mixes the results anew, so that many cost little."""
+"""Variants of an MTP module's mixture of experts: its router's bias and rows in another order or of
+the other sign; two experts exchanged, gate and up of one or of all, one negated. Each expert runs
+once on all rows, and a variant only mixes the results anew, so that many cost little."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import chain, combinations
 from math import comb
 
 import torch
@@ -15,7 +16,7 @@ from mtp_export.verify.diagnosis.variants import reordered
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_runtime.drafters.base import ScoredVariant
 from mtp_runtime.layers.linear import Linear
-from mtp_runtime.layers.moe import Moe
+from mtp_runtime.layers.moe import Moe, Router, SigmoidRouter, SoftmaxRouter
 from mtp_runtime.models.model import MtpModule
 from mtp_runtime.teacher_forcing import WORST_SCORE, DraftInputs, best_and_score, draft_states
 
@@ -32,9 +33,12 @@ class _AddsNothing:
 
 
 def expert_variant_count(module: MtpModule) -> int:
-    """Return the number of variants that there are of a module's experts."""
+    """Return the number of variants that there are of a module's mixture of experts."""
     moe = _small_moe(module)
-    return 0 if moe is None else len(moe.experts) + comb(moe.routed_experts, 2)
+    if moe is None:
+        return 0
+    routers = sum(1 for _ in _routers(moe.router))
+    return routers + 2 * len(moe.experts) + 1 + comb(moe.routed_experts, 2)
 
 
 def _small_moe(module: MtpModule) -> Moe | None:
@@ -57,9 +61,11 @@ def expert_variants(
     bare = replace(module, layer=replace(module.layer, feed_forward=_AddsNothing()))
     stream = draft_states([bare], DraftInputs(corpus.texts, corpus.hidden, anchors), 1)[0]
     normed = module.layer.post_norm(stream)
-    whole = stream + moe(normed)
+    added = moe(normed)
+    whole = stream + added
     wanted = corpus.choices[anchors.rows + 1]
-    for change, cause, moved in _changed(moe, normed):
+    moves = chain(_of_router(moe, normed, added), _of_experts(moe, normed))
+    for change, cause, moved in moves:
         rows = moved.any(dim=1).nonzero()[:, 0]
         scores, hit = own.clone(), own_hit.clone()
         x, places = module.head.normed(whole[rows] + moved[rows]), rows.cpu()
@@ -68,8 +74,48 @@ def expert_variants(
         yield ScoredVariant("experts", change, cause, scores, own, hit=hit, hit_before=own_hit)
 
 
-def _changed(moe: Moe, normed: torch.Tensor) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Change, cause and difference of the feed-forward's output [A, d], per variant."""
+def _routers(router: Router) -> Iterator[tuple[str, str, Router]]:
+    """Change, cause and router, per variant of a router."""
+    if not isinstance(router, SigmoidRouter | SoftmaxRouter):
+        return
+    if isinstance(router, SigmoidRouter):
+        bias = router.bias
+        yield (
+            "the router's bias is negated",
+            causes.ROUTER_BIAS_NEGATED,
+            replace(router, bias=-bias),
+        )
+        yield (
+            "the router's bias is in reverse order",
+            causes.ROUTER_BIAS_REVERSED,
+            replace(router, bias=bias.flip(0)),
+        )
+    weight = router.weight  # [d, e]
+    yield "the router is negated", causes.ROUTER_NEGATED, replace(router, weight=-weight)
+    yield (
+        "the router's rows are in reverse order",
+        causes.ROUTER_ROWS_REVERSED,
+        replace(router, weight=weight.flip(1)),
+    )
+    for places, back in ((1, "back"), (-1, "on")):
+        yield (
+            f"the router's rows are moved {back} by one",
+            causes.router_rolled("on" if back == "back" else "back"),
+            replace(router, weight=weight.roll(-places, dims=1)),
+        )
+
+
+def _of_router(
+    moe: Moe, normed: torch.Tensor, added: torch.Tensor
+) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Change, cause and difference of the feed-forward's output [A, d], per variant of the router;
+    added [A, d]: the output as it is."""
+    for change, cause, router in _routers(moe.router):
+        yield change, cause, replace(moe, router=router)(normed) - added
+
+
+def _of_experts(moe: Moe, normed: torch.Tensor) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Change, cause and difference of the feed-forward's output [A, d], per variant of experts."""
     routed = moe.routed_experts
     picked, chosen = moe.router(normed)
     weights = torch.zeros_like(normed[:, :1]).repeat(1, len(moe.experts))  # [A, e]
@@ -86,6 +132,11 @@ def _changed(moe: Moe, normed: torch.Tensor) -> Iterator[tuple[str, str, torch.T
             f"gate and up of {name} are exchanged",
             causes.gate_and_up_swapped(name),
             moved,
+        )
+        yield (
+            f"the output of {name} is negated",
+            causes.expert_negated(name),
+            -2 * weights[:, expert, None] * outputs[expert],
         )
     yield (
         "gate and up of every expert are exchanged",

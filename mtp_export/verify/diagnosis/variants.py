@@ -35,7 +35,8 @@ class Variant:
     drafts better with the change. before_norm: the module is fed the target's hidden state from
     before the last norm. depth: the draft position that shows the difference. recycle: feeds the
     next draft in place of the module's own recursion. kind: LOADING where tensors are mixed up,
-    CONTRACT where the module is fed something else than it was trained on.
+    CONTRACT where the module is fed something else than it was trained on. by_acceptance: it makes
+    drafts more or less certain too, so that only more accepted ones speak for it.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Variant:
     depth: int = 1
     recycle: Recycle | None = None
     kind: str = LOADING
+    by_acceptance: bool = False
 
 
 def unchanged(module: MtpModule, depth: int = 1) -> Variant:

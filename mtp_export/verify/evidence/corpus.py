@@ -149,6 +149,22 @@ class Corpus:
         with torch.inference_mode():
             return target_states(self.model, self.texts)
 
+    def every_nth(self, step: int) -> Corpus:
+        """A corpus of every nth text, from the first on, whose states are those computed here."""
+        texts = self.texts
+        kept = range(0, len(texts.texts), step)
+        rows = torch.cat(
+            [torch.arange(len(texts.texts[at].tokens)) + texts.starts[at] for at in kept]
+        )
+        before, after = self.states
+        return Corpus(
+            model=self.model,
+            prompts=tuple(text.tokens[: text.prompt_size] for text in texts.texts[::step]),
+            new_tokens=self.new_tokens,
+            given=Texts(texts.texts[::step]),
+            given_states=(before[rows], after[rows]),
+        )
+
     @property
     def hidden(self) -> torch.Tensor:
         """Hidden states of the target as the module is fed them [T, d]."""

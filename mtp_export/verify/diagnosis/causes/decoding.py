@@ -16,6 +16,15 @@ NORMS_SHIFTED = (
     "the norms hold 1 + w, to which the engine adds 1 again, or 1 was added by mistake when they"
     " were converted"
 )
+LAYER_NORMS_SWAPPED = "input_layernorm and post_attention_layernorm of the MTP layer are swapped"
+OUTPUT_NEGATED = "o_proj of the MTP layer has the wrong sign"
+ROUTER_BIAS_NEGATED = (
+    "e_score_correction_bias of the MTP layer's router has the wrong sign: experts that it should"
+    " favour are picked less"
+)
+ROUTER_BIAS_REVERSED = "e_score_correction_bias of the MTP layer's router is in reverse order"
+ROUTER_ROWS_REVERSED = "the rows of the MTP layer's router are in reverse order"
+ROUTER_NEGATED = "the MTP layer's router has the wrong sign: the worst experts are picked"
 ROPE_IN_HALVES = (
     "the rotary rows of q_b_proj and kv_a_proj_with_mqa are stored in halves instead of interleaved"
     " pairs"
@@ -35,6 +44,29 @@ NO_KNOWN_BUG = (
     "no known layout bug explains it: the draft belongs to another main model, its weights are"
     " damaged, or they were never trained"
 )
+
+
+def one_norm_shifted(norm: str, *, lacks_one: bool) -> str:
+    if lacks_one:
+        return f"{norm} lacks the 1 of 1 + w, or 1 was taken from it when it was converted"
+    return f"{norm} has 1 too much: 1 was added to it when it was converted"
+
+
+def half_scaled(half: str, factor: float) -> str:
+    """half: "embedding" or "hidden". factor: that of the stored weights over the right ones."""
+    norm = "enorm" if half == "embedding" else "hnorm"
+    if factor < 0:
+        return f"the {half} half of eh_proj, or {norm}, has the wrong sign"
+    return f"the {half} half of eh_proj, or {norm}, is about {factor:g} times what it should be"
+
+
+def router_rolled(way: str) -> str:
+    """way: "on" or "back"."""
+    return f"the rows of the MTP layer's router are moved {way} by one"
+
+
+def expert_negated(expert: str) -> str:
+    return f"down_proj of {expert} has the wrong sign"
 
 
 def damaged(damage: str) -> str:

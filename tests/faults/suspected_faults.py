@@ -1,0 +1,66 @@
+"""Faults of weights that look right and that no source is at hand for: what running the bundle
+shows of them. They are planted into the trained fixture."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from faults import planting
+from faults.fault import Fault
+from faults.run_faults import EXPERT, MTP
+
+_SIGN = 0x80  # of an fp8 code
+
+
+def negated_codes(part: str, name: str, bundle: Path) -> None:
+    """An fp8 matrix with the wrong sign."""
+
+    def negated(codes: torch.Tensor) -> torch.Tensor:
+        return (codes.view(torch.uint8) ^ _SIGN).view(codes.dtype)
+
+    planting.change(bundle / part, name, negated)
+
+
+def shifted(name: str, by: float, bundle: Path) -> None:
+    planting.change(bundle / "mtp", name, lambda w: (w.float() + by).to(w.dtype))
+
+
+def half_scaled(half: int, factor: float, bundle: Path) -> None:
+    """A half of eh_proj multiplied by a factor: 0 is the embedding's, 1 the hidden state's."""
+
+    def scaled(weight: torch.Tensor) -> torch.Tensor:
+        halves = [*weight.chunk(2, dim=1)]
+        halves[half] = halves[half] * factor
+        return torch.cat(halves, dim=1)
+
+    planting.change(bundle / "mtp", f"{MTP}.eh_proj.weight", scaled)
+
+
+def router_rows_reversed(bundle: Path) -> None:
+    planting.change(bundle / "mtp", f"{MTP}.mlp.gate.weight", lambda w: w.flip(0))
+
+
+_fields = {"needs": "trained"}
+# Of the MTP module.
+SUSPECTED_FAULTS: tuple[Fault, ...] = (
+    Fault("the draft's last norm less one", partial(shifted, f"{MTP}.shared_head.norm.weight", -1),
+          "acceptance", "the norm before the draft's head lacks the 1", **_fields),
+    Fault("one norm less one", partial(shifted, f"{MTP}.post_attention_layernorm.weight", -1),
+          "acceptance", "post_attention_layernorm lacks the 1 of 1 + w", **_fields),
+    Fault("one norm plus one", partial(shifted, f"{MTP}.hnorm.weight", 1),
+          "acceptance", "hnorm has 1 too much", **_fields),
+    Fault("embedding half of eh_proj times four", partial(half_scaled, 0, 4.0),
+          "acceptance", "the embedding half of eh_proj, or enorm, is about 4 times", **_fields),
+    Fault("hidden half of eh_proj negated", partial(half_scaled, 1, -1.0),
+          "acceptance", "the hidden half of eh_proj, or hnorm, has the wrong sign", **_fields),
+    Fault("rows of the router reversed", router_rows_reversed,
+          "acceptance", "router are in reverse order", **_fields),
+    Fault("output of attention negated",
+          partial(negated_codes, "mtp", f"{MTP}.self_attn.o_proj.weight"),
+          "acceptance", "o_proj of the MTP layer has the wrong sign", **_fields),
+    Fault("one expert negated", partial(negated_codes, "mtp", EXPERT % (3, "down", "weight")),
+          "acceptance", "down_proj of expert 3 has the wrong sign", **_fields),
+)  # fmt: skip
