@@ -24,6 +24,8 @@ from mtp_export.paths import refuse_overlaps
 from mtp_export.plan import Link, PartPlan
 from mtp_export.schemes.conversion import AS_STORED, DEQUANTIZED
 
+Opened = tuple[Checkpoint, StoredModel]  # a source
+
 
 def plan_export(options: BundleOptions, *, dry_run: bool = False) -> BundlePlan:
     """Check source and output, and plan the bundle (MtpExportError)."""
@@ -44,7 +46,14 @@ def plan_export(options: BundleOptions, *, dry_run: bool = False) -> BundlePlan:
     return plan_bundle(options, source, Recipe(split, options.recorded()), dry_run=dry_run)
 
 
-def open_source(place: Place) -> tuple[Checkpoint, StoredModel]:
+def viewed(checkpoint: Checkpoint, source: Opened) -> Opened:
+    """Return a view of a source's checkpoint, with what it holds; the source for its own."""
+    if checkpoint is source[0]:
+        return source
+    return checkpoint, stored_source(checkpoint.config, checkpoint.tensors)
+
+
+def open_source(place: Place) -> Opened:
     """Open a checkpoint, or a bundle as one, with an MTP layer and exactly the tensors that its
     config implies.
 

@@ -22,14 +22,14 @@ from mtp_checkpoints.layouts import (
 from mtp_checkpoints.layouts.base import Target
 from mtp_checkpoints.quantization.method import VLLM, Dialect
 from mtp_checkpoints.quantization.native import with_quantization
-from mtp_checkpoints.quantization.stored import StoredModel, stored_source
+from mtp_checkpoints.quantization.stored import StoredModel
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.tensors.bundle_folder import is_bundle
 from mtp_checkpoints.tensors.experts_apart import experts_apart
 from mtp_checkpoints.tensors.manifest import MANIFEST_NAME
-from mtp_checkpoints.tensors.reader import Checkpoint
+from mtp_checkpoints.tensors.untied_head import with_untied_head
 from mtp_export.bundle.bundle_plan import BundlePlan, Recipe
-from mtp_export.bundle.export import open_source, plan_bundle
+from mtp_export.bundle.export import Opened, open_source, plan_bundle, viewed
 from mtp_export.bundle.options import PlannerOptions
 from mtp_export.bundle.precision import Device, Format, Int4Scope, Int8Scope, Precision
 from mtp_export.bundle.run_folder import check_output
@@ -40,8 +40,6 @@ from mtp_export.schemes.configs import quantization_configs
 from mtp_export.schemes.conversion import Conversion
 from mtp_export.schemes.scheme import BF16, KEEP, Scheme
 from mtp_export.schemes.table import check_pair
-
-Opened = tuple[Checkpoint, StoredModel]  # a source
 
 
 @dataclass(frozen=True)
@@ -125,13 +123,18 @@ def quantize_recipe(
     source = checkpoint, stored = opened or open_source(options.bundle.input_dir)
     choice = _choose(options, stored)
     _check_format(options)
-    _check_head(options, choice.head, stored)
+    _check_head(options, choice.head)
+    if choice.head is not None:
+        source = checkpoint, stored = viewed(with_untied_head(checkpoint, stored.family), source)
     _check_target(target, choice.mtp, stored)
     _check_storages(options.bundle.target, choice)
     main = _conversion(choice.base, choice, options, stored=stored)
     mtp = _conversion(choice.mtp, choice, options, stored=stored)
     _check_converts(options, main, stored)
-    source = checkpoint, stored = _with_experts_apart(source, main, mtp)
+    of_main, of_mtp = (Role.ROUTED_EXPERT in part.quantized_roles for part in (main, mtp))
+    # No engine reads codes of fused experts.
+    apart = experts_apart(checkpoint, stored.family, main=of_main, mtp=of_mtp)
+    source = checkpoint, stored = viewed(apart, source)
     _check_fused_experts(stored, main, mtp)
     configs = quantization_configs(stored, main=main, mtp=mtp, dialect=choice.dialect)
     split = SplitOptions(
@@ -216,17 +219,6 @@ def _check_converts(options: QuantizeOptions, main: Conversion, stored: StoredMo
         )
 
 
-def _with_experts_apart(source: Opened, main: Conversion, mtp: Conversion) -> Opened:
-    """Return the source with fused experts one by one in the parts that quantize them: no engine
-    reads codes of fused ones."""
-    checkpoint, stored = source
-    of_main, of_mtp = (Role.ROUTED_EXPERT in part.quantized_roles for part in (main, mtp))
-    apart = experts_apart(checkpoint, stored.family, main=of_main, mtp=of_mtp)
-    if apart is checkpoint:
-        return source
-    return apart, stored_source(apart.config, apart.tensors)
-
-
 def _check_fused_experts(stored: StoredModel, main: Conversion, mtp: Conversion) -> None:
     """Refuse to quantize a part with fused experts that are not stored one by one, nor taken apart
     (UnsupportedError)."""
@@ -244,18 +236,12 @@ def _check_fused_experts(stored: StoredModel, main: Conversion, mtp: Conversion)
             )
 
 
-def _check_head(options: QuantizeOptions, head: str | None, stored: StoredModel) -> None:
-    """Refuse a quantized head that no config of the format describes, that the engine of --target
-    does not read, or that is the embedding too (UnsupportedError)."""
+def _check_head(options: QuantizeOptions, head: str | None) -> None:
+    """Refuse a quantized head that no config of the format describes, or that the engine of
+    --target does not read (UnsupportedError)."""
     if head is None:
         return
     found = f"--head-quant {options.head_quant}"
-    if stored.family.head == stored.family.embedding:
-        raise UnsupportedError(
-            "The head of this model is its embedding, which no engine reads quantized",
-            expected="--head-quant keep",
-            found=found,
-        )
     if options.format is Format.W4AFP8:
         raise UnsupportedError(
             f"Format {options.format} has no field for a quantized head",

@@ -3,6 +3,7 @@ what `inspect` says of the copies, and heads that a release left out of fp8 by n
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,9 @@ from cases import (
     read_tensors,
     run_program,
 )
-from mtp_checkpoints.families.base import Role
+from faults.small_model import write_dense
+from mtp_checkpoints.families import family_of
+from mtp_checkpoints.families.base import Role, weight_name
 from mtp_checkpoints.formats import Int8Channel
 from mtp_checkpoints.quantization.methods import quant_config_of
 from mtp_checkpoints.quantization.stored import stored_model
@@ -25,6 +28,7 @@ from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.inspection import shared_tensors
 from mtp_runtime.models.load import LoadOptions, load_model, open_model
 from quantize_rows import CONFIGS, HEADS, INT8_HEAD, pair
+from runtime.checkpoints import SMALL_CONFIGS
 
 INT8 = pair("weight_only_int8", "weight_only_int8", *INT8_HEAD)
 
@@ -112,7 +116,65 @@ def test_a_head_that_the_release_left_out_of_fp8(left_out: str, tmp_path: Path) 
         assert config.format_of(head, Role.HEAD) == Int8Channel(), head
 
 
-def test_a_head_that_is_the_embedding_is_refused(tmp_path: Path) -> None:
+@pytest.fixture(scope="module", params=["qwen3_5_text", "qwen3_5"])
+def tied(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose head is its embedding."""
+    folder = tmp_path_factory.mktemp("tied") / "source"
+    return write_dense(folder, config=SMALL_CONFIGS[request.param])
+
+
+@pytest.fixture(scope="module")
+def untied(tied: Path) -> Path:
+    """Its bundle with a quantized head."""
+    folder = tied.parent / "bundle"
+    scheme = ("--base-quant", "weight_only_int8", "--mtp-quant", "weight_only_int8")
+    options = (*scheme, *INT8_HEAD, "--int8-scope", "linears", "--quiet")
+    assert quantize(tied, folder, *options).code == 0
+    return folder
+
+
+def test_a_head_that_is_the_embedding_becomes_a_tensor_of_its_own(tied: Path, untied: Path) -> None:
+    """In int8 beside the embedding, which stays; config.json says so wherever it can."""
+    embedding = weight_name(family_of(read_json(tied / "config.json")).embedding)
+    rows = read_tensors(tied)[embedding]
+    assert torch.equal(read_tensors(untied / "main")[embedding], rows)
+    head = by_definition(untied / "main")
+    steps = rows.double().abs().amax(dim=1, keepdim=True) / 127
+    assert ((head - rows.double()).abs() <= 0.6 * steps).all()
+    for part in ("main", "mtp"):
+        config = read_json(untied / part / "config.json")
+        for fields in (config, config.get("text_config", config)):
+            assert fields["tie_word_embeddings"] is False
+    assert "lm_head.weight" not in read_tensors(tied)
+
+
+def test_it_is_the_source_s_by_verify(tied: Path, untied: Path, tmp_path: Path) -> None:
+    level = ("--level", "weights", "--source", tied, "--quiet")
+    assert run_program("verify", untied, *level).code == 0
+    damaged = tmp_path / "bundle"
+    shutil.copytree(untied, damaged)
+    edit_json(damaged / "main/config.json", lambda c: c.update(tie_word_embeddings=True))
+    assert "lm_head" in run_program("verify", damaged, *level, "--json").out
+
+
+def test_its_logits_are_those_of_the_dequantized_head(untied: Path) -> None:
+    model = load_model(untied, LoadOptions()).model
+    head = by_definition(untied / "main")
+    x = torch.randn(5, head.shape[1], generator=torch.Generator().manual_seed(1))
+    expected = x.double() @ head.T
+    assert model.mtp is not None and model.mtp.head.outputs is model.head.outputs
+    error = (model.head.logits(x).double() - expected).abs().max()
+    assert error <= 1e-5 * expected.abs().max()
+
+
+def test_a_lost_module_is_grafted_beside_it(tied: Path, untied: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    options = ("--main", untied / "main", "--mtp", tied, "--output-dir", output, "--quiet")
+    assert run_program("graft", *options).code == 0
+    assert run_program("verify", output, "--level", "files", "--quiet").code == 0
+
+
+def test_a_head_of_another_model_that_is_its_embedding_is_refused(tmp_path: Path) -> None:
     source = make_checkpoint(tmp_path / "source", CONFIGS["bf16"])
     edit_json(source / "config.json", lambda c: c.update(tie_word_embeddings=True))
     outcome = quantize(source, tmp_path / "out", *INT8)

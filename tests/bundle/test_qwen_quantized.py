@@ -274,7 +274,6 @@ def test_a_draft_of_qwen3_next_is_read_by_the_engine_that_it_is_for(
 @pytest.mark.parametrize(
     ("model_type", "options", "words"),
     [
-        ("qwen3_5", ("--head-quant", "weight_only_int8", *INT4_INT8[2:]), "is its embedding"),
         ("qwen3_5", INT4_INT8, "routed expert linears alone"),
         (
             "qwen3_next",

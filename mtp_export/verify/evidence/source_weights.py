@@ -12,6 +12,7 @@ from mtp_checkpoints.families import family_of
 from mtp_checkpoints.quantization.stored import stored_model
 from mtp_checkpoints.tensors.experts_apart import experts_apart
 from mtp_checkpoints.tensors.reader import Checkpoint
+from mtp_checkpoints.tensors.untied_head import with_untied_head
 from mtp_checkpoints.weights.weight_values import WeightOnDisk, weights_on_disk
 
 
@@ -20,7 +21,7 @@ class SourceWeights:
     """The weights of a source by their released names.
 
     main_names: a draft's embedding and head may be the main model's, by these names. Experts that
-    the source fuses are there one by one too.
+    the source fuses are there one by one too, and a head that is its embedding by its own name.
     """
 
     weights: Mapping[str, WeightOnDisk]
@@ -30,7 +31,7 @@ class SourceWeights:
     def of(cls, source: Checkpoint) -> SourceWeights:
         """Return the weights of a source. Raises as stored_model."""
         family = family_of(source.config, source.tensors)
-        apart = experts_apart(source, family)
+        apart = with_untied_head(experts_apart(source, family), family)
         weights = {
             weight.stored.weight.name: weight
             for one in ([source] if apart is source else [source, apart])

@@ -15,6 +15,7 @@ from mtp_checkpoints.families import FAMILIES
 from mtp_checkpoints.quantization.methods import quant_config_of
 from mtp_checkpoints.quantization.native import quantization_of
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
+from mtp_checkpoints.tensors.untied_head import with_head_like
 from mtp_export.bundle.journal import journaled
 from mtp_export.bundle.same_model import check_same_model, with_mtp_layers
 from mtp_export.bundle.shares import division_of
@@ -215,6 +216,7 @@ def unlike_source(context: Context) -> str:
     if context.is_bundle or main is None or source is None:
         return ""
     try:
+        source = with_head_like(source, main)
         check_same_model(main, with_mtp_layers(main.config, source.config), source)
     except InvalidInputError as error:
         return str(error)

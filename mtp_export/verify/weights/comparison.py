@@ -17,6 +17,8 @@ from mtp_checkpoints.families.signs import flattened
 from mtp_checkpoints.quantization.native import DTYPE_KEYS
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
+from mtp_checkpoints.tensors.reader import Checkpoint
+from mtp_checkpoints.tensors.untied_head import with_head_like
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.bundle.tuning import trainings_of
 from mtp_export.progress import counted, format_bytes
@@ -72,7 +74,7 @@ def run(context: Context) -> Iterator[Item]:
     if context.source is None:
         yield from _recorded(context)
         return
-    yield _config(context, context.source.config)
+    yield _config(context, _original_config(context, context.source))
     source_weights = context.source_weights
     assert source_weights is not None, "there is a source"
     for layout in context.layouts:
@@ -184,6 +186,12 @@ def _problems(wrong: Sequence[Compared], weights: Mapping[str, WeightOnDisk]) ->
             Problem(one.weight.name, causes.not_the_sources(one.weight.name, level, cause))
         )
     return problems
+
+
+def _original_config(context: Context, source: Checkpoint) -> Mapping[str, Any]:
+    """Return the source's config.json, which says of a head that is the embedding what it says of
+    one that was quantized."""
+    return source.config if context.main is None else with_head_like(source, context.main).config
 
 
 def _config(context: Context, source: Mapping[str, Any]) -> Item:

@@ -1,0 +1,51 @@
+"""Head of a model whose embedding is its head, as a tensor of its own: a head that is quantized
+leaves the embedding, a lookup table, as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from mtp_checkpoints.families import family_of
+from mtp_checkpoints.families.base import weight_name
+from mtp_checkpoints.families.spec import PLAIN_HEADS, ModelSpec
+from mtp_checkpoints.tensors.reader import Checkpoint
+
+_TIED = "tie_word_embeddings"
+_TEXT = "text_config"
+UNTIED_HEAD = weight_name(PLAIN_HEADS[0])
+
+
+def with_untied_head(checkpoint: Checkpoint, family: ModelSpec) -> Checkpoint:
+    """Return a checkpoint as if the head of a tied embedding were a tensor of its own, over the
+    same bytes, with a config.json that says so; the checkpoint itself where it has one."""
+    if family.head != family.embedding or UNTIED_HEAD in checkpoint.tensors:
+        return checkpoint
+    embedding = weight_name(family.embedding)
+    shards = (
+        replace(
+            shard,
+            tensors=(
+                *shard.tensors,
+                *(one._replace(name=UNTIED_HEAD) for one in shard.tensors if one.name == embedding),
+            ),
+        )
+        for shard in checkpoint.shards
+    )
+    return replace(checkpoint, shards=tuple(shards), config=_untied(checkpoint.config))
+
+
+def with_head_like(checkpoint: Checkpoint, main: Checkpoint) -> Checkpoint:
+    """Return a checkpoint with its head as the main model's is that was made of it: a tensor of its
+    own where that has one, in whatever format."""
+    if not any(name.startswith(f"{PLAIN_HEADS[0]}.") for name in main.tensors):
+        return checkpoint
+    return with_untied_head(checkpoint, family_of(checkpoint.config, checkpoint.tensors))
+
+
+def _untied(config: Mapping[str, Any]) -> dict[str, Any]:
+    untied = {**config, _TIED: False}
+    if _TEXT in config:
+        untied[_TEXT] = {**config[_TEXT], _TIED: False}
+    return untied
