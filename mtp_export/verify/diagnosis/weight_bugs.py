@@ -28,13 +28,14 @@ _CLOSE_DB = 6.0  # a weight of another version of the model: half its size is th
 _NEARER_DB = 10.0
 _NEAR_SCALES = 0.05  # scales that differ by less are those of the same weight, rounded otherwise
 _DAMAGED_SHARE = 0.01  # of the elements: damage of a file, where a conversion changes most of them
+_FEW = 3  # elements of a short vector
 _LAYER = re.compile(r"^((?:model|model\.language_model|mtp)\.layers\.)(\d+)(\..*)$")
 
 
 def explain(weight: WeightOnDisk, source: WeightOnDisk, weights: Mapping[str, WeightOnDisk]) -> str:
     """The likely cause why a weight is not the source's, in words; weights: all of the source's, by
     their released names."""
-    import torch
+    from mtp_export.verify.diagnosis import relations
 
     stop = _sample_rows(weight)
     raw = weight.encoded(0, stop)
@@ -51,23 +52,31 @@ def explain(weight: WeightOnDisk, source: WeightOnDisk, weights: Mapping[str, We
         bound = level + _NEARER_DB
     spec = source.stored.weight
     of_heads = (*_of_rope(spec.rotary, found), *_of_heads(spec.head_rows, found))
-    for words, undone in (*_of_values(found), *of_heads, *_of_codes(raw)):
+    for words, undone in (*of_heads, *_of_codes(raw)):
         try:
             values = undone()
             if _sqnr_db(wanted[: len(values)], values) >= bound:
                 return words
         except (ValueError, RuntimeError):
             continue
-    if (cause := _scales(raw, wanted, bound)) is not None:
+    of_scales = _scales(raw, wanted, bound)
+    if of_scales not in (None, causes.SCALES_OF_ANOTHER_TENSOR):
+        return of_scales
+    try:
+        compared = relations.compare(weight, source)
+    except ValueError as error:
+        return str(error)
+    if (cause := relations.relation(compared) or of_scales) is not None:
         return cause
     for other in _alike(source, weights):
         theirs = other.encoded(0, min(stop, other.rows)).dequantize()
         if _sqnr_db(theirs, found) >= bound:
             return causes.holds_another(other.stored.weight.name)
-    if found.ndim == 1 and torch.equal(found.sort()[0], wanted.sort()[0]):
-        return causes.ELEMENTS_REORDERED
-    if float((found != wanted).float().mean()) < _DAMAGED_SHARE:
+    changed = (found != wanted).float()
+    if float(changed.mean()) < _DAMAGED_SHARE or _is_few(changed):
         return _damaged(weight, source)
+    if (cause := relations.part(compared)) is not None:
+        return cause
     return causes.another_version(level) if level >= _CLOSE_DB else causes.NOTHING_IN_COMMON
 
 
@@ -102,6 +111,11 @@ def _damaged(weight: WeightOnDisk, source: WeightOnDisk) -> str:
         return causes.elements_damaged(_unequal(weight, source), elements(weight))
     except ValueError as error:
         return str(error)
+
+
+def _is_few(changed: torch.Tensor) -> bool:
+    """True for a vector of which a few elements alone differ."""
+    return changed.ndim == 1 and float(changed.sum()) <= min(_FEW, len(changed) // 8)
 
 
 def _unequal(one: WeightOnDisk, other: WeightOnDisk) -> int:
@@ -149,27 +163,6 @@ def _sqnr_db(wanted: torch.Tensor, values: torch.Tensor) -> float:
 
 # A cause, and the weight's values with that bug undone.
 Undone = tuple[str, Callable[[], "torch.Tensor"]]
-
-
-def _of_values(found: torch.Tensor) -> list[Undone]:
-    """Bugs that leave the numbers whole, in other places or with the other sign."""
-    import torch
-
-    if found.ndim == 3:
-        return [(causes.LAST_AXIS_REVERSED, lambda: found.flip(2))]
-    if found.ndim != 2:
-        return []
-    rows, columns = found.shape
-    undone: list[Undone] = [
-        (
-            causes.COLUMN_HALVES_SWAPPED,
-            lambda: torch.cat([found[:, columns // 2 :], found[:, : columns // 2]], 1),
-        ),
-        (causes.ROW_HALVES_SWAPPED, lambda: found.roll(rows // 2, 0)),
-        (causes.TRANSPOSED, lambda: found.t()),
-        (causes.SIGN_FLIPPED, lambda: -found),
-    ]
-    return undone
 
 
 def _of_rope(rotary: RotaryRows | None, found: torch.Tensor) -> list[Undone]:
@@ -282,7 +275,7 @@ def _named_scales(own: torch.Tensor, best: torch.Tensor, tolerance: float) -> st
         return causes.SCALES_ROUNDED_LATE
     if alike(own.sort()[0] / best.sort()[0]):
         return causes.SCALES_PERMUTED
-    if alike(ratio / ratio.median()):
+    if alike(ratio / ratio.median()) and ratio.median() > 0:
         return causes.scales_off_by(float(ratio.median()))
     if bool((ratio - 1).abs().max() < _NEAR_SCALES):
         return None

@@ -287,7 +287,6 @@ SCALES_ROUNDED_LATE = (
     " unrounded ones"
 )
 SCALES_OF_ANOTHER_TENSOR = "its scales are not those of its codes: another tensor's, or damaged"
-ELEMENTS_REORDERED = "its elements are in another order"
 YARN_SCALE_CHANGED = "yarn's attention scale was dropped or changed"
 NOTHING_IN_COMMON = "it has nothing in common with the source's: another model's, or never written"
 

@@ -1,0 +1,176 @@
+"""Causes of a weight that is its source's in another order, with other factors, or in part."""
+
+from __future__ import annotations
+
+from mtp_export.progress import counted
+
+# --- Orders: of is their subject, such as "its rows" ----------------------------------------------
+
+
+def reverse_order(of: str) -> str:
+    return f"{of} are in reverse order"
+
+
+def halves_swapped(of: str) -> str:
+    return f"the two halves of {of} are swapped"
+
+
+def rolled(of: str, by: int, head: int | None) -> str:
+    """head: the number of rows of a head."""
+    if head and by % head == 0:
+        return f"{of} are rolled by {by}, {counted(abs(by) // head, 'head')}"
+    return f"{of} are rolled by {by}"
+
+
+def alternating(of: str, parts: int) -> str:
+    """The first of each part, then the second of each."""
+    if parts == 2:
+        return f"{of} are interleaved: they come by turns from the source's two halves"
+    return f"{of} are interleaved: they come by turns from {parts} equal parts of the source's"
+
+
+def taken_apart(of: str, parts: int) -> str:
+    """Every one of a residue, then every one of the next."""
+    if parts == 2:
+        return f"{of} are de-interleaved: the source's even ones come first, then the odd ones"
+    return f"{of} are de-interleaved: every {parts}th of the source's, {parts} times over"
+
+
+def two_exchanged(of: str, first: int, second: int) -> str:
+    return f"{of} {first} and {second} are exchanged"
+
+
+def reordered(of: str, moved: int, count: int) -> str:
+    return f"{of} are in another order: {moved:,} of {count:,} are not at their places"
+
+
+def its(noun: str) -> str:
+    """noun: row, column or element."""
+    return f"its {noun}s"
+
+
+def from_to(of: str, noun: str, first: int, last: int) -> str:
+    """Some of a subject."""
+    if of == its(noun):
+        return f"its {noun}s {first} to {last}"
+    return f"{first} to {last} of {of}"
+
+
+def within_each(noun: str, size: int, head: int | None) -> str:
+    """head: the number of rows of a head."""
+    return f"within each {size} {noun}s{', a head' if size == head else ''}, these"
+
+
+def blocks(noun: str, size: int, head: int | None) -> str:
+    """Blocks in an order of their own."""
+    return f"its {'heads' if size == head else 'blocks'} of {size} {noun}s"
+
+
+def block(noun: str, size: int, head: int | None) -> str:
+    """Blocks that two numbers follow."""
+    return f"in blocks of {size} {noun}s{', a head each' if size == head else ''}, its blocks"
+
+
+def transposed_and(clause: str) -> str:
+    return f"it is transposed, and then {clause}"
+
+
+def codes_alone(clause: str) -> str:
+    return f"{clause}; its scales are not: the codes alone were moved"
+
+
+ORDER_OF_COLUMNS = (
+    "its elements are in the order of the source's columns: it was transposed and kept its shape"
+)
+
+
+def blocks_transposed(size: int) -> str:
+    return f"its blocks of {size} × {size} are transposed, each in its place"
+
+
+# --- Values ---------------------------------------------------------------------------------------
+
+
+def multiple(factor: str) -> str:
+    return f"it is {factor} times the source's"
+
+
+def plus(offset: str) -> str:
+    """offset: with its sign."""
+    words = f"it is the source's {offset[0]} {offset[1:]}"
+    if offset in ("+1", "-1"):
+        what = "added to" if offset == "+1" else "taken from"
+        return f"{words}: 1 was {what} it, as for a norm that multiplies by 1 + w"
+    return words
+
+
+def multiple_plus(factor: str, offset: str) -> str:
+    return f"it is {factor} times the source's {offset[0]} {offset[1:]}"
+
+
+def constant_of_constant(found: str, wanted: str) -> str:
+    return (
+        f"it is {found} in every element, and the source's {wanted}: another multiple and another"
+        " offset explain it equally"
+    )
+
+
+def signs_flipped(noun: str, places: str, count: int, total: int) -> str:
+    """places: the range of one run, else ""."""
+    if places:
+        return f"the sign of its {noun}s {places} is flipped"
+    return f"the sign of {counted(count, noun)} of {total:,} is flipped"
+
+
+def some_multiplied(noun: str, places: str, count: int, total: int, factor: str) -> str:
+    """places: the range of one run, else ""."""
+    if places:
+        return f"its {noun}s {places} are {factor} times the source's"
+    return f"{count:,} of its {total:,} {noun}s are {factor} times the source's"
+
+
+def some_zero(noun: str, places: str, count: int, total: int) -> str:
+    if places:
+        return f"its {noun}s {places} are zero, and the source's are not"
+    return f"{count:,} of its {total:,} {noun}s are zero, and the source's are not"
+
+
+def each_multiplied(noun: str, low: str, high: str, other: str) -> str:
+    """other: name of the vector whose elements the factors are, "" for none."""
+    words = f"each of its {noun}s is another multiple of the source's, by {low} to {high}"
+    return f"{words}: {other} was multiplied into it" if other else words
+
+
+def of_a_function(function: str) -> str:
+    return f"it is {function} of the source's, element by element"
+
+
+def clipped(count: int, total: int, low: str, high: str) -> str:
+    return f"{count:,} of its {total:,} elements that were looked at are clipped to {low} to {high}"
+
+
+def rounded_before(dtype: str) -> str:
+    return f"it was rounded to {dtype} before it was stored as it is"
+
+
+# --- Parts ----------------------------------------------------------------------------------------
+
+
+def part_of_another(noun: str, first: int, last: int, other: str) -> str:
+    return f"its {noun}s {first} to {last} are those of {other}"
+
+
+def part_written_twice(noun: str, first: int, last: int, start: int) -> str:
+    end = start + last - first
+    return f"its {noun}s {first} to {last} hold the source's {noun}s {start} to {end}"
+
+
+def part_differs(noun: str, first: int, last: int, total: int) -> str:
+    return (
+        f"its {noun}s {first} to {last} are not the source's, and all others of {total:,} are:"
+        " that part was overwritten or damaged"
+    )
+
+
+def explained_equally(first: str, second: str) -> str:
+    return f"{first}, or {second}: both explain it equally"

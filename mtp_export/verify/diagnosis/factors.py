@@ -1,0 +1,210 @@
+"""Factors and offsets by which a weight differs from its source's: of the whole, of ranges of rows
+or columns, and of each of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from mtp_export.verify.diagnosis.causes import relations as causes
+from mtp_export.verify.diagnosis.causes import weights as weight_causes
+from mtp_export.verify.diagnosis.sketches import Axis, Sketches, Sums
+
+_FEW_ELEMENTS = 16  # of rows whose factors are believed in ranges alone
+_LEAST_RUN = 8  # elements of a vector, or rows of few elements, with a factor of their own
+_MOST_FACTORS = 3
+_OFFSET_NOISE = 2.5e-3  # of the mean of few elements that were rounded
+_PLAIN = 0.01  # a factor nearer to one is none
+# Squared, of a weight with the source's that it is plus an offset. Norms of any layers are alike in
+# part; in a matrix, rounding around an offset leaves little of what is unlike by chance.
+_LEAST_CORRELATION, _OF_MATRICES = 0.9, 0.3
+
+
+class Relation(NamedTuple):
+    """A relation of a weight to its source's in words, and its noise as a share of the source's
+    squares: the smaller, the more it explains."""
+
+    words: str
+    noise: float
+
+
+def of_the_whole(sketches: Sketches, most_noise: float) -> Iterator[Relation]:
+    """Yield the factor, or the offset, that explains the weight within a noise."""
+    t = _Total.of(sketches)
+    factor = t.wf / t.ww if t.ww else 0.0
+    if factor and abs(factor - 1) > _PLAIN / 10:
+        noise = (t.ff / factor**2 - 2 * t.wf / factor + t.ww) / t.ww
+        if noise <= most_noise:
+            yield Relation(_multiple(shown(factor, most_noise)), max(noise, 0.0))
+    offset = (t.f - t.w) / t.elements
+    noise = t.noise - t.elements * offset**2
+    if t.varies and noise <= min(most_noise * max(t.ww, t.ff), t.unlike * t.spread):
+        share = max(noise, 0.0) / max(t.ww, t.ff)
+        yield Relation(causes.plus(signed(offset, most_noise)), share)
+
+
+def of_both(sketches: Sketches, most_noise: float) -> Iterator[Relation]:
+    """Yield the factor and the offset that explain the weight within a noise together."""
+    t = _Total.of(sketches)
+    if not t.varies:
+        return
+    shared = t.wf - t.w * t.f / t.elements
+    factor = shared / t.spread
+    offset = (t.f - factor * t.w) / t.elements
+    noise = t.ff - t.f**2 / t.elements - factor * shared
+    most = min(most_noise * max(t.ww, t.ff), t.unlike * factor**2 * t.spread)
+    if factor and noise <= most:
+        words = causes.multiple_plus(shown(factor, most_noise), signed(offset, most_noise))
+        yield Relation(words, max(noise, 0.0) / max(factor**2 * t.ww, t.ff))
+
+
+@dataclass(frozen=True)
+class _Total:
+    """Sums over all elements, as in Sums. spread: Σ(w - mean)². unlike: the share of it that a
+    weight which is the source's plus an offset may leave."""
+
+    elements: int
+    w: float
+    f: float
+    ww: float
+    ff: float
+    wf: float
+    noise: float
+    unlike: float
+
+    @classmethod
+    def of(cls, sketches: Sketches) -> _Total:
+        sums = {name: float(value) for name, value in vars(sketches.total).items()}
+        least = _LEAST_CORRELATION if sketches.columns is None else _OF_MATRICES
+        return cls(elements=sketches.elements, unlike=1 - least, **sums)
+
+    @property
+    def spread(self) -> float:
+        return self.ww - self.w**2 / self.elements
+
+    @property
+    def varies(self) -> bool:
+        return self.spread > 1e-9 * self.ww
+
+
+def _multiple(factor: str) -> str:
+    return weight_causes.SIGN_FLIPPED if factor == "-1" else causes.multiple(factor)
+
+
+def of_parts(sketches: Sketches, most_noise: float) -> Iterator[Relation]:
+    """Yield the factors of ranges of rows or columns that explain the weight within a noise."""
+    for axis in (sketches.rows, sketches.columns):
+        if axis is not None and axis.count > 1 and (found := _of_axis(axis, most_noise)):
+            yield found
+
+
+def ratios(axis: Axis, most_noise: float) -> torch.Tensor | None:
+    """Return the factor of each row or column [n], NaN where the source's is zero; None where they
+    are no multiples of the source's within a noise."""
+    sums = axis.sums
+    live = sums.ww > 1e-9 * sums.ww.mean()
+    if bool((sums.ff[~live] > 0).any()):
+        return None
+    factors = torch.where(live, sums.wf / sums.ww, torch.nan)
+    present = live & (sums.ff > 0)
+    if not bool(present.any()):
+        return None
+    unlike = 1 - sums.wf[present] ** 2 / (sums.ww[present] * sums.ff[present])
+    if float(unlike.mean()) > 1.5 * most_noise or float(unlike.max()) > 0.1 + 4 * most_noise:
+        return None
+    return factors
+
+
+def _of_axis(axis: Axis, most_noise: float) -> Relation | None:
+    factors = ratios(axis, most_noise)
+    if factors is None:
+        return None
+    fit = math.sqrt(most_noise / axis.elements) if axis.elements > 1 else math.sqrt(most_noise)
+    levels = _levels(factors, max(_PLAIN, min(0.2, 4 * fit)))
+    if not 2 <= len(levels) <= _MOST_FACTORS:
+        return None
+    words, noise = [], 0.0
+    for level, members in levels:
+        factor, left = _left(axis.sums.select(members), level)
+        noise += left
+        if abs(factor - 1) > _PLAIN:
+            places = _range(members)
+            if (
+                axis.elements == 1
+                and abs(abs(factor) - 1) > _PLAIN
+                and not _is_run(places, members)
+            ):
+                return None
+            words.append(_part_words(axis, members, shown(factor, most_noise), places))
+    noise /= float(axis.sums.total.ww)
+    if not words or noise > most_noise:
+        return None
+    return Relation(" and ".join(words), noise)
+
+
+def _left(sums: Sums, level: float) -> tuple[float, float]:
+    """The factor of some rows, and the noise that it leaves."""
+    total = sums.total
+    ww, wf, ff = (float(one) for one in (total.ww, total.wf, total.ff))
+    if level == 0:
+        return 0.0, 0.0
+    factor = wf / ww
+    return factor, max(0.0, ff / factor**2 - 2 * wf / factor + ww)
+
+
+def _levels(factors: torch.Tensor, tolerance: float) -> list[tuple[float, torch.Tensor]]:
+    """Factors that differ, each with the indices that have it; NaN fits any, and counts as one."""
+    order = factors.nan_to_num(1.0).argsort()
+    levels: list[tuple[float, list[int]]] = []
+    values = factors.nan_to_num(1.0).tolist()
+    last = math.nan
+    for index in order.tolist():
+        value = values[index]
+        if levels and abs(value - last) <= tolerance * max(abs(value), abs(last)):
+            levels[-1][1].append(index)
+        else:
+            levels.append((value, [index]))
+            if len(levels) > _MOST_FACTORS:
+                return []
+        last = value
+    return [(level, torch.tensor(members).sort()[0]) for level, members in levels]
+
+
+def _range(members: torch.Tensor) -> str:
+    first, last = int(members[0]), int(members[-1])
+    if last - first + 1 != len(members):
+        return ""
+    return f"{first} to {last}" if last > first else str(first)
+
+
+def _is_run(places: str, members: torch.Tensor) -> bool:
+    return bool(places) and len(members) >= _LEAST_RUN
+
+
+def _part_words(axis: Axis, members: torch.Tensor, factor: str, places: str) -> str:
+    noun, count, total = axis.noun, len(members), axis.count
+    if factor == "0":
+        return causes.some_zero(noun, places, count, total)
+    if factor == "-1":
+        return causes.signs_flipped(noun, places, count, total)
+    return causes.some_multiplied(noun, places, count, total, factor)
+
+
+def shown(value: float, most_noise: float) -> str:
+    """Return a factor with as many digits as the noise leaves."""
+    off = max(1e-4, min(0.05, math.sqrt(most_noise) / 4))
+    for digits in range(1, 5):
+        words = f"{value:.{digits}g}"
+        if abs(float(words) - value) <= off * abs(value):
+            break
+    return f"{float(words):.4g}"
+
+
+def signed(value: float, most_noise: float) -> str:
+    """Return an offset with its sign."""
+    words = shown(value, max(most_noise, _OFFSET_NOISE))
+    return words if words.startswith("-") else f"+{words}"
