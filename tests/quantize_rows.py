@@ -17,6 +17,7 @@ FORMS = {
     "int8": {"weight_packed": "I32", "weight_scale": "BF16", "weight_shape": "I64"},
     "int4": {"weight_packed": "I32", "weight_scale": "BF16", "weight_shape": "I64"},
     "w4afp8": {"weight": "I8", "weight_scale_inv": "F32"},
+    "nvfp4": {"weight_packed": "U8", "weight_scale": "F8_E4M3", "weight_global_scale": "F32"},
 }
 
 
@@ -57,6 +58,7 @@ def pair(base: str, mtp: str, *more: str) -> tuple[str, ...]:
 CT = "fp8 of compressed-tensors"
 NATIVE = Part("fp8", "fp8", "fp8", "fp8", "fp8")
 INT8 = Part("int8", "int8", "int8", "bf16", "bf16")
+NVFP4 = Part("nvfp4", "nvfp4", "nvfp4", "nvfp4", "bf16")
 BF16 = Part("bf16", "bf16", "bf16", "bf16", "bf16")
 FP8_CT = Part(CT, CT, CT, CT, "bf16")
 WINT4 = ("a8w8_fp8_wint4", "a8w8_fp8")
@@ -99,6 +101,10 @@ ROWS = {
         pair("weight_only_int8", "weight_only_int8", "--int8-scope", "linears"),
         Part("int8", "int8", "int8", "int8", "bf16"),
         INT8,
+    ),
+    "nvfp4": Row(pair("weight_only_nvfp4", "weight_only_nvfp4"), NVFP4, NVFP4),
+    "nvfp4, mse": Row(
+        pair("weight_only_nvfp4", "weight_only_nvfp4", "--scale", "mse"), NVFP4, NVFP4
     ),
     "bf16": Row(pair("bf16", "bf16"), BF16, BF16),
     "int4, int8 head": Row(

@@ -39,7 +39,7 @@ class HeadQuant(StrEnum):
 
 
 class ScaleRule(StrEnum):
-    """Choice of the scale of an int4 group."""
+    """Choice of the scale of a group, of int4 or nvfp4."""
 
     MINMAX = "minmax"
     MSE = "mse"
@@ -117,7 +117,7 @@ class Precision:
     )
     scale: ScaleRule = field(
         default=ScaleRule.MINMAX,
-        metadata=option("Choice of an int4 scale: {names}.", Panel.PRECISION, metavar="RULE"),
+        metadata=option("Choice of a group's scale: {names}.", Panel.PRECISION, metavar="RULE"),
     )
     device: Device = field(
         default=Device.CPU,

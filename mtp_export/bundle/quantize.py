@@ -305,8 +305,8 @@ def _conversion(
     """Return the conversion into a scheme, as the loader reads it.
 
     In some dialects fp8 beside integers is compressed-tensors too, with another scale name. There
-    absorbed linears are in bf16, and where attention is in integers, since engines read their
-    weights themselves.
+    absorbed linears are in bf16, and where attention is packed, since engines read their weights
+    themselves.
     """
     renamed = choice.has_groups and not choice.dialect.native_fp8
     heads = {} if choice.head is None else {Role.HEAD: choice.head}
@@ -322,6 +322,7 @@ def _conversion(
         bf16_modules=stored.family.patterns.absorbed if renamed or packs_attention else (),
         int4_activations_fp8=scheme.int4_activations_fp8,
         native=stored.native,
+        joined=tuple(stored.family.patterns.fused),
     )
 
 

@@ -72,10 +72,12 @@ def sizes_of(
         if step.operation is COPY:
             copied += sources[step.inputs[0]].size_bytes
             continue
-        read, written = sum(sources[name].size_bytes for name in step.inputs), step.size_bytes
+        operation = step.operation
+        inputs = operation.own(step.inputs) if isinstance(operation, Convert) else step.inputs
+        read, written = sum(sources[name].size_bytes for name in inputs), step.size_bytes
         before, after = before + read, after + written
-        if isinstance(step.operation, Convert):
-            formats = step.operation.source.storage, step.operation.format.storage
+        if isinstance(operation, Convert):
+            formats = operation.source.storage, operation.format.storage
             by_role[role, *formats] += written - read
     grown = sorted(by_role.items(), key=lambda entry: -entry[1]) if after > before else []
     growth = tuple(Growth(*key, grown_bytes=count) for key, count in grown if count > 0)

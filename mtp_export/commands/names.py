@@ -35,7 +35,7 @@ def _schemes() -> Sequence[str]:
 
 
 def _mtp_schemes() -> Sequence[str]:
-    """Return those of the MTP module: every pair of the precision table gives it 8 bits or more."""
+    """Return those of the MTP module: no pair of the precision table gives it int4."""
     return [name for name in _schemes() if "int4" not in name]
 
 

@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from mtp_checkpoints.families.base import Role
-from mtp_checkpoints.formats import Fp8Block, Int4Group, Int8Channel, Unquantized, W4AFp8
+from mtp_checkpoints.formats import (
+    Fp8Block,
+    Int4Group,
+    Int8Channel,
+    NvFp4Packed,
+    Unquantized,
+    W4AFp8,
+)
 from mtp_export.schemes.scheme import Scheme, every_linear
 
 # Formats of the language-model head beside those of all linears, by their names.
@@ -48,6 +55,12 @@ SCHEMES: dict[str, Scheme] = {
         "int8 + bf16",
         every_linear(Int8Channel.storage) | _ATTENTION_IN_BF16,
         {"int8_scope": {"linears": every_linear(Int8Channel.storage) | _INDEXER_IN_BF16}},
+    ),
+    # e2m1 codes in groups of 16 for every linear but what latent attention absorbs, and indexers.
+    "weight_only_nvfp4": Scheme(
+        "weight_only_nvfp4",
+        "nvfp4 + bf16",
+        every_linear(NvFp4Packed.storage) | {Role.INDEXER: Unquantized.storage},
     ),
     # For hardware without fp8, and the way into engines that quantize at load.
     "bf16": Scheme("bf16", "bf16", every_linear(Unquantized.storage)),

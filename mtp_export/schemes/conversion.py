@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from mtp_checkpoints.containers.base import TensorInfo
@@ -30,11 +30,14 @@ _CONVERTIBLE = (DType.F8_E4M3, DType.BF16, DType.F32)
 class Conversion(PartStorage):
     """Conversion of the linears of one part into their storages.
 
-    scheme is None where tensors stay as stored. scale_rule chooses int4 scales.
+    scheme is None where tensors stay as stored. scale_rule chooses the scales of groups. joined are
+    the last name components of linears that engines join, set by set: where a format has a number
+    of the whole matrix, they share it.
     """
 
     scheme: str | None = None
     scale_rule: str = "minmax"
+    joined: tuple[tuple[str, ...], ...] = ()
 
     @property
     def keeps_all(self) -> bool:
@@ -70,10 +73,20 @@ class Conversion(PartStorage):
         assert storage is not None, "it stays otherwise"
         converted = FORMATS[storage].of_options(self.options)
         _check(tensor, converted)
-        inputs = tuple(stored.name for stored in one.tensors if stored.name in tensors)
+        own = [stored.name for stored in one.tensors if stored.name in tensors]
+        joined = self._joined_with(one, tensors) if converted.of_whole_matrix else []
+        suffixes = [name.removeprefix(one.weight.module) for name in own]
+        inputs = (*own, *(module + suffix for module in joined for suffix in suffixes))
         outputs = converted.tensors(name, tensor.shape)
-        convert = Convert(converted, self.scale_rule, one.format)
+        convert = Convert(converted, self.scale_rule, one.format, joined=len(joined))
         return Step(convert, inputs, outputs, scheme=self.scheme)
+
+    def _joined_with(self, one: StoredWeight, tensors: Collection[str]) -> list[str]:
+        """Return the other modules that engines join with a weight's, as far as they are there."""
+        parent, _, last = one.weight.module.rpartition(".")
+        others = (part for parts in self.joined if last in parts for part in parts if part != last)
+        modules = (f"{parent}.{part}" for part in others)
+        return [module for module in modules if f"{module}.weight" in tensors]
 
 
 AS_STORED = Conversion(storages={})

@@ -55,6 +55,7 @@ class Draft:
             options=FormatOptions(fp8_scale_name=COMPRESSED_SCALE if in_groups else NATIVE_SCALE),
             bf16_modules=self.family.patterns.absorbed if in_groups else (),
             native=self.stored.native,
+            joined=tuple(self.family.patterns.fused),
         )
 
 

@@ -36,6 +36,7 @@ PAIRS = (
     Pair("weight_only_int4", "weight_only_int8", "TP8"),
     Pair("a8w8_fp8", "a8w8_fp8", "TP16 (2×TP8)"),
     Pair("weight_only_int8", "weight_only_int8", "TP16 (2×TP8)"),
+    Pair("weight_only_nvfp4", "weight_only_nvfp4", "TP8"),
     Pair("bf16", "bf16", "-"),
 )
 

@@ -9,23 +9,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.formats import UNQUANTIZED, WeightFormat
-from mtp_checkpoints.formats.base import BLOCK
+from mtp_checkpoints.formats.base import BLOCK, OF_ROWS
 from mtp_checkpoints.tensors.tensor_reader import TensorReader, as_array, as_rows
 from mtp_checkpoints.tensors.tensor_stream import TensorStream
 from mtp_export.plan import Facts, Resources, Sink
+from mtp_export.schemes.read_twice import RowBytes, read_twice
 
 if TYPE_CHECKING:
     import torch
 
-    from mtp_kernels.quantize import ErrorStats
+    from mtp_kernels.quantize import ErrorStats, Fp8Block
+    from mtp_kernels.quantize.array_conversions import Rows
+
+T = TypeVar("T")
 
 _COMPILED_DTYPES = {
     (DType.F8_E4M3, DType.F32),
@@ -41,12 +46,15 @@ class Convert:
     """Conversion of a weight into another format.
 
     Inputs are the tensors of the weight in the format of its source, codes and scale; outputs are
-    those of the format. scale_rule chooses int4 scales: minmax or mse.
+    those of the format. scale_rule chooses the scales of groups: minmax or mse. joined is the
+    number of other weights, whose tensors are the inputs after the weight's own, in its order: for
+    a format with a number of the whole matrix they are measured with it.
     """
 
     format: WeightFormat
     scale_rule: str
     source: WeightFormat = UNQUANTIZED
+    joined: int = 0
 
     @property
     def name(self) -> str:
@@ -64,19 +72,18 @@ class Convert:
         resources: Resources,
     ) -> Facts:
         """Convert pieces of whole fp8 blocks; raises InvalidInputError for damaged values."""
-        errors: list[ErrorStats] = []
-        weight = inputs[0].info
-        for start, stop in _pieces(weight):
-            try:
-                results, error = self._convert(inputs, start, stop, resources.device)
-            except ValueError as problem:
-                raise _damaged(weight, (start, stop), problem) from problem
-            errors.append(error)
-            for number, result in enumerate(results):
-                sink(number, _bytes_of(result))
-        for number, data in self.constants(weight.shape, len(outputs)):
-            sink(number, data)
-        return _quality(errors)
+        device = resources.device
+        if not self.format.of_whole_matrix:
+            return self._write(inputs, outputs, sink, device)
+        with ExitStack() as opened:
+            own = read_twice(self.own(inputs), resources.budget_bytes)
+            largest = self._largest_of([*own, *inputs[len(own) :]], device)
+            known = replace(self, format=self.format.of_amax(largest))
+            return known._write([one.again(opened) for one in own], outputs, sink, device)
+
+    def own(self, inputs: Sequence[T]) -> Sequence[T]:
+        """Return those of its inputs that are the weight's own."""
+        return inputs[: len(inputs) // (1 + self.joined)]
 
     def constants(self, shape: tuple[int, ...], outputs: int) -> Iterator[tuple[int, memoryview]]:
         """Return the bytes of those of its outputs that no element of a weight [N, K] decides, by
@@ -84,28 +91,72 @@ class Convert:
         constants = self.format.constants(shape)
         return enumerate(map(_bytes_of, constants), outputs - len(constants))
 
-    def _convert(
-        self, inputs: Sequence[TensorStream], start: int, stop: int, device: str
-    ) -> tuple[Sequence[Any], ErrorStats]:
-        """Convert rows of a weight: without torch where compiled code knows them."""
+    def _write(
+        self, inputs: Sequence[RowBytes], outputs: Sequence[OutputTensor], sink: Sink, device: str
+    ) -> Facts:
+        errors: list[ErrorStats] = []
+        weight = inputs[0].info
+        of_matrix: Sequence[Any] = ()
+        for start, stop in _pieces(weight):
+            with _names_damage(weight, (start, stop)):
+                results, error = self._convert(self._rows_of(inputs, start, stop), device)
+            errors.append(error)
+            for number, result in enumerate(results[:OF_ROWS]):
+                sink(number, _bytes_of(result))
+            of_matrix = results[OF_ROWS:]  # whichever piece: they are the same
+        for number, result in enumerate(of_matrix, OF_ROWS):
+            sink(number, _bytes_of(result))
+        for number, data in self.constants(weight.shape, len(outputs)):
+            sink(number, data)
+        return _quality(errors)
+
+    def _largest_of(self, inputs: Sequence[RowBytes], device: str) -> float:
+        """Return the largest magnitude of the weight and of those joined with it."""
+        largest, count = 0.0, len(inputs) // (1 + self.joined)
+        for number in range(0, len(inputs), count):
+            one = inputs[number : number + count]
+            for start, stop in _pieces(one[0].info):
+                with _names_damage(one[0].info, (start, stop)):
+                    found = self._largest(self._rows_of(one, start, stop), device)
+                largest = max(largest, found)
+        return largest
+
+    def _rows_of(self, inputs: Sequence[RowBytes], start: int, stop: int) -> list[_Piece]:
         per_scale = self.source.scale_rows
         spans = ((start, stop), (start // per_scale, -(-stop // per_scale)))
-        pieces = [
+        return [
             _Piece(stream.info, stream.row_data(*span), span[1] - span[0])
             for stream, span in zip(inputs, spans, strict=False)
         ]
-        dtypes = tuple(piece.info.dtype for piece in pieces)
-        if device == "cpu" and dtypes in _COMPILED_DTYPES and not self.uses_torch:
-            from mtp_kernels.quantize.array_conversions import Rows
 
-            rows = Rows(*(piece.array() for piece in pieces))
-            converted = self.format.quantize_rows(rows, self.scale_rule)
+    def _convert(self, pieces: Sequence[_Piece], device: str) -> tuple[Sequence[Any], ErrorStats]:
+        """Convert rows of a weight: without torch where compiled code knows them."""
+        if self._is_compiled(pieces, device):
+            converted = self.format.quantize_rows(_arrays(pieces), self.scale_rule)
             if converted is not None:
                 return converted
-        values, *scale = (piece.tensor().to(device) for piece in pieces)
-        source = self.source.source(values, *scale) if scale else values
-        results, error = self.format.quantize(source, self.scale_rule)
+        results, error = self.format.quantize(self._values(pieces, device), self.scale_rule)
         return [_array_of(result.cpu()) for result in results], error
+
+    def _largest(self, pieces: Sequence[_Piece], device: str) -> float:
+        """Return the largest magnitude of rows (ValueError for damaged ones)."""
+        if self._is_compiled(pieces, device):
+            from mtp_kernels.quantize.array_conversions import largest_magnitude
+
+            found = largest_magnitude(_arrays(pieces))
+            if math.isfinite(found):
+                return found
+        from mtp_kernels.quantize import checked_values
+
+        return float(checked_values(self._values(pieces, device)).abs().max())
+
+    def _is_compiled(self, pieces: Sequence[_Piece], device: str) -> bool:
+        dtypes = tuple(piece.info.dtype for piece in pieces)
+        return device == "cpu" and dtypes in _COMPILED_DTYPES and not self.uses_torch
+
+    def _values(self, pieces: Sequence[_Piece], device: str) -> torch.Tensor | Fp8Block:
+        values, *scale = (piece.tensor().to(device) for piece in pieces)
+        return self.source.source(values, *scale) if scale else values
 
 
 class _Piece(NamedTuple):
@@ -120,6 +171,12 @@ class _Piece(NamedTuple):
 
     def tensor(self) -> torch.Tensor:
         return as_rows(self.info, self.data, self.rows)
+
+
+def _arrays(pieces: Sequence[_Piece]) -> Rows:
+    from mtp_kernels.quantize.array_conversions import Rows
+
+    return Rows(*(piece.array() for piece in pieces))
 
 
 def _pieces(weight: TensorInfo) -> Iterator[tuple[int, int]]:
@@ -141,13 +198,18 @@ def _quality(errors: Sequence[ErrorStats]) -> Facts:
     }
 
 
-def _damaged(weight: TensorInfo, rows: tuple[int, int], problem: ValueError) -> InvalidInputError:
-    return InvalidInputError(
-        f"Tensor {weight.name} cannot be converted (rows {rows[0]} to {rows[1] - 1})",
-        where=weight.path,
-        found=str(problem),
-        todo="The weight or its scale is damaged: get the checkpoint again",
-    )
+@contextmanager
+def _names_damage(weight: TensorInfo, rows: tuple[int, int]) -> Iterator[None]:
+    """Name the rows of a weight that cannot be converted (InvalidInputError)."""
+    try:
+        yield
+    except ValueError as problem:
+        raise InvalidInputError(
+            f"Tensor {weight.name} cannot be converted (rows {rows[0]} to {rows[1] - 1})",
+            where=weight.path,
+            found=str(problem),
+            todo="The weight or its scale is damaged: get the checkpoint again",
+        ) from problem
 
 
 def load_kernels(device: str) -> None:

@@ -147,6 +147,15 @@ def _check(source: SourceBundle) -> None:
             todo="Use the module as it is, or --draft parallel_heads",
         )
     for one in source.stored.weights.values():
+        if is_trained(one.weight) and one.format.of_whole_matrix:
+            raise UnsupportedError(
+                f"MTP layers in {one.storage} are not trained: linears that engines join have one"
+                " number of the whole matrix, which each step would change",
+                where=source.folder,
+                expected="an MTP part in bf16, fp8, int8 or int4",
+                found=f"{one.weight.name} in {one.storage}",
+                todo="Tune a bundle in the source's precision, and quantize what comes of it",
+            )
         if is_trained(one.weight) and isinstance(one.format, ReadOnlyFormat):
             raise UnsupportedError(
                 f"Tensor {one.weight.name} is in a format that only others' tools write",

@@ -12,6 +12,8 @@ import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from compressed_tensors.quantization.quant_scheme import NVFP4A16
+from compressed_tensors.quantization.utils import generate_gparam
 
 from cases import export, make_checkpoint, nightly_but, quantize, read_json, read_tensors
 from mtp_kernels.quantize import (
@@ -34,8 +36,9 @@ from quantize_rows import (
 )
 
 Tensors = dict[str, torch.Tensor]
+JOINED = (("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
 DTYPES = {"BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn, "F32": torch.float32}
-DTYPES |= {"I32": torch.int32, "I64": torch.int64, "I8": torch.int8}
+DTYPES |= {"I32": torch.int32, "I64": torch.int64, "I8": torch.int8, "U8": torch.uint8}
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +135,8 @@ def check_linear(
     if form in ("int4", "int8"):
         assert config is not None
         check_packed(stored, module, weights, int(form[-1]), config)
+    elif form == "nvfp4":
+        check_nvfp4({name: stored[f"{module}.{name}"] for name in FORMS[form]}, source, module)
     elif form == "w4afp8":
         scale = stored[f"{module}.weight_scale_inv"]
         restored = unpacked_w4afp8(stored[f"{module}.weight"], scale)
@@ -145,6 +150,21 @@ def check_linear(
     else:
         check_fp8(*(stored[name] for name in names), source, module, weights)
     return set(names)
+
+
+def check_nvfp4(state: Tensors, source: Tensors, module: str) -> None:
+    """The number of the matrix is that of all linears that engines join, and the codes are those
+    that compressed-tensors packs under our scales."""
+    parent, _, last = module.rpartition(".")
+    joined = next((parts for parts in JOINED if last in parts), (last,))
+    amax = max(exact(source, f"{parent}.{part}").abs().max() for part in joined)
+    assert torch.equal(state["weight_global_scale"], generate_gparam(-amax, amax)), module
+    scheme = QuantizationScheme(targets=["Linear"], **NVFP4A16)
+    compressor = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized")
+    weights = exact(source, module)
+    scale = state["weight_scale"].float()
+    packed = compressor.compress({**state, "weight": weights, "weight_scale": scale}, scheme)
+    assert torch.equal(packed["weight_packed"], state["weight_packed"]), module
 
 
 def check_fp8(

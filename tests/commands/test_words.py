@@ -174,7 +174,7 @@ REFUSALS = {
     ),
     ("quantize", "--base-quant", "int4"): (
         "'int4' is no scheme for --base-quant. Expected a8w8_fp8_wint4, weight_only_int4, a8w8_fp8,"
-        " weight_only_int8, bf16, keep. Did you mean weight_only_int4?"
+        " weight_only_int8, weight_only_nvfp4, bf16, keep. Did you mean weight_only_int4?"
     ),
     ("launch", "x", "--engine", "vlm"): (
         "'vlm' is no engine for --engine. Expected vllm, sglang, lightllm, xllm, paddlenlp, eagle."
@@ -196,7 +196,8 @@ REFUSALS = {
         " a folder, or an address. Found --dry-run behind it."
     ),
     ("quantize", "x", "--mtp-quant", "-q"): (
-        "Option --mtp-quant has no value. Expected a8w8_fp8, weight_only_int8, bf16, keep. Found -q"
+        "Option --mtp-quant has no value. Expected a8w8_fp8, weight_only_int8,"
+        " weight_only_nvfp4, bf16, keep. Found -q"
         " behind it."
     ),
     ("generate", "x", "--prompts"): (
@@ -445,7 +446,10 @@ def test_completion_is_installed_for_the_shell_that_is_named(
         ("mtp-export generate x --speculate-method eagle", "eagle eagle3"),
         ("mtp-export generate x --dtype b", "bfloat16"),
         ("mtp-export graft --main s", "s3://"),
-        ("mtp-export quantize --base-quant weight", "weight_only_int4 weight_only_int8"),
+        (
+            "mtp-export quantize --base-quant weight",
+            "weight_only_int4 weight_only_int8 weight_only_nvfp4",
+        ),
     ],
 )
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

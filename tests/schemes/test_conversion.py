@@ -17,6 +17,7 @@ from mtp_checkpoints.formats import (
     FormatOptions,
     Fp8Block,
     Int4Group,
+    NvFp4Packed,
     WeightFormat,
 )
 from mtp_checkpoints.quantization.mismatches import StoredTensor
@@ -83,7 +84,7 @@ def test_what_a_release_left_out_stays() -> None:
 
 def test_linears_that_attention_absorbs_are_bf16_whatever_others_are() -> None:
     absorbed = spec_of(Role.ATTENTION, "model.layers.1.self_attn.kv_b_proj.weight")
-    for storage in ("fp8_block", "int4_group", "int8_channel"):
+    for storage in ("fp8_block", "int4_group", "nvfp4_packed"):
         own = conversion(storage, bf16_modules=("kv_b_proj",))
         assert own.storage_of(spec_of()) is storage
         assert own.storage_of(absorbed) == "bf16"
@@ -142,6 +143,25 @@ def test_codes_are_converted_with_their_scales(storage: str) -> None:
     assert found == Step(convert, (NAME, SCALE), outputs, scheme="scheme")
     if storage == "int4_group":
         assert made == Int4Group(32)
+
+
+def test_a_number_of_the_matrix_is_measured_over_all_that_engines_join() -> None:
+    """By the names of the release, fp8 codes with their scales, whatever the target's name is."""
+    own = conversion("nvfp4_packed", joined=(("q_proj", "k_proj"), ("gate_proj", "up_proj")))
+    gate, gate_scale = (name.replace("up_proj", "gate_proj") for name in (NAME, SCALE))
+    others = {gate: CODES, gate_scale: BLOCKS, "model.layers.2.mlp.gate_proj.weight": CODES}
+    outputs = NvFp4Packed().tensors("new.weight", (256, 256))
+    for more, inputs, joined in (
+        (others, (NAME, SCALE, gate, gate_scale), 1),
+        ({}, (NAME, SCALE), 0),
+    ):
+        found = own.step(stored(CODES, BLOCKS), CODES, SOURCE | more, name="new.weight")
+        convert = Convert(NvFp4Packed(), "minmax", Fp8Block(), joined=joined)
+        assert found == Step(convert, inputs, outputs, scheme="scheme")
+        assert convert.own(inputs) == (NAME, SCALE)
+    other = conversion("int4_group", joined=own.joined)
+    found = other.step(stored(CODES, BLOCKS), CODES, SOURCE | others, name="new.weight")
+    assert found is not None and found.inputs == (NAME, SCALE)
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F32"])

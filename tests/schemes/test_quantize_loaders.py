@@ -22,13 +22,17 @@ from runtime.harness import Walk, prompts_of
 FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"
 COMPRESSED = [
     name for name, row in ROWS.items()
-    if name.startswith("int") or name == "wint4, vLLM" or row.head != "bf16"
+    if name.startswith(("int", "nvfp4")) or name == "wint4, vLLM" or row.head != "bf16"
 ]  # fmt: skip
-# It takes one group for all experts, and one for every other linear, a head too.
+# It takes one group for all experts, and one for every other linear, a head too. Of nvfp4 experts,
+# which it joins, it leaves the number of the matrix out.
 READ_BY_TRANSFORMERS = [
-    name for name in COMPRESSED if name not in ("fp8, int8 head", "bf16, int8 head")
+    name
+    for name in COMPRESSED
+    if name not in ("fp8, int8 head", "bf16, int8 head") and not name.startswith("nvfp4")
 ]
 FORM_OF = {("int", 4): "int4", ("int", 8): "int8", ("float", 8): "fp8 of compressed-tensors"}
+FORM_OF |= {("float", 4): "nvfp4"}
 # vLLM looks for the copy of the head by the last name.
 ITS_HEADS = (*HEADS, f"model.layers.{MTP_LAYER}.head")
 # Modules that no engine may take for a quantized one.

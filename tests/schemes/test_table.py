@@ -19,6 +19,7 @@ IN_TABLE = [
     ("weight_only_int4", "weight_only_int8", "TP8"),
     ("a8w8_fp8", "a8w8_fp8", "TP16 (2×TP8)"),
     ("weight_only_int8", "weight_only_int8", "TP16 (2×TP8)"),
+    ("weight_only_nvfp4", "weight_only_nvfp4", "TP8"),
     ("bf16", "bf16", "-"),
 ]
 OTHERS = (Role.DENSE_MLP, Role.SHARED_EXPERT)
@@ -33,6 +34,7 @@ def test_the_table() -> None:
         "weight_only_int4": both,
         "a8w8_fp8": (*both, "TensorRT-LLM"),
         "weight_only_int8": both,
+        "weight_only_nvfp4": both,
         "bf16": ("all",),
     }
 
@@ -63,20 +65,21 @@ def storages(scheme: Scheme) -> tuple[str, set[str], str]:
 
 
 def test_storages_of_every_scheme() -> None:
-    fp8, bf16, int4, int8 = (
-        "fp8_block", "bf16", "int4_group", "int8_channel",
+    fp8, bf16, int4, int8, nvfp4 = (
+        "fp8_block", "bf16", "int4_group", "int8_channel", "nvfp4_packed",
     )  # fmt: skip
     assert {name: storages(scheme) for name, scheme in SCHEMES.items()} == {
         "a8w8_fp8_wint4": (fp8, {fp8}, int4),
         "weight_only_int4": (bf16, {bf16}, int4),
         "a8w8_fp8": (fp8, {fp8}, fp8),
         "weight_only_int8": (bf16, {int8}, int8),
+        "weight_only_nvfp4": (nvfp4, {nvfp4}, nvfp4),
         "bf16": (bf16, {bf16}, bf16),
     }
     assert all(name == scheme.name for name, scheme in SCHEMES.items())
     assert {name for name, one in SCHEMES.items() if one.int4_activations_fp8} == {"a8w8_fp8_wint4"}
     words = [scheme.on_disk for scheme in SCHEMES.values()]
-    assert words == ["int4 + fp8", "int4 + bf16", "fp8", "int8 + bf16", "bf16"]
+    assert words == ["int4 + fp8", "int4 + bf16", "fp8", "int8 + bf16", "nvfp4 + bf16", "bf16"]
     assert every_linear(bf16) == dict.fromkeys(LINEAR_ROLES, bf16)
 
 

@@ -17,8 +17,10 @@ from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.formats import (
     UNQUANTIZED,
     Fp8Block,
+    Fp8Channel,
     Int4Group,
     Int8Channel,
+    NvFp4Packed,
     W4AFp8,
     WeightFormat,
 )
@@ -122,6 +124,44 @@ def test_compiled_code_and_torch_give_the_same(made: WeightFormat, tmp_path: Pat
         assert not convert.uses_torch
         assert written.outputs[: len(results)] == [raw(result) for result in results]
         assert facts["sqnr_db"] == error.sqnr_db and facts["max_error"] == error.max_error
+
+
+@pytest.mark.parametrize("budget", [1 << 30, 300 * 256 * 2, 0])
+@pytest.mark.parametrize("source", [UNQUANTIZED, Fp8Block(), Fp8Channel()])
+def test_joined_weights_share_the_number_of_the_matrix(
+    source: WeightFormat, budget: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kept in memory or read again, in pieces, by compiled code or torch: the same bytes."""
+    monkeypatch.setattr(transforms, "_PIECE_ELEMENTS", 128 * 256)
+    weights = [random(300, 256, seed=seed) * size for seed, size in ((0, 1.0), (1, 3.0), (2, 2.0))]
+    parts: dict[str, torch.Tensor] = {}
+    values = []
+    for number, weight in enumerate(weights):
+        if source is UNQUANTIZED:
+            parts[f"w{number}"] = weight.bfloat16()
+            values.append(weight.bfloat16().float())
+        else:
+            (codes, scale), _ = source.quantize(weight, "minmax")
+            parts |= {f"w{number}": codes, f"s{number}": scale}
+            values.append(source.decode(codes, scale, torch.float32))
+    made = NvFp4Packed().of_amax(max(float(one.abs().max()) for one in values))
+    wanted, error = made.quantize(values[0], "mse")
+    convert = Convert(NvFp4Packed(), "mse", source, joined=2)
+    assert convert.uses_torch == (source == Fp8Channel())
+    resources = Resources(budget, "cpu")
+    written, facts = run(convert, stored(tmp_path, **parts), 3, resources)
+    assert written.outputs == [raw(one) for one in wanted]
+    assert [len(pieces) for pieces in written.pieces] == [3, 3, 1]
+    assert facts["sqnr_db"] == pytest.approx(error.sqnr_db, rel=1e-12)
+
+
+@pytest.mark.parametrize("damaged", ["w0", "w1"])
+def test_damage_is_found_in_every_weight_that_is_joined(damaged: str, tmp_path: Path) -> None:
+    weights = {name: random(130, 64).bfloat16() for name in ("w0", "w1")}
+    weights[damaged][129, 3] = torch.nan
+    convert = Convert(NvFp4Packed(), "minmax", joined=1)
+    with pytest.raises(InvalidInputError, match=f"Tensor {damaged} cannot be converted"):
+        run(convert, stored(tmp_path, **weights), 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -27,6 +27,7 @@ from mtp_checkpoints.formats.gptq import GptqInt4, GptqInt8, GptqWords
 from mtp_checkpoints.formats.int_quantized import Int8Unpacked
 from mtp_checkpoints.formats.int_words import CODES_PER_WORD, WHOLE_ROW, InputWords
 from mtp_checkpoints.formats.modelopt import Fp8Tensor, NvFp4
+from mtp_checkpoints.formats.nvfp4 import NvFp4Packed
 from mtp_checkpoints.formats.pack_quantized import Int4Group, Int8Channel
 from mtp_checkpoints.formats.unquantized import UNQUANTIZED, Unquantized, unquantized
 from mtp_checkpoints.formats.w4afp8 import W4AFp8
@@ -57,6 +58,7 @@ __all__ = [
     "Int8Unpacked",
     "Int8ZeroPoints",
     "NvFp4",
+    "NvFp4Packed",
     "W4AFp8",
     "Unquantized",
     "WeightFormat",
@@ -73,6 +75,7 @@ FORMATS: dict[str, type[WeightFormat]] = {
     "int8_channel": Int8Channel,
     "fp8_channel": Fp8Channel,
     "fp8_block": Fp8Block,
+    "nvfp4_packed": NvFp4Packed,
     "w4afp8": W4AFp8,
     "awq_int4": AwqInt4,
     "gptq_int4": GptqInt4,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.formats.compressed import WeightsEntry
@@ -23,13 +23,14 @@ if TYPE_CHECKING:
 
 BLOCK = 128  # rows and columns per fp8 scale
 GROUP_SIZES = (32, 64, 128)  # columns per int4 scale
+OF_ROWS = 2  # tensors of a format that have rows: codes and scales
 # Last name components of an fp8 scale. The released name says inverse, but the scale multiplies.
 NATIVE_SCALE = "weight_scale_inv"
 COMPRESSED_SCALE = "weight_scale"
 # Last name components of a linear's codes in any format, each with those of scales that go with it.
 SCALES_OF_CODES: Mapping[str, tuple[str, ...]] = {
     "weight": (COMPRESSED_SCALE, NATIVE_SCALE, "scale", "scales", "weight_scale_2"),
-    "weight_packed": (COMPRESSED_SCALE,),
+    "weight_packed": (COMPRESSED_SCALE, "weight_global_scale"),
     "qweight": ("scales",),
 }
 SCALE_DTYPES = (DType.F32, DType.F8_E8M0)  # of fp8: engines widen a power of two as they load it
@@ -72,7 +73,8 @@ class WeightFormat(ABC):
 
     Subclasses are frozen dataclasses of the format's parameters, so that equal formats store
     weights in the same way. The first tensor of a format holds the codes (or the values
-    themselves), the second the scales; the others are constants that no element decides.
+    themselves), the second the scales; after them come numbers that all elements decide together,
+    then constants that none does.
 
     A format that is written has `encode`; fast code for it is optional, and found by the kernels.
     """
@@ -90,11 +92,18 @@ class WeightFormat(ABC):
     reads_whole: ClassVar[bool] = False  # all codes are read for some rows: as read they are others
     word_rows: ClassVar[int] = 0  # rows that words of some tensor run across; 0: none does
     compiled_sources: ClassVar[frozenset[str]] = frozenset()  # of quantize_rows
+    # A number of the whole matrix goes with its scales, one for all linears that engines join.
+    of_whole_matrix: ClassVar[bool] = False
 
     @classmethod
     def of_options(cls, options: FormatOptions) -> WeightFormat:
         """Return the format with the parameters that a run chose."""
         return cls()
+
+    def of_amax(self, amax: float) -> Self:
+        """Return the format as it quantizes a matrix that, joined with others, has this largest
+        magnitude; only formats of_whole_matrix need it."""
+        raise AssertionError(f"{self.storage} has no number of the whole matrix")
 
     @property
     def k_divisor(self) -> int:
@@ -142,7 +151,8 @@ class WeightFormat(ABC):
     def quantize(
         self, source: torch.Tensor | Fp8Block, scale_rule: str
     ) -> tuple[tuple[torch.Tensor, ...], ErrorStats]:
-        """Convert rows [n, K] into codes and scales, with the error that this makes.
+        """Convert rows [n, K] into codes and scales, and the number of the whole matrix where the
+        format has one, with the error that this makes.
 
         Raises ValueError for values or scales that are not finite.
         """
@@ -217,7 +227,7 @@ class WeightFormat(ABC):
         return self.decode(codes, scale, torch.float32)
 
     def constants(self, shape: tuple[int, ...]) -> tuple[Any, ...]:
-        """Return the tensors after codes and scales, for a weight [N, K], as arrays."""
+        """Return the last tensors, which no element of a weight [N, K] decides, as arrays."""
         return ()
 
     def check_constants(self, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> None:

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, ClassVar
 from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.formats.base import EncodedWeight, ReadOnlyFormat, RowSource
+from mtp_checkpoints.formats.nvfp4 import NVFP4_GROUP
 from mtp_checkpoints.formats.verification import FOUR_BIT_GATE, FP8_GATE, FormatGate
 
 if TYPE_CHECKING:
     import torch
-
-NVFP4_GROUP = 16
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class _ModelOpt(ReadOnlyFormat):
@@ -69,13 +67,11 @@ class NvFp4(_ModelOpt):
         return self.encoded((source.codes(start, stop), scale, second))
 
     def decode(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        import torch
+        from mtp_kernels.quantize.block_floats import dequantize_nvfp4
 
         if not scale.isfinite().all():
             raise ValueError("group scale: expected finite numbers")
-        table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=codes.device)
-        pairs = torch.stack((codes & 0xF, codes >> 4), dim=-1).reshape(codes.shape[0], -1)
-        return (table[pairs.long()] * scale.repeat_interleave(NVFP4_GROUP, dim=1)).to(dtype)
+        return dequantize_nvfp4(codes, scale).to(dtype)
 
 
 @dataclass(frozen=True)

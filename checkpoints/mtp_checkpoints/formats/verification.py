@@ -57,6 +57,8 @@ FIVE_BIT_GATE = FormatGate(20.0, RunGate(kl_nats=0.02, top1=0.94, acceptance_poi
 FOUR_BIT_GATE = FormatGate(12.0, RunGate(kl_nats=0.05, top1=0.90, acceptance_points=3.0))
 
 
+SWAPPED_PAIRS = "even and odd codes (the nibble order in a byte) are swapped"
+
 # Codes and scales, of a stored weight and of the same with a bug undone.
 Undo = Callable[["torch.Tensor", "torch.Tensor"], tuple["torch.Tensor", "torch.Tensor"]]
 
@@ -67,6 +69,23 @@ class Bug:
 
     cause: str
     undo: Undo
+
+
+def swapped_pairs() -> Bug:
+    """Return the bug of packing codes of 4 bits into bytes."""
+
+    def undo(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        import torch
+
+        changed = swapped(codes.contiguous().view(torch.uint8))
+        return changed.view(codes.dtype), scale
+
+    return Bug(SWAPPED_PAIRS, undo)
+
+
+def swapped(codes: torch.Tensor) -> torch.Tensor:
+    """Return bytes with the two codes of each in the other order."""
+    return (codes << 4) | (codes >> 4)
 
 
 def packing_bugs(bits: int) -> tuple[Bug, ...]:
@@ -85,9 +104,6 @@ def packing_bugs(bits: int) -> tuple[Bug, ...]:
         """Flip each code's top bit: from offset to two's complement, or back."""
         return codes ^ (0x80 if bits == 8 else 0x88)
 
-    def swapped(codes: torch.Tensor) -> torch.Tensor:
-        return (codes << 4) | (codes >> 4)
-
     def reversed_in_words(codes: torch.Tensor) -> torch.Tensor:
         """Put the codes of each 32-bit word in reverse order: most significant first."""
         in_bytes = codes if bits == 8 else swapped(codes)
@@ -103,5 +119,5 @@ def packing_bugs(bits: int) -> tuple[Bug, ...]:
             "the order of the codes in a word (nibble order) is reversed",
             recoded(reversed_in_words),
         ),
-        Bug("even and odd codes (the nibble order in a byte) are swapped", recoded(swapped)),
+        Bug(SWAPPED_PAIRS, recoded(swapped)),
     )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.dtypes import held_shape, tensor_bytes, torch_dtype
-from mtp_checkpoints.sources.direct_io import PAGE_BYTES, SLACK_BYTES
+from mtp_checkpoints.sources.direct_io import PAGE_BYTES, SLACK_BYTES, page_memory
 from mtp_checkpoints.sources.disk_queue import SMALL_BYTES
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class TensorReader:
     """
 
     def __init__(self, info: TensorInfo, *, once: bool = False) -> None:
-        self._info = info
+        self.info = info
         self._begin, self._end = info.offset_bytes, info.offset_bytes + info.size_bytes
         self._file = info.file.open(range(self._begin, self._end) if once else None)
 
@@ -75,16 +75,16 @@ class TensorReader:
 
         A scalar is one row, and comes as a tensor of shape ().
         """
-        import torch
+        return as_rows(self.info, self.row_data(start, stop), stop - start)
 
-        info, size = self._info, row_bytes(self._info)
+    def row_data(self, start: int, stop: int) -> memoryview:
+        """Return the bytes of the same rows."""
+        size = row_bytes(self.info)
         first, last = self._begin + start * size, self._begin + stop * size
         if last - first < SMALL_BYTES:
-            return as_rows(info, memoryview(bytearray(self._file.read(first, last))), stop - start)
-        memory = torch.empty(last - first + SLACK_BYTES + PAGE_BYTES, dtype=torch.uint8)
-        aligned: Any = memory[-memory.data_ptr() % PAGE_BYTES :].numpy()
-        buffer = memoryview(aligned)
-        return as_rows(info, buffer[self._file.read_into(buffer, first, last)], stop - start)
+            return memoryview(bytearray(self._file.read(first, last)))
+        buffer = page_memory(last - first + SLACK_BYTES)
+        return buffer[self._file.read_into(buffer, first, last)]
 
     def window(self, rows: range, columns: range) -> torch.Tensor:
         """Return some columns of some rows of a matrix, in the stored dtype; others are not read.
@@ -93,7 +93,7 @@ class TensorReader:
         """
         import torch
 
-        info = self._info
+        info = self.info
         if len(columns) == info.shape[1]:
             return self.rows(rows.start, rows.stop)
         before, width = (

@@ -46,6 +46,7 @@ __all__ = [
     "dequantize_int8_channel",
     "dequantize_w4afp8",
     "error_of",
+    "error_stats",
     "load_backend",
     "quantize_fp8_block",
     "quantize_int4_group",
@@ -110,7 +111,7 @@ def dequantize_fp8_block(
     codes, block_scale = checks.check_fp8_block(source)
     dtype = checks.output_dtype(dtype)
     weights, stats = _backend(backend, codes).dequantize_fp8_block(codes, block_scale, dtype)
-    return weights.view(dtype), _error_stats(codes, stats)
+    return weights.view(dtype), error_stats(codes, stats)
 
 
 def quantize_fp8_block(
@@ -126,7 +127,7 @@ def quantize_fp8_block(
 
     values = checks.check_matrix("weights", weights, checks.FLOAT_DTYPES)
     codes, scale, stats = _backend(backend, values).quantize_fp8_block(values, power_of_two_scale)
-    return Fp8Block(codes.view(torch.float8_e4m3fn), scale), _error_stats(values, stats)
+    return Fp8Block(codes.view(torch.float8_e4m3fn), scale), error_stats(values, stats)
 
 
 def quantize_int8_channel(
@@ -145,7 +146,7 @@ def quantize_int8_channel(
         raise ValueError(f"int8: K = {values.shape[1]} is not divisible by 4, the codes of a word")
     implementation = _backend(backend, values)
     codes, scale, stats = implementation.quantize_int8_channel(values, block_scale)
-    return Int8Channel(codes.view(torch.int32), scale.bfloat16()), _error_stats(values, stats)
+    return Int8Channel(codes.view(torch.int32), scale.bfloat16()), error_stats(values, stats)
 
 
 def quantize_int4_group(
@@ -231,7 +232,7 @@ def _quantize_int4(
     pairs, scale, stats = _backend(backend, values).quantize_int4_group(
         values, block_scale, group_size, SCALE_FACTORS[scale_rule]
     )
-    return pairs, scale, _error_stats(values, stats)
+    return pairs, scale, error_stats(values, stats)
 
 
 # Conversions into layouts that the kernels make, by the name of the layout.
@@ -259,7 +260,7 @@ def error_of(values: torch.Tensor, restored: torch.Tensor) -> ErrorStats:
     """Return the error of fp32 weights [n, K] that stand for others."""
     from mtp_kernels.quantize.reference import row_stats
 
-    return _error_stats(values, row_stats(values, restored))
+    return error_stats(values, row_stats(values, restored))
 
 
 def load_backend(device: torch.device | str) -> None:
@@ -285,7 +286,8 @@ def _backend_on(name: str, device: torch.device) -> Backend:
     return backend
 
 
-def _error_stats(source: torch.Tensor, stats: RowStats) -> ErrorStats:
+def error_stats(source: torch.Tensor, stats: RowStats) -> ErrorStats:
+    """Return the error of all rows of a source (ValueError for one that is not finite)."""
     checks.check_finite(source, stats)
     return ErrorStats.of_rows(
         source.numel(),

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mtp_kernels.quantize import cpu_rows
+from mtp_kernels.quantize import cpu_block_floats, cpu_rows
+from mtp_kernels.quantize.block_floats import NVFP4_GROUP
 from mtp_kernels.quantize.ggml_blocks import GGML_BLOCKS, quantize_ggml_blocks
 from mtp_kernels.quantize.layouts import (
     BLOCK,
@@ -90,6 +91,20 @@ def dequantize_int4_group(pairs: Any, scale: Any, dtype: Any) -> Any:
     return weights
 
 
+def quantize_nvfp4(
+    source: Any, block_scale: Any, divisor: float, sweep: bool
+) -> tuple[Any, Any, Stats]:
+    """Return pairs of e2m1 codes [N, K/2] and the bits of e4m3 scales [N, K/16]."""
+    rows, columns = source.shape
+    packed = np.empty((rows, columns // 2), np.uint8)
+    scale = np.empty((rows, columns // NVFP4_GROUP), np.uint8)
+    stats = _stats(source)
+    cpu_block_floats.quantize_nvfp4(
+        source, block_scale, np.float32(divisor), sweep, packed, scale, *stats
+    )
+    return packed, scale, stats
+
+
 def _stats(source: Any) -> Stats:
     rows = source.shape[0]
     return Stats(np.empty(rows), np.empty(rows), np.empty(rows, np.float32))
@@ -152,6 +167,19 @@ def to_ggml_blocks(kind: str, rows: Rows) -> Converted | None:
     return _converted(rows, Stats(*stats), packed)
 
 
+def to_nvfp4(rows: Rows, divisor: float, sweep: bool) -> Converted | None:
+    """Quantize as block_floats.quantize_nvfp4."""
+    packed, scale, stats = quantize_nvfp4(*rows, divisor, sweep)
+    return _converted(rows, stats, packed, scale)
+
+
+def largest_magnitude(rows: Rows) -> float:
+    """Return the largest magnitude of rows; NaN or infinity for damaged ones."""
+    maxima = np.empty(rows.values.shape[0], np.float32)
+    cpu_block_floats.row_maxima(*rows, maxima)
+    return float(maxima.max())
+
+
 def _bf16(scale: Any) -> Any:
     """Return the bits of scales that are bf16 values already."""
     return (scale.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
@@ -178,5 +206,6 @@ CONVERSIONS: dict[str, Callable[..., Converted | None]] = {
     "int8_channel": to_int8_channel,
     "int4_group": to_int4_group,
     "w4afp8": to_w4afp8,
+    "nvfp4_packed": to_nvfp4,
     **{kind: partial(to_ggml_blocks, kind) for kind, one in GGML_BLOCKS.items() if one.is_written},
 }

@@ -82,7 +82,8 @@ def _store_row_overload(weights: Any, out: Any, restored: Any) -> Any:
 
 
 @inner
-def _halve(lanes: Any) -> Any:
+def halve(lanes: Any) -> Any:
+    """Return the sum of lanes, a power of two, in the order of RowStats."""
     half = lanes.size // 2
     while half > 0:
         lower = lanes[:half]
@@ -95,7 +96,7 @@ def _halve(lanes: Any) -> Any:
 
 @inner
 def _sum_lanes(lanes: Any) -> Any:
-    """_halve of LANES numbers, its loops of known length."""
+    """halve of LANES numbers, its loops of known length."""
     for lane in range(64):
         lanes[lane] += lanes[lane + 64]
     for lane in range(32):
@@ -247,7 +248,7 @@ def _group_error(group: Any, scale: Any, squares: Any) -> Any:
         kept = np.float32(_int4_rounder(group[k], scale) - ROUNDER) * scale
         difference = np.float64(np.float32(group[k] - kept))
         squares[k] = difference * difference
-    return _halve(squares)
+    return halve(squares)
 
 
 @inner

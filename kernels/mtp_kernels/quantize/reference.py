@@ -111,10 +111,11 @@ def _row_energy(values: torch.Tensor) -> torch.Tensor:
     lanes = torch.zeros_like(segments[:, 0])
     for segment in range(segments.shape[1]):
         lanes = lanes + segments[:, segment]
-    return _halve(lanes)
+    return halve(lanes)
 
 
-def _halve(lanes: torch.Tensor) -> torch.Tensor:
+def halve(lanes: torch.Tensor) -> torch.Tensor:
+    """Return the sums over the last dimension, a power of two, in the order of RowStats."""
     while lanes.shape[-1] > 1:
         lower, upper = lanes.chunk(2, dim=-1)
         lanes = lower + upper
@@ -123,7 +124,7 @@ def _halve(lanes: torch.Tensor) -> torch.Tensor:
 
 def _group_error(groups: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     error = groups - _int4_codes(groups, scale) * scale[..., None]
-    return _halve(error.to(torch.float64).square())
+    return halve(error.to(torch.float64).square())
 
 
 def _int4_codes(groups: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

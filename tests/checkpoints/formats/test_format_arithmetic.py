@@ -28,6 +28,7 @@ from mtp_checkpoints.formats import (
     Int8Channel,
     Int8ZeroPoints,
     NvFp4,
+    NvFp4Packed,
     W4AFp8,
     WeightFormat,
     unquantized,
@@ -149,6 +150,7 @@ CONVERTED = [
     Int8Channel(),
     Int4Group(64),
     W4AFp8(),
+    NvFp4Packed(),
 ]
 
 
@@ -156,9 +158,11 @@ CONVERTED = [
 def test_ways_to_the_numbers_of_a_weight(one: WeightFormat) -> None:
     """Values, statistics, products, and what other formats are made of."""
     weights, x = random(140, 256), random(3, 256, seed=1)
-    (codes, scale), error = one.quantize(weights, "minmax")
+    tensors, error = one.quantize(weights, "minmax")
     assert error.elements == weights.numel()
-    encoded = EncodedWeight(one, codes, scale)
+    encoded = one.encoded(tensors)
+    codes, scale = encoded.codes, encoded.scale
+    assert scale is not None
     values = encoded.dequantize()
     lost = (weights - values).double()
     assert error.signal_energy == pytest.approx(float(weights.double().square().sum()), rel=1e-6)
@@ -190,7 +194,8 @@ def test_ways_to_the_numbers_of_a_weight(one: WeightFormat) -> None:
     assert not encoded.equals(EncodedWeight(UNQUANTIZED, codes, scale))
 
 
-@pytest.mark.parametrize("one", [W4AFp8(), Int4Group(32), Int8Channel(), Fp8Block()],
+@pytest.mark.parametrize("one", [W4AFp8(), Int4Group(32), Int8Channel(), Fp8Block(),
+                                 NvFp4Packed(amax=5.0)],
                          ids=lambda one: str(one.storage))  # fmt: skip
 @pytest.mark.parametrize("rule", ["minmax", "mse"])
 def test_rows_without_torch_have_the_same_bytes(one: WeightFormat, rule: str) -> None:

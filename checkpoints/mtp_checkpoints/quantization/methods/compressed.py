@@ -21,6 +21,7 @@ from mtp_checkpoints.families.spec import PLAIN_HEADS, ModelSpec
 from mtp_checkpoints.formats import (
     Fp8Block,
     Int8Channel,
+    NvFp4Packed,
     Unquantized,
     WeightFormat,
     formats_described_by,
@@ -232,15 +233,18 @@ def _mtp_names(family: ModelSpec) -> list[str]:
 
 
 def _packs_attention(model: WrittenModel) -> bool:
-    return has_groups({model.main.storages.get(Role.ATTENTION, Unquantized.storage)})
+    plain = Unquantized.storage
+    return has_groups(
+        [part.storages.get(Role.ATTENTION, plain) for part in (model.main, model.mtp)]
+    )
 
 
 def _write(model: WrittenModel) -> Config:
     """Return a config with one group per storage, and one of quantized heads.
 
-    One group holds the class Linear, for every linear that no pattern names: fp8, else int4, else
-    int8. No loader finds a head by it. All loaders look at names before classes. SGLang looks at
-    the class for int4 experts, beside which it must not fuse the shared expert into them;
+    One group holds the class Linear, for every linear that no pattern names: fp8, else the first of
+    the others. No loader finds a head by it. All loaders look at names before classes. SGLang looks
+    at the class for int4 experts, beside which it must not fuse the shared expert into them;
     transformers takes the first group that names experts for them, and the first that does not for
     every other linear, a head too: its group is the last one.
     """
@@ -256,7 +260,8 @@ def _write(model: WrittenModel) -> Config:
         model.check_no_plain_matrices(option)
         del patterns[Fp8Block.storage]
     elif Fp8Block.storage in patterns or _packs_attention(model):
-        ignored += [f"re:.*{name}$" for name in model.main.bf16_modules]
+        in_bf16 = dict.fromkeys((*model.main.bf16_modules, *model.mtp.bf16_modules))
+        ignored += [f"re:.*{name}$" for name in in_bf16]
     if model.native is not None:
         ignored += [_left_out(name, heads) for name in model.native.left_out]
     groups = _groups_of_linears(patterns, model)
@@ -324,7 +329,7 @@ COMPRESSED_TENSORS = Method(
     _read,
     leave_out=_leave_out,
     describe=_describe,
-    describes=frozenset({Int8Channel.storage, Fp8Block.storage}),
+    describes=frozenset({Int8Channel.storage, Fp8Block.storage, NvFp4Packed.storage}),
     write=_write,
     in_groups=True,
 )
