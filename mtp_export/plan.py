@@ -206,15 +206,21 @@ def copy_step(source: OutputTensor | TensorInfo, name: str | None = None) -> Ste
 
 def pack(steps: Iterable[Step], max_shard_bytes: int) -> list[tuple[Step, ...]]:
     """Fill shards in order up to a size; a larger step gets a shard of its own."""
+    return pack_together(((step,) for step in steps), max_shard_bytes)
+
+
+def pack_together(groups: Iterable[Sequence[Step]], max_shard_bytes: int) -> list[tuple[Step, ...]]:
+    """Fill shards in order up to a size with groups of steps, each in one shard."""
     shards: list[tuple[Step, ...]] = []
     current: list[Step] = []
     current_bytes = 0
-    for step in steps:
-        if current and current_bytes + step.size_bytes > max_shard_bytes:
+    for group in groups:
+        size_bytes = sum(step.size_bytes for step in group)
+        if current and current_bytes + size_bytes > max_shard_bytes:
             shards.append(tuple(current))
             current, current_bytes = [], 0
-        current.append(step)
-        current_bytes += step.size_bytes
+        current += group
+        current_bytes += size_bytes
     if current:
         shards.append(tuple(current))
     return shards

@@ -18,6 +18,7 @@ from benchmarks.make_checkpoint import TINY_CONFIG, make_checkpoint
 from disk import watch_disk
 from mtp_checkpoints.formats import FORMATS, GGUF
 from mtp_checkpoints.formats.base import ReadOnlyFormat
+from mtp_checkpoints.layouts import TARGETS
 from mtp_export.cli import main
 
 # Names of the weight formats that are written into safetensors files.
@@ -26,6 +27,8 @@ WRITTEN = tuple(
     for name, known in FORMATS.items()
     if not issubclass(known, ReadOnlyFormat) and GGUF not in known.methods
 )
+# Names of the layouts whose folders are safetensors files.
+SAFETENSORS_TARGETS = tuple(name for name, one in TARGETS.items() if not one.rewrites_main)
 MTP_LAYER = TINY_CONFIG["num_hidden_layers"]
 # Dimensions whose 128x128 tiles are whole, as transformers' fp8 loader needs them.
 WHOLE_TILES: dict[str, Any] = TINY_CONFIG | {
@@ -222,6 +225,7 @@ def add_tensor(folder: Path, like: str, name: str, *, to_index: bool = True) -> 
 
 __all__ = [
     "MTP_LAYER",
+    "SAFETENSORS_TARGETS",
     "TINY_CONFIG",
     "UNQUANTIZED",
     "WHOLE_TILES",

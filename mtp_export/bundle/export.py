@@ -14,6 +14,7 @@ from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.tensors.bundle_folder import open_checkpoint
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.bundle.bundle_plan import BundlePlan, Recipe
+from mtp_export.bundle.gguf_parts import gguf_parts
 from mtp_export.bundle.links import guess_links, resolve_links
 from mtp_export.bundle.options import BundleOptions, Checksums, Part
 from mtp_export.bundle.preflight import check_disk, check_memory
@@ -33,15 +34,23 @@ def plan_export(options: BundleOptions, *, dry_run: bool = False) -> BundlePlan:
     refuse_overlaps({"--input-dir": options.input_dir}, {"--output-dir": options.output_dir})
     check_output(options.output_dir, options.run)
     source = open_source(options.input_dir)
-    config = source[0].config
+    checkpoint, stored = source
+    config = checkpoint.config
     split = SplitOptions(
         target=target,
         shared_weights=options.content.shared_weights,
         max_shard_bytes=options.content.max_shard_bytes,
-        main=AS_STORED,
+        main=DEQUANTIZED if target.rewrites_main else AS_STORED,
         mtp=DEQUANTIZED if target.dequantizes else AS_STORED,
         main_config=config,
         mtp_config=config,
+        gguf=gguf_parts(
+            target,
+            checkpoint,
+            stored,
+            pre_tokenizer=options.content.pre_tokenizer,
+            max_shard_bytes=options.content.max_shard_bytes,
+        ),
     )
     return plan_bundle(options, source, Recipe(split, options.recorded()), dry_run=dry_run)
 

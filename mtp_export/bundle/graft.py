@@ -104,7 +104,11 @@ def _check_places(options: GraftOptions) -> None:
         )
     target = target_of(options.bundle.target)
     others = {name for name, known in FORMATS.items() if issubclass(known, ReadOnlyFormat)}
-    readers = [name for name in target_names() if engine_of(name).storages & others]
+    readers = [
+        name
+        for name in target_names()
+        if engine_of(name).storages & others and not target_of(name).rewrites_main
+    ]
     if options.bundle.target not in readers:
         raise UnsupportedError(
             f"Target {options.bundle.target} does not read models that others quantized",

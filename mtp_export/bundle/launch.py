@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from mtp_checkpoints.tensors.manifest import MANIFEST_NAME, read_manifest
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.options import Part
 from mtp_export.schemes import SCHEMES, recorded_head
-from mtp_export.schemes.scheme import GRAFTED, KEEP
+from mtp_export.schemes.scheme import BF16, GRAFTED, KEEP
 from mtp_runtime.drafters import draft_folders
 
 
@@ -33,33 +33,50 @@ def launch_lines(plan: BundlePlan) -> dict[str, str]:
     """
     if plan.options.content.part is not Part.BOTH:
         return {}
-    folder, native = plan.options.output_dir, plan.stored.scheme or KEEP
-    return serving_lines(plan.recorded, wanted=plan.options.target, native=native, folder=folder)
+    bundle = Served(
+        folder=plan.options.output_dir,
+        native=plan.stored.scheme or KEEP,
+        files={part.name: part.shards[0].file_name for part in plan.parts if part.shards},
+    )
+    return serving_lines(plan.recorded, wanted=plan.options.target, bundle=bundle)
 
 
-def serving_lines(
-    recorded: Mapping[str, Any], *, wanted: str, native: str, folder: Path
-) -> dict[str, str]:
-    """Return the shell command that serves a bundle in a folder, per engine that a name of --target
-    stands for.
+@dataclass(frozen=True)
+class Served:
+    """A bundle in a folder, the scheme of its source, and the first file of weights of each part,
+    by its name."""
 
-    recorded are the options as the manifest keeps them, native is the scheme of the source.
+    folder: Path
+    native: str
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of_manifest(cls, folder: Path, native: str, parts: Mapping[str, Any]) -> Served:
+        """Return a bundle with the parts that its manifest lists."""
+        shards = {name: entry.get("shards", {}) for name, entry in parts.items()}
+        return cls(folder, native, {name: min(own) for name, own in shards.items() if own})
+
+
+def serving_lines(recorded: Mapping[str, Any], *, wanted: str, bundle: Served) -> dict[str, str]:
+    """Return the shell command that serves a bundle, per engine that a name of --target stands for.
+
+    recorded are the options as the manifest keeps them.
     """
-    deployment, engines = _deployed(recorded, wanted=wanted, native=native, folder=folder)
+    deployment, engines = _deployed(recorded, wanted=wanted, bundle=bundle)
     return {engine.name: engine.launch(deployment) for engine in engines if engine.launch}
 
 
 def _deployed(
-    recorded: Mapping[str, Any], *, wanted: str, native: str, folder: Path
+    recorded: Mapping[str, Any], *, wanted: str, bundle: Served
 ) -> tuple[Deployment, list[Engine]]:
     """Return a bundle as it is deployed, and the engines that serve it."""
     target = target_of(wanted)
-    base = recorded.get("base_quant", native)
-    mtp = recorded.get("mtp_quant", "bf16" if target.dequantizes else native)
+    base = recorded.get("base_quant", BF16 if target.rewrites_main else bundle.native)
+    mtp = recorded.get("mtp_quant", BF16 if target.dequantizes else bundle.native)
     converted = [SCHEMES[scheme] for scheme in (base, mtp) if scheme in SCHEMES]
     # Of a main model that others quantized nothing is known: what holds for both is said.
     alike = base != GRAFTED and all(one.stores_experts_alike(recorded) for one in converted)
-    deployment = Deployment(folder, base, mtp, experts_alike=alike)
+    deployment = Deployment(bundle.folder, base, mtp, experts_alike=alike, files=bundle.files)
     engines = [
         engine
         for engine in target.engines
@@ -136,7 +153,8 @@ def engines_of(bundle: Path) -> list[str]:
 
 def _served(bundle: Path) -> tuple[Deployment, list[Engine]]:
     """Return a finished bundle as it is deployed, and the engines that serve it."""
-    recorded = read_manifest(bundle)["options"]
+    manifest = read_manifest(bundle)
+    recorded = manifest["options"]
     _check_schemes(bundle, recorded)
     if open_parts(bundle).mtp is None:
         raise InvalidInputError(
@@ -147,7 +165,8 @@ def _served(bundle: Path) -> tuple[Deployment, list[Engine]]:
         )
     target = target_of_bundle(bundle)
     native = native_scheme(read_json_object(bundle / MAIN / CONFIG_NAME))
-    return _deployed(recorded, wanted=target.name, native=native, folder=bundle)
+    served = Served.of_manifest(bundle, native, manifest["parts"])
+    return _deployed(recorded, wanted=target.name, bundle=served)
 
 
 def _chosen(bundle: Path, engine_name: str) -> tuple[Deployment, Engine]:

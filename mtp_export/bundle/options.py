@@ -45,7 +45,8 @@ class Checksums(StrEnum):
 class ContentOptions:
     """Contents of a bundle: two runs with equal ones write equal bundles.
 
-    max_shard_bytes bounds the shards that are newly laid out (the MTP part's).
+    max_shard_bytes bounds the shards that are newly laid out (the MTP part's). pre_tokenizer is
+    llama.cpp's name of the tokenizer's, for its files.
     """
 
     part: Part = Part.BOTH
@@ -80,6 +81,15 @@ class ContentOptions:
             " the main part.",
             Panel.CONTENT,
             metavar="CHOICE",
+        ),
+    )
+    pre_tokenizer: str | None = field(
+        default=None,
+        metadata=option(
+            "Pre-tokenizer in files for llama.cpp, by its name there; none: no vocabulary.",
+            Panel.CONTENT,
+            metavar="NAME",
+            show_default="told by the tokenizer",
         ),
     )
 
@@ -255,6 +265,7 @@ class BundleOptions:
 
     def recorded(self) -> dict[str, Any]:
         """Return the options that decide the contents, as the manifest keeps them."""
+        pre_tokenizer = self.content.pre_tokenizer
         return {
             "part": str(self.content.part),
             "target": target_of(self.target).name,
@@ -262,6 +273,7 @@ class BundleOptions:
             "max_shard_bytes": self.content.max_shard_bytes,
             "allow_untied": self.content.allow_untied,
             "checksums": str(self.content.checksums),
+            **({} if pre_tokenizer is None else {"pre_tokenizer": pre_tokenizer}),
         }
 
 

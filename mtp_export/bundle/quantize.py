@@ -29,9 +29,11 @@ from mtp_checkpoints.tensors.experts_apart import experts_apart
 from mtp_checkpoints.tensors.manifest import MANIFEST_NAME
 from mtp_checkpoints.tensors.untied_head import with_untied_head
 from mtp_export.bundle.bundle_plan import BundlePlan, Recipe
+from mtp_export.bundle.devices import device_of
 from mtp_export.bundle.export import Opened, open_source, plan_bundle, viewed
+from mtp_export.bundle.gguf_parts import gguf_parts
 from mtp_export.bundle.options import PlannerOptions
-from mtp_export.bundle.precision import Device, Format, Int4Scope, Int8Scope, Precision
+from mtp_export.bundle.precision import Format, Int4Scope, Int8Scope, Precision
 from mtp_export.bundle.run_folder import check_output
 from mtp_export.bundle.split import SplitOptions
 from mtp_export.paths import refuse_overlaps
@@ -136,17 +138,40 @@ def quantize_recipe(
     apart = experts_apart(checkpoint, stored.family, main=of_main, mtp=of_mtp)
     source = checkpoint, stored = viewed(apart, source)
     _check_fused_experts(stored, main, mtp)
-    configs = quantization_configs(stored, main=main, mtp=mtp, dialect=choice.dialect)
+    main_config, mtp_config = _configs(target, source, main=main, mtp=mtp, dialect=choice.dialect)
     split = SplitOptions(
         target=target,
         shared_weights=options.bundle.content.shared_weights,
         max_shard_bytes=options.bundle.content.max_shard_bytes,
         main=main,
         mtp=mtp,
-        main_config=with_quantization(checkpoint.config, configs.main),
-        mtp_config=with_quantization(checkpoint.config, configs.mtp),
+        main_config=main_config,
+        mtp_config=mtp_config,
+        gguf=gguf_parts(
+            target,
+            checkpoint,
+            stored,
+            pre_tokenizer=options.bundle.content.pre_tokenizer,
+            max_shard_bytes=options.bundle.content.max_shard_bytes,
+        ),
     )
-    return source, Recipe(split, _recorded(options, choice), _device(options.device))
+    return source, Recipe(split, _recorded(options, choice), device_of(options.device))
+
+
+def _configs(
+    target: Target, source: Opened, *, main: Conversion, mtp: Conversion, dialect: Dialect
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the config.json of both folders, without a quantization_config for a target whose
+    files say themselves how they are stored."""
+    checkpoint, stored = source
+    if target.rewrites_main:
+        plain = with_quantization(checkpoint.config, None)
+        return plain, plain
+    configs = quantization_configs(stored, main=main, mtp=mtp, dialect=dialect)
+    return (
+        with_quantization(checkpoint.config, configs.main),
+        with_quantization(checkpoint.config, configs.mtp),
+    )
 
 
 def _scheme_name(wanted: str, stored: StoredModel) -> str:
@@ -324,46 +349,6 @@ def _conversion(
         native=stored.native,
         joined=tuple(stored.family.patterns.fused),
     )
-
-
-def _device(wanted: Device) -> str:
-    if wanted is Device.CPU:
-        return "cpu"
-    import torch
-
-    if wanted is Device.NPU:
-        return _npu()
-    if torch.cuda.is_available():
-        return "cuda"
-    if wanted is Device.CUDA:
-        raise UnsupportedError(
-            "There is no CUDA device here", expected="--device cpu or auto", found="--device cuda"
-        )
-    return "cpu"
-
-
-def _npu() -> str:
-    """Return the NPU (UnsupportedError where there is none that makes the bits of a CPU)."""
-    import torch
-
-    from mtp_kernels.quantize.probe import difference
-
-    module = getattr(torch, "npu", None)
-    if module is None or not module.is_available():
-        raise UnsupportedError(
-            "There is no NPU (torch_npu beside CANN) here",
-            expected="--device cpu, cuda or auto",
-            found="--device npu",
-        )
-    found = difference("npu")
-    if found is not None:
-        raise UnsupportedError(
-            "This NPU does not convert weights as a CPU does",
-            expected="the same bits of every conversion",
-            found=found,
-            todo="Use --device cpu",
-        )
-    return "npu"
 
 
 def _recorded(options: QuantizeOptions, choice: _Choice) -> dict[str, Any]:

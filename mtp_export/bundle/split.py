@@ -20,6 +20,7 @@ from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.bundle.extra_files import extra_files
+from mtp_export.bundle.gguf_parts import GgufParts
 from mtp_export.bundle.options import SharedWeights
 from mtp_export.plan import (
     COPY,
@@ -40,7 +41,7 @@ class SplitOptions:
     MTP part's).
 
     main and mtp are the conversions of each part's linears; the configs are the parts' config.json
-    before the target's changes.
+    before the target's changes. gguf makes GGUF files of both parts, where the target has such.
     """
 
     target: Target
@@ -50,6 +51,7 @@ class SplitOptions:
     mtp: Conversion
     main_config: Mapping[str, Any]
     mtp_config: Mapping[str, Any]
+    gguf: GgufParts | None = None
 
 
 def main_tensors(checkpoint: Checkpoint, stored: StoredModel) -> Iterator[TensorInfo]:
@@ -74,13 +76,15 @@ def main_part(checkpoint: Checkpoint, stored: StoredModel, options: SplitOptions
     for shard in checkpoint.main_shards:
         if steps := _main_steps(checkpoint, stored, options.main, _main_of(shard, stored)):
             shards.append(_linked_if_whole(steps, shard))
-    config = dict(options.main_config)
-    return PartPlan(
+    target = options.target
+    config = options.main_config
+    part = PartPlan(
         name="main",
         shards=number_shards(shards),
-        config=config,
+        config=target.mtp_config(config) if target.rewrites_main else dict(config),
         extra_files=extra_files(checkpoint),
     )
+    return part if options.gguf is None else options.gguf.part(part, checkpoint, stored)
 
 
 def mtp_part(
@@ -109,7 +113,7 @@ def mtp_part(
             expected="--shared-weights keep",
             found="--shared-weights drop",
         )
-    if target.dequantizes and family.facts.dtype != DType.BF16:
+    if target.dequantizes and not target.rewrites_main and family.facts.dtype != DType.BF16:
         raise UnsupportedError(
             f"Target {target.name} reads bf16",
             expected="a source whose unquantized tensors are BF16",
@@ -117,12 +121,13 @@ def mtp_part(
         )
     shards = _mtp_shards(checkpoint, stored, options=options, links=links)
     config = target.mtp_config(options.mtp_config)
-    return PartPlan(
+    part = PartPlan(
         name="mtp",
         shards=number_shards(shards),
         config=config,
         extra_files=extra_files(checkpoint),
     )
+    return part if options.gguf is None else options.gguf.part(part, checkpoint, stored)
 
 
 def shared_pairs(checkpoint: Checkpoint, family: ModelSpec) -> tuple[SharedTensor, ...]:

@@ -17,7 +17,7 @@ from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.layouts import TARGETS
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP, RELEASED
 from mtp_checkpoints.tensors.manifest import MANIFEST_NAME, manifest_sha256
-from mtp_export.bundle.launch import native_scheme, serving_lines
+from mtp_export.bundle.launch import Served, native_scheme, serving_lines
 from mtp_export.progress import format_bytes
 from mtp_export.publish.base_model import BaseModel
 from mtp_export.publish.content import Content
@@ -180,8 +180,7 @@ def _serving(repository: str, content: Content, base: str | None) -> Iterator[st
     lines = serving_lines(
         options,
         wanted=TARGETS[options.get("target", RELEASED)].name,
-        native=native_scheme(content.config),
-        folder=folder,
+        bundle=Served.of_manifest(folder, native_scheme(content.config), content.manifest["parts"]),
     )
     if not lines:
         return

@@ -89,7 +89,7 @@ class Convert:
         """Return the bytes of those of its outputs that no element of a weight [N, K] decides, by
         number: they are the last ones."""
         constants = self.format.constants(shape)
-        return enumerate(map(_bytes_of, constants), outputs - len(constants))
+        return enumerate(map(bytes_of, constants), outputs - len(constants))
 
     def _write(
         self, inputs: Sequence[RowBytes], outputs: Sequence[OutputTensor], sink: Sink, device: str
@@ -98,17 +98,17 @@ class Convert:
         weight = inputs[0].info
         of_matrix: Sequence[Any] = ()
         for start, stop in _pieces(weight):
-            with _names_damage(weight, (start, stop)):
+            with converting(weight, (start, stop)):
                 results, error = self._convert(self._rows_of(inputs, start, stop), device)
             errors.append(error)
             for number, result in enumerate(results[:OF_ROWS]):
-                sink(number, _bytes_of(result))
+                sink(number, bytes_of(result))
             of_matrix = results[OF_ROWS:]  # whichever piece: they are the same
         for number, result in enumerate(of_matrix, OF_ROWS):
-            sink(number, _bytes_of(result))
+            sink(number, bytes_of(result))
         for number, data in self.constants(weight.shape, len(outputs)):
             sink(number, data)
-        return _quality(errors)
+        return quality(errors)
 
     def _largest_of(self, inputs: Sequence[RowBytes], device: str) -> float:
         """Return the largest magnitude of the weight and of those joined with it."""
@@ -116,7 +116,7 @@ class Convert:
         for number in range(0, len(inputs), count):
             one = inputs[number : number + count]
             for start, stop in _pieces(one[0].info):
-                with _names_damage(one[0].info, (start, stop)):
+                with converting(one[0].info, (start, stop)):
                     found = self._largest(self._rows_of(one, start, stop), device)
                 largest = max(largest, found)
         return largest
@@ -136,7 +136,7 @@ class Convert:
             if converted is not None:
                 return converted
         results, error = self.format.quantize(self._values(pieces, device), self.scale_rule)
-        return [_array_of(result.cpu()) for result in results], error
+        return [array_of(result.cpu()) for result in results], error
 
     def _largest(self, pieces: Sequence[_Piece], device: str) -> float:
         """Return the largest magnitude of rows (ValueError for damaged ones)."""
@@ -186,7 +186,7 @@ def _pieces(weight: TensorInfo) -> Iterator[tuple[int, int]]:
         yield start, min(start + step, rows)
 
 
-def _quality(errors: Sequence[ErrorStats]) -> Facts:
+def quality(errors: Sequence[ErrorStats]) -> Facts:
     """Return SQNR (dB, None where nothing was lost) and maximum error of a whole tensor."""
     from mtp_kernels.quantize.layouts import sqnr_db
 
@@ -199,7 +199,7 @@ def _quality(errors: Sequence[ErrorStats]) -> Facts:
 
 
 @contextmanager
-def _names_damage(weight: TensorInfo, rows: tuple[int, int]) -> Iterator[None]:
+def converting(weight: TensorInfo, rows: tuple[int, int]) -> Iterator[None]:
     """Name the rows of a weight that cannot be converted (InvalidInputError)."""
     try:
         yield
@@ -222,13 +222,15 @@ def load_kernels(device: str) -> None:
         load_backend(device)
 
 
-def _array_of(tensor: torch.Tensor) -> Any:
+def array_of(tensor: torch.Tensor) -> Any:
+    """Return the bytes of a tensor, of any dtype, as an array."""
     import torch
 
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def _bytes_of(array: Any) -> memoryview:
+def bytes_of(array: Any) -> memoryview:
+    """Return the bytes of an array."""
     return memoryview(array.reshape(-1).view("uint8"))
 
 
@@ -272,7 +274,7 @@ class Transpose:
                     panel[:, row : row + step] = strip.contiguous().t().contiguous()
                 height = max(1, strip_bytes // (rows * element_bytes))
                 for start in range(0, last - first, height):
-                    sink(0, _bytes_of(_array_of(panel[start : start + height])))
+                    sink(0, bytes_of(array_of(panel[start : start + height])))
                 del panel  # before the next one is made
         return {}
 

@@ -7,12 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from cases import export, nightly_but, quantize, read_json, read_tensors, run_program
+from cases import (
+    SAFETENSORS_TARGETS,
+    export,
+    nightly_but,
+    quantize,
+    read_json,
+    read_tensors,
+    run_program,
+)
 from faults.small_model import family_config, write_dense
 from mtp_checkpoints.families import FAMILIES, family_of
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.families.parts import Listed
-from mtp_checkpoints.layouts import TARGETS
 from mtp_runtime import LLM, SamplingParams
 from runtime.checkpoints import COMPUTED, SMALL_CONFIGS
 
@@ -160,7 +167,7 @@ def test_fused_experts_of_other_names_are_not_quantized(tmp_path: Path) -> None:
 
 def test_layouts_of_deepseek_are_refused(source: Path, tmp_path: Path) -> None:
     model_type = read_json(source / "config.json")["model_type"]
-    for target in TARGETS.keys() - {"hf"}:
+    for target in set(SAFETENSORS_TARGETS) - {"hf"}:
         refused = export(source, tmp_path / target, "--target", target)
         assert refused.code == 4, target
         assert f"Target {target} has no layout for this model" in refused.err

@@ -15,6 +15,7 @@ from mtp_checkpoints.layouts.base import Placement
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.export import plan_export
 from mtp_export.bundle.launch import (
+    Served,
     launch_lines,
     native_scheme,
     node_lines,
@@ -35,7 +36,7 @@ Recorded = dict[str, Any]
 
 
 def engines(recorded: Recorded, wanted: str = "hf", native: str = "a8w8_fp8") -> list[str]:
-    return [*serving_lines(recorded, wanted=wanted, native=native, folder=FOLDER)]
+    return [*serving_lines(recorded, wanted=wanted, bundle=Served(FOLDER, native))]
 
 
 @pytest.mark.parametrize(
@@ -95,14 +96,14 @@ def test_engines_of_a_layout_of_their_own(target: str) -> None:
 def test_experts_that_are_stored_alike_are_fused(
     recorded: Recorded, native: str, separate: bool
 ) -> None:
-    line = serving_lines(recorded, wanted="sglang", native=native, folder=FOLDER)["sglang"]
+    line = serving_lines(recorded, wanted="sglang", bundle=Served(FOLDER, native))["sglang"]
     assert line.endswith(" --disable-shared-experts-fusion") is separate
     assert f"--model-path {FOLDER}/main " in line
 
 
 def test_paddlenlp_is_told_the_scheme_of_the_source() -> None:
     def line(native: str, **recorded: str) -> str:
-        return serving_lines(recorded, wanted="paddlenlp", native=native, folder=FOLDER)[
+        return serving_lines(recorded, wanted="paddlenlp", bundle=Served(FOLDER, native))[
             "paddlenlp"
         ]
 
@@ -121,7 +122,9 @@ def plan_of(pristine: Path, output: Path) -> Callable[..., BundlePlan]:
 
 def test_the_lines_of_a_plan(plan_of: Callable[..., BundlePlan], output: Path) -> None:
     lines = launch_lines(plan_of())
-    assert lines == serving_lines(plan_of().recorded, wanted="hf", native="a8w8_fp8", folder=output)
+    assert lines == serving_lines(
+        plan_of().recorded, wanted="hf", bundle=Served(output, "a8w8_fp8")
+    )
     assert [*lines] == ["vllm", "sglang"]
     assert [*launch_lines(plan_of("sglang"))] == ["sglang"]
     for part in (Part.MAIN, Part.MTP):

@@ -15,6 +15,7 @@ import pytest
 from benchmarks.make_checkpoint import REAL_CONFIG
 from cases import (
     MTP_LAYER,
+    SAFETENSORS_TARGETS,
     TINY_CONFIG,
     drop_tensor,
     export,
@@ -26,7 +27,6 @@ from cases import (
     run_program,
     tree,
 )
-from mtp_checkpoints.layouts import TARGETS
 from mtp_checkpoints.sources.disk_queue import DiskQueue
 from mtp_export.bundle.options import DEFAULT_WORKERS
 from mtp_export.commands.names import COMMANDS
@@ -131,7 +131,7 @@ def test_inspect_tells_whether_embedding_and_head_are_stored_twice(tmp_path: Pat
     assert len(states) == 2
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", SAFETENSORS_TARGETS)
 def test_inspect_reads_the_parts_of_a_bundle(target: str, pristine: Path, output: Path) -> None:
     assert export(pristine, output, "--target", target).code == 0
     for part, layout in (("main", "hf"), ("mtp", target)):
@@ -148,7 +148,7 @@ def test_inspect_reads_the_parts_of_a_bundle(target: str, pristine: Path, output
     assert (outcome.code, str(output / "main") in outcome.out) == (0, True)
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", SAFETENSORS_TARGETS)
 def test_inspect_names_what_is_wrong_in_any_layout(
     target: str, pristine: Path, output: Path
 ) -> None:

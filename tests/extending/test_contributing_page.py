@@ -36,6 +36,7 @@ REGISTRIES = {
     "a mutator of inputs": "MUTATORS",
     "a byte source": "SOURCES",
     "a container": "CONTAINERS",
+    "an architecture of GGUF": "ARCHITECTURES",
 }
 
 

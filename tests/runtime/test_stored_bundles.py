@@ -15,7 +15,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.common.dequantized import write_dequantized
-from cases import MTP_LAYER, WHOLE_TILES, edit_json, export, make_checkpoint, quantize, read_tensors
+from cases import (
+    MTP_LAYER,
+    SAFETENSORS_TARGETS,
+    WHOLE_TILES,
+    edit_json,
+    export,
+    make_checkpoint,
+    quantize,
+    read_tensors,
+)
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.layouts import TARGETS
 from mtp_runtime.cache import lay_out
@@ -141,7 +150,7 @@ def original(pristine: Path) -> Loaded:
 
 
 @pytest.mark.parametrize("shared", ["keep", "drop"])
-@pytest.mark.parametrize("target", sorted(set(TARGETS) - {"xllm"}))
+@pytest.mark.parametrize("target", sorted(set(SAFETENSORS_TARGETS) - {"xllm"}))
 def test_every_target(
     target: str, shared: str, pristine: Path, original: Loaded, tmp_path: Path
 ) -> None:

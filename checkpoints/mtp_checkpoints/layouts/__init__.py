@@ -12,6 +12,7 @@ from mtp_checkpoints.layouts.base import Engine, Target
 from mtp_checkpoints.layouts.eagle import EAGLE
 from mtp_checkpoints.layouts.hf import HF
 from mtp_checkpoints.layouts.lightllm import LIGHTLLM
+from mtp_checkpoints.layouts.llama_cpp import LLAMA_CPP
 from mtp_checkpoints.layouts.paddlenlp import PADDLENLP
 from mtp_checkpoints.layouts.xllm import XLLM
 from mtp_checkpoints.suggestions import did_you_mean
@@ -24,6 +25,7 @@ TARGETS: dict[str, Target] = {
     "xllm": XLLM,
     "paddlenlp": PADDLENLP,
     "eagle": EAGLE,
+    "llama.cpp": LLAMA_CPP,
 }
 
 

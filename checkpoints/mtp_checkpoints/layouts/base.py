@@ -8,10 +8,11 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from mtp_checkpoints.containers import SAFETENSORS
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.spec import ModelSpec
-from mtp_checkpoints.formats import storages_of
+from mtp_checkpoints.formats import GGUF, storages_of
 from mtp_checkpoints.quantization.method import Dialect
 from mtp_checkpoints.quantization.native import with_renamed_modules
 from mtp_checkpoints.quantization.readers import Reads, as_it_is
@@ -49,7 +50,8 @@ class Deployment:
 
     experts_alike: either part stores its shared experts as its routed ones. placement None leaves
     the devices to the engine, or takes those of its guide. draft is the folder of the draft, mtp or
-    that of an extra draft; draft_tokens are those of a step.
+    that of an extra draft; draft_tokens are those of a step. files: the first file of weights of
+    each part, by its name.
     """
 
     output_dir: Path
@@ -59,6 +61,7 @@ class Deployment:
     placement: Placement | None = None
     draft: str = "mtp"
     draft_tokens: int = 1
+    files: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def main(self) -> str:
@@ -69,6 +72,10 @@ class Deployment:
     def mtp(self) -> str:
         """MTP folder, quoted for a shell."""
         return quote(str(self.folder("mtp")))
+
+    def file(self, part: str) -> str:
+        """First file of weights of a part, quoted for a shell."""
+        return quote(str(self.folder(part) / self.files[part]))
 
     def folder(self, part: str) -> Path:
         """Return a part's folder, absolute where a shell would take it for an option."""
@@ -134,7 +141,8 @@ class Engine:
 
     methods are the quant_methods that its loader reads, quantized_heads the formats, by name, of
     heads that it multiplies with; none where that is not known. dialect is how it wants integers
-    described, required for an engine that reads any. launch makes the shell command that serves a
+    described, required for an engine that reads any
+    in files of safetensors. launch makes the shell command that serves a
     bundle with one draft token; None for an engine that does not take the MTP part as a folder of
     its own. extra_drafts are those beside the MTP part that it runs. probe is a shell command that
     succeeds where the engine is installed, if one is known. title is its name in text, and in the
@@ -154,7 +162,9 @@ class Engine:
     draft_reading: DraftReading | None = None
 
     def __post_init__(self) -> None:
-        assert self.dialect is not None or self.methods <= {"fp8"}, f"{self.name} has no dialect"
+        assert self.dialect is not None or self.methods <= {"fp8", GGUF}, (
+            f"{self.name} has no dialect"
+        )
 
     @property
     def storages(self) -> frozenset[str]:
@@ -164,7 +174,8 @@ class Engine:
 
 @dataclass(frozen=True)
 class Target:
-    """One layout of the draft (MTP) folder; the main folder keeps the source's layout.
+    """One layout of the draft (MTP) folder; the main folder keeps the source's layout, but for
+    its container.
 
     engines are those that read the layout, first of all the one named like the target.
     mtp_name maps a source tensor or module name of an MTP layer to the target's.
@@ -174,6 +185,8 @@ class Target:
     mtp_methods are the quant_methods of drafts that the engines read.
     needs_shared_weights: the engine takes embedding and head from the draft folder.
     dequantizes: fp8 weights become bf16. transposes: linear weights and scales are [in, out].
+    container: format of the files of both folders; in another one than safetensors' the main model
+    is written anew too.
     """
 
     name: str
@@ -187,9 +200,15 @@ class Target:
     dequantizes: bool = False
     transposes: bool = False
     single_mtp_layer: bool = True
+    container: str = SAFETENSORS.name
 
     def __post_init__(self) -> None:
         assert self.engines[0].name == self.name, f"{self.name} is no name of --target"
+
+    @property
+    def rewrites_main(self) -> bool:
+        """True where the main folder is in another format than sources are."""
+        return self.container != SAFETENSORS.name
 
     @property
     def mtp_storages(self) -> frozenset[str]:

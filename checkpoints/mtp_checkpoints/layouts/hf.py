@@ -9,7 +9,7 @@ from shlex import quote
 from typing import Any
 
 from mtp_checkpoints.families.base import SGLANG_DRAFT
-from mtp_checkpoints.formats import Int8Channel, NvFp4
+from mtp_checkpoints.formats import GGUF, Int8Channel, NvFp4
 from mtp_checkpoints.layouts.base import (
     Config,
     Deployment,
@@ -33,6 +33,7 @@ VLLM_READING = DraftReading(
 # Of compressed-tensors vLLM builds a head as any linear that a target names. So does SGLang 0.5.23,
 # but it gives the draft its `weight` (get_embed_and_head of its models), which packed codes lack.
 _VLLM_HEADS = frozenset({Int8Channel.storage})
+_METHODS = frozenset(METHODS) - {GGUF}  # which no folder of safetensors has
 _SGLANG_PORT = 20000  # at which its machines find each other
 
 
@@ -104,10 +105,10 @@ def _sglang_placement(bundle: Deployment) -> str:
 HF = Target(
     name="hf",
     engines=(
-        Engine("hf", frozenset(METHODS), VLLM, _VLLM_HEADS),
+        Engine("hf", _METHODS, VLLM, _VLLM_HEADS),
         Engine(
             "vllm",
-            frozenset(METHODS) - {"w4afp8"},
+            _METHODS - {"w4afp8"},
             VLLM,
             _VLLM_HEADS,
             launch=partial(vllm_launch, method="mtp"),
@@ -118,7 +119,7 @@ HF = Target(
         ),
         Engine(
             "sglang",
-            frozenset(METHODS),
+            _METHODS,
             SGLANG,
             launch=partial(_sglang, algorithm="EAGLE"),
             extra_drafts=(
@@ -143,6 +144,6 @@ HF = Target(
     mtp_config=_config,
     released_config=_released,
     model_types=None,
-    mtp_methods=frozenset(METHODS),
+    mtp_methods=_METHODS,
     single_mtp_layer=False,
 )

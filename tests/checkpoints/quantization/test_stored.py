@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 
-from cases import MTP_LAYER, export, make_checkpoint, quantize, read_json, read_tensors
+from cases import (
+    MTP_LAYER,
+    SAFETENSORS_TARGETS,
+    export,
+    make_checkpoint,
+    quantize,
+    read_json,
+    read_tensors,
+)
 from mtp_checkpoints.dtypes import DType
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.families import family_of
@@ -67,7 +75,7 @@ def test_every_row(
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", SAFETENSORS_TARGETS)
 @pytest.mark.parametrize("shared", ["keep", "drop"])
 def test_every_target(
     target: str, kind: str, shared: str, row_sources: dict[str, Path], output: Path
@@ -85,7 +93,7 @@ def test_every_target(
 
 
 @pytest.mark.parametrize("left_out", ["self_attn.o_proj", "mlp.shared_experts"])
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", SAFETENSORS_TARGETS)
 def test_what_is_left_out_of_fp8_is_so_under_the_target_s_names(
     target: str, left_out: str, tmp_path: Path, output: Path
 ) -> None:

@@ -65,6 +65,14 @@ HALVES: Mapping[Change, str] = {half: f"self_attn.{half}_proj" for half in Chang
 _LATENT_UP = "self_attn.kv_b_proj"
 
 
+def halves_of(released: str) -> tuple[str, ...]:
+    """Return the names of both halves of a projection of latents, keys first; none for another
+    tensor."""
+    if f".{_LATENT_UP}." not in released:
+        return ()
+    return tuple(released.replace(_LATENT_UP, module) for module in HALVES.values())
+
+
 class Place(NamedTuple):
     """Tensor of a file, and which expert of it, where it holds those of all."""
 

@@ -1,0 +1,185 @@
+"""Parts of a bundle as GGUF files: the steps of a plan as llama.cpp has the tensors, the keys, and
+the shards, none of which divides a merged tensor."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+from mtp_checkpoints.containers.gguf_architectures import ARCHITECTURE_OF
+from mtp_checkpoints.containers.gguf_architectures.base import halves_of
+from mtp_checkpoints.containers.gguf_values import Value, text, u32
+from mtp_checkpoints.containers.gguf_vocabulary import vocabulary_keys
+from mtp_checkpoints.containers.gguf_writing import GgufFiles
+from mtp_checkpoints.dtypes import DType, OutputTensor
+from mtp_checkpoints.errors import UnsupportedError, UsageError
+from mtp_checkpoints.families.base import Role
+from mtp_checkpoints.families.parts.mla import Mla
+from mtp_checkpoints.families.parts.sparse_mla import SparseMla
+from mtp_checkpoints.families.spec import ModelSpec
+from mtp_checkpoints.layouts.base import Target
+from mtp_checkpoints.quantization.stored import StoredModel
+from mtp_checkpoints.tensors.bundle_folder import MTP
+from mtp_checkpoints.tensors.reader import Checkpoint
+from mtp_export.plan import COPY, OutputShard, PartPlan, Step, copy_step, pack_together
+from mtp_export.schemes.gguf_transforms import SplitLatentUp, Widen
+from mtp_export.schemes.transforms import Convert
+from mtp_kernels.sizes import LatentSizes
+
+_QUANTIZATION_VERSION = 2  # of ggml's blocks
+_FILE_TYPES = {
+    DType.F32: 0,
+    DType.F16: 1,
+    DType.GGML_Q4_0: 2,
+    DType.GGML_Q4_1: 3,
+    DType.GGML_Q8_0: 7,
+    DType.GGML_Q5_0: 8,
+    DType.GGML_Q5_1: 9,
+    DType.BF16: 32,
+    DType.GGML_MXFP4: 38,
+}
+_GUESSED = 1024  # a file type of none of these
+# llama.cpp computes with these in float32 alone, as with every vector.
+_WIDE = (Role.ROUTER, Role.INDEXER_HEADS)
+
+
+@dataclass(frozen=True)
+class GgufParts:
+    """Name and vocabulary of a bundle's GGUF files, and the size above which they are split."""
+
+    name: str
+    vocabulary: Mapping[str, Value]
+    max_shard_bytes: int
+
+    def part(self, plan: PartPlan, checkpoint: Checkpoint, stored: StoredModel) -> PartPlan:
+        """Return a part, planned as for files of safetensors, as GGUF files (UnsupportedError for
+        a model that llama.cpp has no keys for)."""
+        family = stored.family
+        steps = [step for shard in plan.shards for step in shard.steps]
+        if plan.name == MTP:  # its loader asks for the main model's norm too
+            steps.insert(0, copy_step(checkpoint.tensors[f"{family.norm}.weight"]))
+        made = [_as_stored(step, family) for step in steps]
+        files = self._files(plan, family, checkpoint, made)
+        groups: dict[str, list[Step]] = {}
+        for step in made:
+            groups.setdefault(files.place(step.outputs[0].name).name, []).append(step)
+        for group in groups.values():
+            group.sort(key=lambda step: files.place(step.outputs[0].name).expert or 0)
+        packed = pack_together(groups.values(), self.max_shard_bytes)
+        tensors = len(groups) + sum(len(step.outputs) - 1 for step in made)
+        shards = tuple(
+            OutputShard(
+                steps,
+                file_name=files.shard_name(number, len(packed)),
+                container=files.of_shard(number, len(packed), tensors),
+            )
+            for number, steps in enumerate(packed, 1)
+        )
+        return replace(plan, shards=shards)
+
+    def _files(
+        self, plan: PartPlan, family: ModelSpec, checkpoint: Checkpoint, steps: Iterable[Step]
+    ) -> GgufFiles:
+        architecture = ARCHITECTURE_OF[str(checkpoint.config["model_type"])]
+        alone = plan.name == MTP
+        keys = {
+            "general.type": text("model"),
+            **architecture.keys(family, modules=1 if alone else 0),
+            "general.name": text(self.name),
+            "general.quantization_version": u32(_QUANTIZATION_VERSION),
+            "general.file_type": u32(_file_type(steps)),
+            **self.vocabulary,
+        }
+        return GgufFiles(
+            architecture.name,
+            keys,
+            base=f"mtp-{self.name}" if alone else self.name,
+            module_alone=family.mtp_layers[0] if alone else None,
+        )
+
+
+def gguf_parts(
+    target: Target,
+    checkpoint: Checkpoint,
+    stored: StoredModel,
+    *,
+    pre_tokenizer: str | None,
+    max_shard_bytes: int,
+) -> GgufParts | None:
+    """Return what makes a target's GGUF files of a checkpoint; None for a target of safetensors.
+
+    pre_tokenizer as of vocabulary_keys, which raises what this does; UsageError for one with
+    another target.
+    """
+    if not target.rewrites_main:
+        if pre_tokenizer is not None:
+            raise UsageError(
+                "Only files for llama.cpp have a pre-tokenizer",
+                expected="--target llama.cpp",
+                found=f"--target {target.name} --pre-tokenizer {pre_tokenizer[:50]}",
+            )
+        return None
+    target.check_model_type(checkpoint.config)
+    size = stored.family.facts.vocab
+    keys = vocabulary_keys(checkpoint.files, checkpoint.config, size, pre_tokenizer)
+    return GgufParts(checkpoint.path.name or "model", keys, max_shard_bytes)
+
+
+def _as_stored(step: Step, family: ModelSpec) -> Step:
+    """Return the step that writes what another writes in the form that llama.cpp has it."""
+    (output, *_) = step.outputs
+    halves = halves_of(output.name)
+    if halves:
+        return _split(step, halves, _latent_sizes(family))
+    is_wide = len(output.shape) < 2 or family.tensors[output.name].role in _WIDE
+    if is_wide and output.dtype != DType.F32:
+        assert step.operation is COPY, "no scheme converts it"
+        return step._replace(operation=Widen(), outputs=(output._replace(dtype=DType.F32),))
+    return step
+
+
+def _split(step: Step, names: tuple[str, ...], sizes: LatentSizes) -> Step:
+    """Return the step of both halves of a projection of latents."""
+    (output,) = step.outputs
+    operation = SplitLatentUp(sizes)
+    if isinstance(step.operation, Convert):
+        own = step.operation
+        operation = SplitLatentUp(sizes, own.format, own.source, own.scale_rule)
+    divisor = operation.format.k_divisor
+    if sizes.nope % divisor:
+        raise UnsupportedError(
+            f"Tensor {output.name} cannot become {operation.format.storage}",
+            expected=f"qk_nope_head_dim divisible by {divisor}, as its transposed half has rows of"
+            " so many",
+            found=sizes.nope,
+            todo="Nothing was written. Choose another scheme",
+        )
+    shapes = (
+        (sizes.heads, sizes.latent, sizes.nope),
+        (sizes.heads, sizes.value, sizes.latent),
+    )
+    outputs = tuple(
+        OutputTensor(name, output.dtype, shape) for name, shape in zip(names, shapes, strict=True)
+    )
+    return step._replace(operation=operation, outputs=outputs)
+
+
+def _latent_sizes(family: ModelSpec) -> LatentSizes:
+    attention = family.every_layer[0].attention
+    mla = attention.mla if isinstance(attention, SparseMla) else attention
+    assert isinstance(mla, Mla), "no other attention has such a projection"
+    return mla.sizes
+
+
+def _file_type(steps: Iterable[Step]) -> int:
+    """Return the number of the type that most elements have."""
+    counts: Counter[DType] = Counter()
+    for output in _outputs(steps):
+        counts[output.dtype] += prod(output.shape)
+    return _FILE_TYPES.get(counts.most_common(1)[0][0], _GUESSED)
+
+
+def _outputs(steps: Iterable[Step]) -> Iterator[OutputTensor]:
+    return (output for step in steps for output in step.outputs)

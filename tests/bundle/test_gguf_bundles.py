@@ -1,0 +1,281 @@
+"""Bundles of GGUF files for llama.cpp: every tensor as its graph has it, read by the package that
+its converter writes with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cases import (
+    MTP_LAYER,
+    TINY_CONFIG,
+    UNQUANTIZED,
+    export,
+    make_checkpoint,
+    quantize,
+    read_json,
+    read_tensors,
+    run_program,
+    tree,
+)
+from mtp_checkpoints.families import family_of
+from mtp_checkpoints.families.base import Role
+from runtime.checkpoints import SMALL_CONFIGS, write_checkpoint
+
+gguf = pytest.importorskip("gguf")
+
+TARGET = ("--target", "llama.cpp", "--pre-tokenizer", "none")
+HEADS, NOPE, VALUE = (
+    TINY_CONFIG[key] for key in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim")
+)
+EXPERTS = TINY_CONFIG["n_routed_experts"]
+OF_LAYERS = {
+    "input_layernorm.weight": "attn_norm.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+    "self_attn.q_a_proj.weight": "attn_q_a.weight",
+    "self_attn.q_a_layernorm.weight": "attn_q_a_norm.weight",
+    "self_attn.q_b_proj.weight": "attn_q_b.weight",
+    "self_attn.kv_a_proj_with_mqa.weight": "attn_kv_a_mqa.weight",
+    "self_attn.kv_a_layernorm.weight": "attn_kv_a_norm.weight",
+    "self_attn.o_proj.weight": "attn_output.weight",
+    "mlp.gate_proj.weight": "ffn_gate.weight",
+    "mlp.up_proj.weight": "ffn_up.weight",
+    "mlp.down_proj.weight": "ffn_down.weight",
+    "mlp.gate.weight": "ffn_gate_inp.weight",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.shared_experts.gate_proj.weight": "ffn_gate_shexp.weight",
+    "mlp.shared_experts.up_proj.weight": "ffn_up_shexp.weight",
+    "mlp.shared_experts.down_proj.weight": "ffn_down_shexp.weight",
+}
+OF_MODULE = {
+    "enorm.weight": "nextn.enorm.weight",
+    "hnorm.weight": "nextn.hnorm.weight",
+    "eh_proj.weight": "nextn.eh_proj.weight",
+    "shared_head.norm.weight": "nextn.shared_head_norm.weight",
+}
+WIDE = re.compile(r"norm\.weight|ffn_gate_inp|exp_probs_b|\.(enorm|hnorm)\.")
+
+
+def readers(folder: Path) -> list[Any]:
+    return [gguf.GGUFReader(path) for path in sorted(folder.glob("*.gguf"))]
+
+
+def stored(folder: Path) -> dict[str, tuple[str, torch.Tensor]]:
+    """Every tensor of a folder's files: its type, and its values in the order of torch."""
+    return dict(_stored(folder))
+
+
+def _stored(folder: Path) -> Iterator[tuple[str, tuple[str, torch.Tensor]]]:
+    for reader in readers(folder):
+        for tensor in reader.tensors:
+            kind, shape = tensor.tensor_type.name, [int(n) for n in reversed(tensor.shape)]
+            raw = torch.from_numpy(np.array(tensor.data).reshape(-1).view(np.uint8))
+            if kind in ("F32", "BF16"):
+                values = raw.view(torch.float32 if kind == "F32" else torch.bfloat16)
+            else:
+                values = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+            yield tensor.name, (kind, values.reshape(shape))
+
+
+def keys_of(reader: Any) -> dict[str, Any]:
+    return {name: field.contents() for name, field in reader.fields.items()}
+
+
+def dense(source: Path) -> dict[str, torch.Tensor]:
+    """A checkpoint's tensors, fp8 ones dequantized to bf16: fp32 product, one rounding."""
+    tensors = read_tensors(source)
+    for name in [name for name in tensors if name.endswith("_scale_inv")]:
+        scale, weight = tensors.pop(name), name.removesuffix("_scale_inv")
+        codes = tensors[weight].float()
+        rows = scale.repeat_interleave(128, 0)[: len(codes)]
+        tensors[weight] = (codes * rows.repeat_interleave(128, 1)[:, : codes.shape[1]]).bfloat16()
+    return tensors
+
+
+def expected(source: Path) -> dict[str, torch.Tensor]:
+    """Values of both parts' tensors under llama.cpp's names, as its converter makes them; the MTP
+    part's are behind mtp/."""
+    tensors = dense(source)
+    wanted = {
+        "token_embd.weight": tensors["model.embed_tokens.weight"],
+        "output_norm.weight": tensors["model.norm.weight"],
+        "output.weight": tensors["lm_head.weight"],
+    }
+    for layer in range(MTP_LAYER + 1):
+        own, block = f"model.layers.{layer}.", f"blk.{layer}."
+        if layer == MTP_LAYER:
+            block = f"mtp/{block}"
+        names = OF_LAYERS | (OF_MODULE if layer == MTP_LAYER else {})
+        wanted |= {
+            block + name: tensors[own + o] for o, name in names.items() if own + o in tensors
+        }
+        both = tensors[f"{own}self_attn.kv_b_proj.weight"].view(HEADS, NOPE + VALUE, -1)
+        wanted[f"{block}attn_k_b.weight"] = both[:, :NOPE].transpose(1, 2)
+        wanted[f"{block}attn_v_b.weight"] = both[:, NOPE:]
+        for kind in ("gate", "up", "down"):
+            every = [f"{own}mlp.experts.{e}.{kind}_proj.weight" for e in range(EXPERTS)]
+            if every[0] in tensors:
+                merged = torch.stack([tensors[name] for name in every])
+                wanted[f"{block}ffn_{kind}_exps.weight"] = merged
+    own = f"model.layers.{MTP_LAYER}."
+    wanted["mtp/token_embd.weight"] = tensors[f"{own}embed_tokens.weight"]
+    wanted["mtp/output.weight"] = tensors[f"{own}shared_head.head.weight"]
+    wanted["mtp/output_norm.weight"] = wanted["output_norm.weight"]
+    return wanted
+
+
+@pytest.fixture(scope="module")
+def bundle(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in fp8 with ragged tiles, exported for llama.cpp."""
+    output = tmp_path_factory.mktemp("gguf") / "out"
+    outcome = export(pristine, output, *TARGET)
+    assert outcome.code == 0, outcome.err
+    return output
+
+
+def test_every_tensor_is_as_llama_cpp_has_it(bundle: Path, pristine: Path) -> None:
+    wanted = expected(pristine)
+    found = stored(bundle / "main")
+    found |= {f"mtp/{name}": one for name, one in stored(bundle / "mtp").items()}
+    assert found.keys() == wanted.keys()
+    for name, (kind, values) in found.items():
+        assert kind == ("F32" if WIDE.search(name) else "BF16"), name
+        assert values.shape == wanted[name].shape, name
+        assert torch.equal(values.float(), wanted[name].float()), name
+
+
+def test_files_are_named_as_llama_cpp_looks_for_them(bundle: Path, pristine: Path) -> None:
+    assert [path.name for path in (bundle / "main").glob("*.gguf")] == [f"{pristine.name}.gguf"]
+    assert [path.name for path in (bundle / "mtp").glob("*.gguf")] == [f"mtp-{pristine.name}.gguf"]
+    for part in ("main", "mtp"):
+        config = read_json(bundle / part / "config.json")
+        assert "quantization_config" not in config
+        kept = {k: v for k, v in TINY_CONFIG.items() if k != "quantization_config"}
+        assert kept.items() <= config.items()
+
+
+def test_the_module_is_counted_in_its_own_file_alone(bundle: Path) -> None:
+    (main,), (mtp,) = (readers(bundle / part) for part in ("main", "mtp"))
+    assert keys_of(main)["deepseek2.block_count"] == MTP_LAYER
+    assert "deepseek2.nextn_predict_layers" not in keys_of(main)
+    assert keys_of(mtp)["deepseek2.block_count"] == MTP_LAYER + 1
+    assert keys_of(mtp)["deepseek2.nextn_predict_layers"] == 1
+    for reader in (main, mtp):
+        keys = keys_of(reader)
+        assert keys["general.architecture"] == "deepseek2"
+        assert keys["general.file_type"] == 32
+        assert keys["tokenizer.ggml.model"] == "none"
+
+
+def test_large_parts_are_split_between_whole_tensors(
+    bundle: Path, pristine: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    assert export(pristine, output, *TARGET, "--max-shard-size", "300kB").code == 0
+    for part in ("main", "mtp"):
+        files = readers(output / part)
+        names = [path.name for path in sorted((output / part).glob("*.gguf"))]
+        stem = next((bundle / part).glob("*.gguf")).stem
+        count = len(names)
+        assert count > 2
+        assert names == [f"{stem}-{n:05d}-of-{count:05d}.gguf" for n in range(1, count + 1)]
+        keys = [keys_of(reader) for reader in files]
+        assert [own["split.no"] for own in keys] == [*range(count)]
+        assert {own["split.count"] for own in keys} == {count}
+        tensors = sum(len(reader.tensors) for reader in files)
+        assert {own["split.tensors.count"] for own in keys} == {tensors}
+        assert ["general.architecture" in own for own in keys] == [True] + [False] * (count - 1)
+        found, whole = stored(output / part), stored(bundle / part)
+        assert found.keys() == whole.keys()
+        assert all(torch.equal(found[name][1], whole[name][1]) for name in whole)
+
+
+def test_shares_make_the_same_bytes(bundle: Path, pristine: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    for number in (2, 1):
+        outcome = export(pristine, output, *TARGET, "--share", f"{number}/2")
+        assert outcome.code == 0, outcome.err
+    assert run_program("finish", output).code == 0
+    assert tree(output) == tree(bundle)
+
+
+def test_a_pair_of_bf16_makes_the_same_tensors(
+    bundle: Path, pristine: Path, tmp_path: Path
+) -> None:
+    pair = ("--base-quant", "bf16", "--mtp-quant", "bf16")
+    outcome = quantize(pristine, tmp_path / "out", *TARGET, *pair)
+    assert outcome.code == 0, outcome.err
+    for part in ("main", "mtp"):
+        found, wanted = stored(tmp_path / "out" / part), stored(bundle / part)
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name][1], wanted[name][1]) for name in wanted)
+
+
+def test_an_unquantized_source_keeps_its_elements(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "source", UNQUANTIZED)
+    assert export(source, tmp_path / "out", *TARGET).code == 0
+    wanted = expected(source)
+    for name, (_, values) in stored(tmp_path / "out/main").items():
+        assert torch.equal(values.float(), wanted[name].float()), name
+
+
+@pytest.mark.parametrize("model_type", ["glm4_moe", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"])
+def test_other_families_are_whole(model_type: str, tmp_path: Path) -> None:
+    """Every tensor of the model is in the files, and what no engine quantizes is in float32."""
+    config = SMALL_CONFIGS[model_type] | {"num_nextn_predict_layers": 1}
+    source = tmp_path / "source"
+    write_checkpoint(source, config)
+    outcome = export(source, tmp_path / "out", *TARGET)
+    assert outcome.code == 0, outcome.err
+    count = sum(
+        len(tensors) for tensors in (stored(tmp_path / f"out/{p}") for p in ("main", "mtp"))
+    )
+    spec = family_of(config)
+    apart = [s for s in spec.tensors.values() if s.role is not Role.ROUTED_EXPERT]
+    latent = sum(".kv_b_proj." in s.name for s in apart)
+    merged = 3 * sum(
+        f"{layer.feed_forward_prefix}.gate.weight" in spec.tensors for layer in spec.every_layer
+    )
+    assert count == len(apart) + latent + merged + 1  # the main model's norm beside the module
+    main = stored(tmp_path / "out/main")
+    if model_type == "glm_moe_dsa":
+        assert main["blk.0.indexer.proj.weight"][0] == "F32"
+
+
+REFUSED = [
+    (("--target", "llama.cpp", "--pre-tokenizer", "gpt2"), 2, "no pre-tokenizer of this name"),
+    (("--pre-tokenizer", "gpt-2"), 2, "Only files for llama.cpp"),
+    ((*TARGET, "--shared-weights", "drop"), 4, "loads embedding and head"),
+]
+
+
+@pytest.mark.parametrize(("options", "code", "words"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_is_refused(
+    options: tuple[str, ...], code: int, words: str, pristine: Path, tmp_path: Path
+) -> None:
+    outcome = export(pristine, tmp_path / "out", *options)
+    assert (outcome.code, words in outcome.err) == (code, True), outcome.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_families_and_several_modules_are_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "qwen", SMALL_CONFIGS["qwen3_next"])
+    outcome = export(tmp_path / "qwen", tmp_path / "out", *TARGET)
+    assert outcome.code == 4 and "has no layout for this model" in outcome.err
+    make_checkpoint(tmp_path / "two", TINY_CONFIG | {"num_nextn_predict_layers": 2})
+    outcome = export(tmp_path / "two", tmp_path / "out", *TARGET)
+    assert outcome.code == 4 and "reads one MTP layer" in outcome.err
+
+
+def test_the_command_names_both_first_files(pristine: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    outcome = export(pristine, output, *TARGET, "--max-shard-size", "300kB")
+    main, mtp = (next((output / part).glob("*-00001-of-*.gguf")) for part in ("main", "mtp"))
+    line = f"llama-server -m {main} -md {mtp} --spec-type draft-mtp --spec-draft-n-max 1"
+    assert line in outcome.out
