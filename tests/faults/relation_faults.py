@@ -12,7 +12,7 @@ import torch
 from faults import planting
 from faults.fault import Fault
 from faults.small_model import MTP
-from faults.weight_faults import EXPERT, MAIN_EXPERT, Change, main, mtp
+from faults.weight_faults import EXPERT, MAIN_EXPERT, OTHER, Change, main, mtp
 from runtime.checkpoints import GLM4_MOE
 
 GLM, QWEN = "glm4_moe", "qwen3_5_moe"
@@ -141,6 +141,31 @@ def first_rows_twice(tensor: torch.Tensor) -> torch.Tensor:
     return changed
 
 
+def limited(tensor: torch.Tensor) -> torch.Tensor:
+    """Values beyond one standard deviation cut off."""
+    most = float(tensor.float().std())
+    return tensor.clamp(-most, most)
+
+
+def columns_multiplied(tensor: torch.Tensor) -> torch.Tensor:
+    spread = torch.linspace(0.5, 2, tensor.shape[1])
+    return (tensor.float() * spread).to(tensor.dtype)
+
+
+def norm_multiplied_in(norm: str, matrix: str, bundle: Path) -> None:
+    """Folding of a norm's weight into the columns of the matrix behind it."""
+    weight = planting.read(bundle / "mtp", norm).float()
+    planting.change(bundle / "mtp", matrix, lambda w: (w.float() * weight).to(w.dtype))
+
+
+def rows_of_another(bundle: Path) -> None:
+    """The second half of an expert's rows, and their scales, are the next expert's."""
+    for end in ("weight_packed", "weight_scale"):
+        theirs = planting.read(bundle / "mtp", f"{OTHER}.{end}")
+        half = len(theirs) // 2
+        mtp(f"{EXPERT}.{end}", lambda w, t=theirs, h=half: torch.cat([w[:h], t[h:]]))(bundle)
+
+
 def rows_overwritten(tensor: torch.Tensor) -> torch.Tensor:
     noise = torch.randn(tensor[32:64].shape, generator=torch.Generator().manual_seed(_GENERATOR))
     changed = tensor.clone()
@@ -182,6 +207,15 @@ _OF_PROJECTION: tuple[tuple[str, Change, str], ...] = (
     ("in the order of columns", in_order_of_columns, "in the order of the source's columns"),
     ("transposed by blocks", partial(blocks_transposed, 64), "blocks of 64 × 64 are transposed"),
     ("negated", torch.neg, "its sign is flipped"),
+    ("reversed and negated", lambda w: -w.flip(0),
+     "its rows are in reverse order, and its sign is flipped"),
+    ("with rows and columns reversed", lambda w: w.flip(0, 1),
+     "its rows are in reverse order, and its columns are in reverse order"),
+    ("with rows rolled, doubled", lambda w: w.roll(5, 0) * 2,
+     "its rows are rolled by 5, and it is 2 times the source's"),
+    ("with values cut off", limited, "of its 131,072 elements that were looked at are clipped"),
+    ("with columns multiplied", columns_multiplied,
+     "each of its columns is another multiple of the source's, by 0.5 to 2"),
     ("without signs", torch.abs, "it is the absolute value of the source's"),
     ("with rows written twice", first_rows_twice, "rows 32 to 63 hold the source's rows 0 to 31"),
     ("with rows overwritten", rows_overwritten, "its rows 32 to 63 are not the source's, and all"),
@@ -233,6 +267,11 @@ RELATION_FAULTS: tuple[Fault, ...] = (
            "its rows are in reverse order; its scales are not"),
     _fault("embedding rolled by a token", main("model.embed_tokens.weight", partial(rolled, 1)),
            "its rows are rolled by 1"),
+    _fault("norm multiplied into the router",
+           partial(norm_multiplied_in, f"{MTP}.post_attention_layernorm.weight", ROUTER),
+           "post_attention_layernorm.weight was multiplied into it"),
+    _fault("half an expert is another's", rows_of_another,
+           f"its rows 128 to 255 are those of {OTHER}.weight", needs="int8"),
     _fault("int8 rows rolled", partial(rows_changed, "mtp", EXPERT, partial(rolled, 64)),
            "its rows are rolled by 64", needs="int8"),
     _fault("int8 codes of rows reversed, scales kept",

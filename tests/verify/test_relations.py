@@ -19,8 +19,9 @@ from mtp_checkpoints.quantization.stored import StoredWeight
 from mtp_checkpoints.sources.local_folder import LocalFolder
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.verify.diagnosis import relations, sketches
+from mtp_export.verify.diagnosis.compared import compare
 from mtp_export.verify.diagnosis.orders import Subject, clause, find_order, nearest
-from mtp_export.verify.diagnosis.relations import compare, part, relation
+from mtp_export.verify.diagnosis.relations import of_each_row_or_column, part, relation
 
 ROWS, COLUMNS = 96, 64
 NAME = "model.norm.weight"
@@ -102,6 +103,53 @@ def test_pieces_that_are_read_one_by_one_give_the_same(
     assert found is not None and words in found
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda w: -w.flip(0), "its rows are in reverse order, and its sign is flipped"),
+        (lambda w: -3 * w.t(), "it is transposed, and it is -3 times the source's"),
+        (lambda w: w.roll(2, 1) / 4, "its columns are rolled by 2, and it is 0.25 times"),
+        (lambda w: w.flip(0, 1), "its rows are in reverse order, and its columns are in reverse"),
+        (lambda w: w.clamp(-1, 1), "of its 16,384 elements that were looked at are clipped to -1"),
+        (torch.abs, "it is the absolute value of the source's"),
+        (lambda w: 1 - w, "it is -1 times the source's + 1"),
+    ],
+)
+def test_two_relations_at_once_and_functions(
+    change: Callable[[torch.Tensor], torch.Tensor], words: str, tmp_path: Path
+) -> None:
+    wanted = seeded(128, 128)
+    assert words in str(said(tmp_path, change(wanted), wanted))
+
+
+def test_a_function_that_the_last_rows_are_not_of_is_none(tmp_path: Path) -> None:
+    wanted = seeded(512, 16)
+    found = wanted.abs()
+    found[-128:] = seeded(128, 16, seed=5)
+    assert said(tmp_path, found, wanted) is None
+
+
+def test_a_factor_for_each_column_is_named_by_the_vector_that_it_is(tmp_path: Path) -> None:
+    wanted, norm = seeded(128, 32), 1 + 0.3 * seeded(32, seed=2)
+    compared = compare(
+        stored(tmp_path / "found", wanted * norm), stored(tmp_path / "wanted", wanted)
+    )
+    assert relation(compared) is None
+    words = str(of_each_row_or_column(compared, {"other": seeded(32), "norm": norm.bfloat16()}))
+    assert words.startswith("each of its columns is another multiple of the source's")
+    assert words.endswith(": norm was multiplied into it")
+    inverse = str(of_each_row_or_column(compared, {"norm": 1 / norm}))
+    assert inverse.endswith(": the reciprocal of norm was multiplied into it")
+    assert "multiplied" not in str(of_each_row_or_column(compared, {}))
+
+
+def test_weights_of_another_training_have_no_factors_for_each(tmp_path: Path) -> None:
+    wanted = seeded(128, 8)
+    found = wanted + 0.1 * seeded(128, 8, seed=4)
+    compared = compare(stored(tmp_path / "found", found), stored(tmp_path / "wanted", wanted))
+    assert of_each_row_or_column(compared, {"norm": torch.ones(8)}) is None
+
+
 @pytest.mark.parametrize("columns", [True, False])
 def test_a_part_that_differs_is_named(columns: bool, tmp_path: Path) -> None:
     wanted = seeded(128, 128)
@@ -112,6 +160,11 @@ def test_a_part_that_differs_is_named(columns: bool, tmp_path: Path) -> None:
     assert relation(compared) is None
     noun = "column" if columns else "row"
     assert f"its {noun}s 8 to 23 are not the source's, and all others of 128" in str(part(compared))
+    whole = seeded(128, 128, seed=8)
+    whole[8:24] = seeded(16, 128, seed=5)
+    other = stored(tmp_path / "other", whole.t() if columns else whole)
+    unlike = stored(tmp_path / "unlike", wanted)
+    assert str(part(compared, [unlike, other])) == f"its {noun}s 8 to 23 are those of {NAME}"
 
 
 def test_scattered_parts_are_not_named_as_one(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from mtp_export.verify.diagnosis.causes import weights as weight_causes
 from mtp_export.verify.diagnosis.sketches import Axis, Sketches, Sums
 
 _FEW_ELEMENTS = 16  # of rows whose factors are believed in ranges alone
-_LEAST_RUN = 8  # elements of a vector, or rows of few elements, with a factor of their own
+_LEAST_RUN = 4  # elements of a vector, or rows of few elements, with a factor of their own
 _MOST_FACTORS = 3
 _OFFSET_NOISE = 2.5e-3  # of the mean of few elements that were rounded
 _PLAIN = 0.01  # a factor nearer to one is none

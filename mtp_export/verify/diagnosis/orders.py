@@ -53,7 +53,10 @@ def find_order(
     middle = wanted.mean(0)  # what all have in common tells none from another
     found, wanted = found - middle, wanted - middle
     varying = float(wanted.square().sum(dtype=torch.float64))
-    most = min(most_noise * squares, noise_of(found, wanted) / 2, _NEAR * varying)
+    plain = noise_of(found, wanted)
+    if not plain:
+        return None
+    most = min(most_noise * squares, plain / 2, _NEAR * varying)
     for places in _candidates(found, wanted):
         noise = noise_of(found, wanted[places])
         if noise <= most:

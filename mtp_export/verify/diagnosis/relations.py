@@ -5,9 +5,8 @@ makes, and orders confirmed on values."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -15,65 +14,19 @@ from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.verify.diagnosis import factors
 from mtp_export.verify.diagnosis.causes import relations as causes
 from mtp_export.verify.diagnosis.causes import weights as weight_causes
+from mtp_export.verify.diagnosis.combined import of_both_axes, of_each, of_order_and_factor
+from mtp_export.verify.diagnosis.compared import LEAST_NOISE, WINDOW_ROWS, Compared, share_of
 from mtp_export.verify.diagnosis.factors import Relation
+from mtp_export.verify.diagnosis.functions import of_functions, of_limits
 from mtp_export.verify.diagnosis.orders import Order, Subject, find_order, noise_of
-from mtp_export.verify.diagnosis.sketches import Axis, Sketches, sketched, values
+from mtp_export.verify.diagnosis.sketches import Axis, values
 
-# Of a weight that is near already, a relation explains the difference if it leaves this much less.
-NEARER_DB = 10.0
-_LEAST_NOISE = 1e-6  # what sums in float32 tell
-_UNLIKE = 0.1  # of a weight's variance, which a function of the source's does not give
 _HALF = 0.5  # of the difference: a relation that leaves more explains nothing
 _EQUALLY = 2.0  # noise of two relations that explain equally
 _LOOSE_NOISE = 0.25  # of codes that moved while their scales stayed
-_WINDOW_ROWS = 128  # whole blocks of scales
-_WINDOW_ELEMENTS = 1 << 20  # of weights of more axes than two
 _WINDOWS = 4
+_MOST_DAMAGED = 0.75  # of the rows or columns: more in common is needed to say what is not
 _WHOLE_ELEMENTS = 1 << 26
-
-
-@dataclass(frozen=True)
-class Compared:
-    """A weight, its source's, and the sketches of both."""
-
-    weight: WeightOnDisk
-    source: WeightOnDisk
-    sketches: Sketches
-
-    @property
-    def most_noise(self) -> float:
-        """Noise that a relation may leave, as a share of the source's squares."""
-        gate, level = self.weight.stored.format.gate.sqnr_db, self.sketches.level_db
-        bound = gate if level < gate else level + NEARER_DB
-        return max(_LEAST_NOISE, 10 ** (-bound / 10))
-
-    @property
-    def noise(self) -> float:
-        """The weight's difference as a share of the source's squares."""
-        total = self.sketches.total
-        return float(total.noise) / max(float(total.ww), 1e-30)
-
-    @cached_property
-    def first_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values of the weight and of the source's in the first rows."""
-        stop = min(self.weight.rows, _WINDOW_ROWS)
-        if len(shape := self.weight.stored.weight.shape) > 2:
-            stop = min(stop, max(1, _WINDOW_ELEMENTS // math.prod(shape[1:])))
-        return values(self.weight, 0, stop), values(self.source, 0, stop)
-
-    @property
-    def head(self) -> int | None:
-        """Rows of a head, where the family says."""
-        rotary = self.source.stored.weight.rotary
-        heads = self.source.stored.weight.head_rows
-        if heads is not None and heads.by_head:
-            return sum(heads.sizes)
-        return None if rotary is None else rotary.period
-
-
-def compare(weight: WeightOnDisk, source: WeightOnDisk) -> Compared:
-    """Read a weight and its source's, of one shape. Raises ValueError for codes without a value."""
-    return Compared(weight, source, sketched(weight, source))
 
 
 def relation(compared: Compared) -> str | None:
@@ -86,13 +39,26 @@ def relation(compared: Compared) -> str | None:
         return _best(found).words
     order = _order(compared, compared.sketches.rows, _LOOSE_NOISE)
     alone = None if order is None else _codes_alone(compared, order)
-    return alone.words if alone is not None and alone.noise <= most else None
+    if alone is not None and alone.noise <= most:
+        return alone.words
+    for two in (of_order_and_factor, of_both_axes):
+        if (one := _first(two(compared, most), most)) is not None:
+            return one.words
+    return None
+
+
+def of_each_row_or_column(compared: Compared, vectors: Mapping[str, torch.Tensor]) -> str | None:
+    """Return a sentence for a weight whose rows or columns are each a multiple of the source's.
+    vectors: those that may have been multiplied into it, by name."""
+    most = min(compared.most_noise, _HALF * compared.noise)
+    found = _first(of_each(compared, most, vectors), most)
+    return None if found is None else found.words
 
 
 def _best(found: Sequence[Relation]) -> Relation:
     """The relation that leaves least noise, with another that leaves no more to speak of."""
     best, *others = sorted(found, key=lambda one: one.noise)
-    equal = [one for one in others if one.noise <= _EQUALLY * best.noise + _LEAST_NOISE]
+    equal = [one for one in others if one.noise <= _EQUALLY * best.noise + LEAST_NOISE]
     if not equal:
         return best
     return Relation(causes.explained_equally(best.words, equal[0].words), best.noise)
@@ -116,8 +82,8 @@ def _of_order(compared: Compared, most_noise: float) -> Iterator[Relation]:
 
 
 def _order(compared: Compared, axis: Axis, most_noise: float) -> Order | None:
-    head = compared.head if axis is compared.sketches.rows else None
-    return find_order(axis.found, axis.wanted, Subject.all_of(axis.noun, head), most_noise)
+    subject = Subject.all_of(axis.noun, compared.head_on(axis))
+    return find_order(axis.found, axis.wanted, subject, most_noise)
 
 
 def _order_words(compared: Compared, axis: Axis, order: Order) -> str:
@@ -139,9 +105,9 @@ def _confirmed(compared: Compared, axis: Axis, places: torch.Tensor, most_noise:
     if axis.elements == 1 or len(compared.weight.stored.weight.shape) > 2:
         return True
     rows = compared.weight.rows
-    starts = list(range(0, rows, _WINDOW_ROWS))
+    starts = list(range(0, rows, WINDOW_ROWS))
     for start in starts[:: max(1, len(starts) // _WINDOWS)][:_WINDOWS]:
-        found = values(compared.weight, start, min(start + _WINDOW_ROWS, rows))
+        found = values(compared.weight, start, min(start + WINDOW_ROWS, rows))
         if axis is compared.sketches.columns:
             wanted = values(compared.source, start, start + len(found))[:, places]
         else:
@@ -153,8 +119,8 @@ def _confirmed(compared: Compared, axis: Axis, places: torch.Tensor, most_noise:
 
 
 def _row(weight: WeightOnDisk, row: int) -> torch.Tensor:
-    start = row // _WINDOW_ROWS * _WINDOW_ROWS
-    stop = min(start + _WINDOW_ROWS, weight.rows)
+    start = row // WINDOW_ROWS * WINDOW_ROWS
+    stop = min(start + WINDOW_ROWS, weight.rows)
     return values(weight, start, stop)[row - start : row - start + 1]
 
 
@@ -186,67 +152,28 @@ def _order_of_columns(compared: Compared) -> Iterator[Relation]:
     for corner, flat in ((wanted, whole), (found, theirs)):
         by_column = corner[:, : max(1, min(columns, len(flat) // rows))].t().reshape(-1)
         count = min(len(by_column), len(flat))
-        yield Relation(causes.ORDER_OF_COLUMNS, _share(by_column[:count], flat[:count]))
+        yield Relation(causes.ORDER_OF_COLUMNS, share_of(by_column[:count], flat[:count]))
 
 
 def _blocks_transposed(compared: Compared) -> Iterator[Relation]:
-    found, wanted = compared.first_rows
+    found, wanted = compared.sample
     rows, columns = found.shape
     for size in (128, 64, 32, 16, 8, 4):
         if rows % size == 0 and columns % size == 0 and (rows, columns) != (size, size):
             blocks = found.view(rows // size, size, columns // size, size)
             turned = blocks.transpose(1, 3).reshape(rows, columns)
-            yield Relation(causes.blocks_transposed(size), _share(wanted, turned))
-
-
-def _share(wanted: torch.Tensor, found: torch.Tensor) -> float:
-    """The noise of values as a share of the squares of those that are wanted."""
-    return noise_of(found, wanted) / max(float(wanted.square().sum()), 1e-30)
+            yield Relation(causes.blocks_transposed(size), share_of(wanted, turned))
 
 
 def _of_values(compared: Compared, most_noise: float) -> Iterator[Relation]:
     """The same places with factors, an offset, or a function of each element."""
     sketches = compared.sketches
     whole = list(factors.of_the_whole(sketches, most_noise))
-    if whole or (whole := list(_of_functions(compared, most_noise))):
+    if whole or (whole := list(of_functions(compared, most_noise))):
         yield _best(whole)
+    yield from of_limits(compared, most_noise)
     yield from factors.of_both(sketches, most_noise)
     yield from factors.of_parts(sketches, most_noise)
-
-
-_FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "the absolute value": torch.abs,
-    "the reciprocal": torch.reciprocal,
-    "the exponential": torch.exp,
-    "minus the exponential": lambda w: -torch.exp(w),
-    "the logarithm": torch.log,
-    "the square": torch.square,
-    "the square root": torch.sqrt,
-    "the sigmoid": torch.sigmoid,
-}
-
-
-def _of_functions(compared: Compared, most_noise: float) -> Iterator[Relation]:
-    found, wanted = compared.first_rows
-    spread = float((found - found.mean()).square().sum())
-    stored_as = compared.weight.encoded(0, 1).codes.dtype
-    for name, function in _FUNCTIONS.items():
-        changed = function(wanted)
-        signal = max(float(changed.square().sum()), 1e-30)
-        noise = noise_of(found, changed)
-        if noise <= min(most_noise * signal, _UNLIKE * spread):
-            yield Relation(causes.of_a_function(name), noise / signal)
-    if len(compared.weight.tensors) == 1:
-        for words, changed in _with_one(wanted):
-            if torch.equal(changed.to(stored_as).float(), found):
-                yield Relation(words, 0.0)
-
-
-def _with_one(wanted: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Values with the 1 of a norm too many or too few, of which rounding may leave next to none."""
-    yield causes.plus("+1"), wanted + 1
-    yield causes.plus("-1"), wanted - 1
-    yield causes.multiple_plus("-1", "+1"), 1 - wanted
 
 
 _KINDS = (_of_order, _transposed, _of_values)
@@ -263,23 +190,44 @@ def _codes_alone(compared: Compared, order: Order) -> Relation | None:
     codes = raw.codes.view(torch.uint8)[order.places.argsort()].view(raw.codes.dtype)
     restored = replace(raw, codes=codes).dequantize().float()
     wanted = values(source, 0, source.rows)
-    return Relation(causes.codes_alone(order.words), _share(wanted, restored))
+    return Relation(causes.codes_alone(order.words), share_of(wanted, restored))
 
 
-def part(compared: Compared) -> str | None:
+def part(compared: Compared, others: Iterable[WeightOnDisk] = ()) -> str | None:
     """Return a sentence that names the one range of rows or columns that is not the source's, None
-    where there is none."""
+    where there is none. others: weights of its shape, which that range may be of."""
     for axis in filter(None, (compared.sketches.rows, compared.sketches.columns)):
         differs = axis.sums.noise > 4 * compared.most_noise * axis.sums.ww
         places = differs.nonzero()[:, 0]
-        if axis.elements == 1 or not 0 < len(places) <= axis.count // 2:
+        if axis.elements == 1 or not 0 < len(places) <= _MOST_DAMAGED * axis.count:
             continue
         first, last = int(places[0]), int(places[-1])
         if last - first + 1 != len(places):
             continue
         if (start := _written_twice(axis, first, last)) is not None:
             return causes.part_written_twice(axis.noun, first, last, start)
+        if (other := _of_another(compared, axis, first, last, others)) is not None:
+            return causes.part_of_another(axis.noun, first, last, other)
         return causes.part_differs(axis.noun, first, last, axis.count)
+    return None
+
+
+def _of_another(
+    compared: Compared, axis: Axis, first: int, last: int, others: Iterable[WeightOnDisk]
+) -> str | None:
+    """The weight whose rows or columns a range is of, None if it is of no other."""
+    of_rows = axis is compared.sketches.rows
+    start = first // WINDOW_ROWS * WINDOW_ROWS if of_rows else 0
+    stop = min(start + WINDOW_ROWS, compared.weight.rows)
+    if len(compared.weight.stored.weight.shape) > 2:
+        return None
+    rows = slice(first - start, last + 1 - start) if of_rows else slice(None)
+    columns = slice(None) if of_rows else slice(first, last + 1)
+    found = values(compared.weight, start, stop)[rows, columns]
+    within = 10 ** (-compared.weight.stored.format.gate.sqnr_db / 10)
+    for other in others:
+        if share_of(values(other, start, stop)[rows, columns], found) <= within:
+            return other.stored.weight.name
     return None
 
 
@@ -289,6 +237,6 @@ def _written_twice(axis: Axis, first: int, last: int) -> int | None:
     start = int(far.argmin())
     theirs = axis.wanted[start : start + last - first + 1]
     ours = axis.found[first : last + 1]
-    if theirs.shape != ours.shape or _share(theirs, ours) > _LOOSE_NOISE / 4:
+    if theirs.shape != ours.shape or share_of(theirs, ours) > _LOOSE_NOISE / 4:
         return None
     return start

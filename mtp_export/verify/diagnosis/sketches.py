@@ -121,7 +121,7 @@ def sketched(weight: WeightOnDisk, source: WeightOnDisk) -> Sketches:
     if len(shape) == 1 or math.prod(shape) == max(shape):
         return _of_vectors(weight, source)
     rows = math.prod(shape) // columns
-    across, along = _projection(columns), _projection(rows)
+    across, along = projection(columns), projection(rows)
     by_row: list[Sums] = []
     by_column: list[Sums] = []
     row_sketches: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -161,8 +161,8 @@ def _pieces(weight: WeightOnDisk, source: WeightOnDisk) -> list[tuple[int, int]]
     return [(0, weight.rows)] if whole else list(weight.pieces(_PIECE_ELEMENTS))
 
 
-def _projection(size: int) -> torch.Tensor:
-    """Random projections [size, m], the same for every axis of a size: rows of a transposed matrix
-    have the sketches of the columns that they were."""
+def projection(size: int) -> torch.Tensor:
+    """Return random projections [size, m], the same for every axis of a size: rows of a transposed
+    matrix have the sketches of the columns that they were."""
     generator = torch.Generator().manual_seed(size)
     return torch.randn(size, _PROJECTIONS, generator=generator)

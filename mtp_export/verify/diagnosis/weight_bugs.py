@@ -36,6 +36,7 @@ def explain(weight: WeightOnDisk, source: WeightOnDisk, weights: Mapping[str, We
     """The likely cause why a weight is not the source's, in words; weights: all of the source's, by
     their released names."""
     from mtp_export.verify.diagnosis import relations
+    from mtp_export.verify.diagnosis.compared import compare
 
     stop = _sample_rows(weight)
     raw = weight.encoded(0, stop)
@@ -63,19 +64,22 @@ def explain(weight: WeightOnDisk, source: WeightOnDisk, weights: Mapping[str, We
     if of_scales not in (None, causes.SCALES_OF_ANOTHER_TENSOR):
         return of_scales
     try:
-        compared = relations.compare(weight, source)
+        compared = compare(weight, source)
     except ValueError as error:
         return str(error)
     if (cause := relations.relation(compared) or of_scales) is not None:
         return cause
-    for other in _alike(source, weights):
-        theirs = other.encoded(0, min(stop, other.rows)).dequantize()
-        if _sqnr_db(theirs, found) >= bound:
+    alike = list(_alike(source, weights))
+    for other in alike:
+        if _holds(found, other, bound):
             return causes.holds_another(other.stored.weight.name)
     changed = (found != wanted).float()
     if float(changed.mean()) < _DAMAGED_SHARE or _is_few(changed):
         return _damaged(weight, source)
-    if (cause := relations.part(compared)) is not None:
+    cause = relations.part(compared, alike)
+    if cause is None:
+        cause = relations.of_each_row_or_column(compared, _vectors(source, weights))
+    if cause is not None:
         return cause
     return causes.another_version(level) if level >= _CLOSE_DB else causes.NOTHING_IN_COMMON
 
@@ -141,6 +145,26 @@ def _alike(source: WeightOnDisk, weights: Mapping[str, WeightOnDisk]) -> Iterato
                 yield other
         elif theirs.groups()[:2] == match.groups()[:2] or theirs[3] == match[3]:
             yield other
+
+
+def _holds(found: torch.Tensor, other: WeightOnDisk, bound: float) -> bool:
+    """True if the first rows of a weight are another's; a block of them tells most apart."""
+    for rows in sorted({min(BLOCK, len(found)), len(found)}):
+        if _sqnr_db(other.encoded(0, rows).dequantize(), found[:rows]) < bound:
+            return False
+    return True
+
+
+def _vectors(source: WeightOnDisk, weights: Mapping[str, WeightOnDisk]) -> dict[str, torch.Tensor]:
+    """The vectors of a weight's layer, by name."""
+    match = _LAYER.match(source.stored.weight.name)
+    return {
+        name: other.encoded(0, other.rows).dequantize()
+        for name, other in weights.items()
+        if len(other.stored.weight.shape) == 1
+        and match is not None
+        and name.startswith(f"{match[1]}{match[2]}.")
+    }
 
 
 def _sample_rows(weight: WeightOnDisk) -> int:

@@ -172,5 +172,13 @@ def part_differs(noun: str, first: int, last: int, total: int) -> str:
     )
 
 
+def both(first: str, second: str) -> str:
+    return f"{first}, and {second}"
+
+
+def reciprocal_of(tensor: str) -> str:
+    return f"the reciprocal of {tensor}"
+
+
 def explained_equally(first: str, second: str) -> str:
     return f"{first}, or {second}: both explain it equally"
