@@ -41,7 +41,7 @@ from mtp_export.schemes import HEAD_SCHEMES, SCHEMES
 from mtp_export.schemes.configs import quantization_configs
 from mtp_export.schemes.conversion import Conversion
 from mtp_export.schemes.scheme import BF16, KEEP, Scheme
-from mtp_export.schemes.table import check_pair
+from mtp_export.schemes.table import GGUF_MTP, GGUF_SCHEMES, check_pair
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def default_output(source: Place, precision: Precision) -> tuple[Path, Opened]:
             todo="Name the folder of the bundle",
         )
     opened = open_source(source)
-    names = [_scheme_name(name, opened[1]) for name in (precision.base_quant, precision.mtp_quant)]
+    names = _scheme_names(precision, opened[1])
     folder = source.resolve()
     return folder.with_name("-".join([folder.name, *names])), opened
 
@@ -174,6 +174,15 @@ def _configs(
     )
 
 
+def _scheme_names(precision: Precision, stored: StoredModel) -> tuple[str, str]:
+    """Return the names of both parts' schemes. Beside a main model in blocks of GGUF files a module
+    that none is named for has that of the table."""
+    base = _scheme_name(precision.base_quant, stored)
+    if precision.mtp_quant == KEEP and base in GGUF_SCHEMES:
+        return base, GGUF_MTP
+    return base, _scheme_name(precision.mtp_quant, stored)
+
+
 def _scheme_name(wanted: str, stored: StoredModel) -> str:
     """Return a scheme's name; "keep" is the scheme of the source.
 
@@ -192,7 +201,7 @@ def _scheme_name(wanted: str, stored: StoredModel) -> str:
 
 
 def _choose(options: QuantizeOptions, stored: StoredModel) -> _Choice:
-    base, mtp = (_scheme_name(name, stored) for name in (options.base_quant, options.mtp_quant))
+    base, mtp = _scheme_names(options, stored)
     in_table = check_pair(
         base,
         mtp,
@@ -338,7 +347,7 @@ def _conversion(
     packs_attention = has_groups([scheme.storages[Role.ATTENTION]])
     return Conversion(
         scheme=scheme.name,
-        storages={**scheme.storages, **heads},
+        storages={**scheme.with_tables, **heads},
         options=FormatOptions(
             group_size=options.group_size,
             fp8_scale_name=COMPRESSED_SCALE if renamed else NATIVE_SCALE,

@@ -35,15 +35,20 @@ def _schemes() -> Sequence[str]:
 
 
 def _mtp_schemes() -> Sequence[str]:
-    """Return those of the MTP module: no pair of the precision table gives it int4."""
-    return [name for name in _schemes() if "int4" not in name]
+    """Return those of the MTP module: no pair of the precision table gives it int4, or fewer
+    bits than 8 in GGUF files."""
+    from mtp_export.schemes.table import GGUF_MTP, GGUF_SCHEMES
+
+    others = {*GGUF_SCHEMES} - {GGUF_MTP}
+    return [name for name in _schemes() if "int4" not in name and name not in others]
 
 
 def _graft_schemes() -> Sequence[str]:
     """Return those that a grafted layer is written in; its main model's has no scheme to keep."""
     from mtp_export.schemes import SCHEMES
+    from mtp_export.schemes.table import GGUF_SCHEMES
 
-    return [name for name in _mtp_schemes() if name in SCHEMES]
+    return [name for name in _mtp_schemes() if name in SCHEMES and name not in GGUF_SCHEMES]
 
 
 def _group_sizes() -> Sequence[str]:

@@ -42,6 +42,7 @@ from mtp_export.options import (
 )
 from mtp_export.paths import refuse_overlaps
 from mtp_export.schemes import SCHEMES
+from mtp_export.schemes.gguf_transforms import SplitLatentUp
 from mtp_export.schemes.transforms import Convert
 
 _WORST_TENSORS = 3
@@ -220,7 +221,7 @@ def _worst(result: BundleResult) -> list[dict[str, Any]]:
     formats = {
         step.outputs[0].name: step.operation.format
         for step in result.plan.written_steps
-        if isinstance(step.operation, Convert) and step.outputs[0].name in names
+        if isinstance(step.operation, Convert | SplitLatentUp) and step.outputs[0].name in names
     }
     return [
         {

@@ -14,7 +14,15 @@ from mtp_checkpoints.formats import (
     Unquantized,
     W4AFp8,
 )
-from mtp_export.schemes.scheme import Scheme, every_linear
+from mtp_checkpoints.formats.ggml_blocks import (
+    Q4,
+    Q5,
+    Q8,
+    Mxfp4,
+    Q4WithMinimum,
+    Q5WithMinimum,
+)
+from mtp_export.schemes.scheme import Scheme, blocks_of, every_linear
 
 # Formats of the language-model head beside those of all linears, by their names.
 HEAD_SCHEMES: dict[str, str] = {"weight_only_int8": Int8Channel.storage}
@@ -64,6 +72,13 @@ SCHEMES: dict[str, Scheme] = {
     ),
     # For hardware without fp8, and the way into engines that quantize at load.
     "bf16": Scheme("bf16", "bf16", every_linear(Unquantized.storage)),
+    # Blocks of llama.cpp, which computes with each as it is stored.
+    "q8_0": blocks_of("q8_0", Q8.storage),
+    "q5_1": blocks_of("q5_1", Q5WithMinimum.storage),
+    "q5_0": blocks_of("q5_0", Q5.storage),
+    "q4_1": blocks_of("q4_1", Q4WithMinimum.storage),
+    "q4_0": blocks_of("q4_0", Q4.storage),
+    "gguf_mxfp4": blocks_of("gguf_mxfp4", Mxfp4.storage),
 }
 
 

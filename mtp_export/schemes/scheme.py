@@ -6,13 +6,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from mtp_checkpoints.containers import SAFETENSORS
 from mtp_checkpoints.errors import UsageError
 from mtp_checkpoints.families.base import LINEAR_ROLES, Role
+from mtp_checkpoints.formats import GGUF
+from mtp_checkpoints.formats.ggml_blocks import Q8
 
 # In place of a scheme's name: the part's weights stay as the source stores them.
 KEEP = "keep"
 # In place of a scheme's name: the main model was quantized by others.
 GRAFTED = "grafted"
+_TABLES = (Role.EMBEDDING, Role.HEAD, Role.MTP_PROJECTION)
 BF16 = "bf16"  # the scheme without quantized linears
 
 
@@ -22,7 +26,8 @@ class Scheme:
 
     on_disk describes it to people. variants are the same scheme under another value of an option
     (an int4 scope, an on-disk format), by the option's name and value. int4_activations_fp8: int4
-    experts run with activations in fp8.
+    experts run with activations in fp8. container: format of the files that hold it. tables: the
+    format, by name, of embeddings, heads and projections of MTP modules; None: they stay as stored.
     """
 
     name: str
@@ -30,10 +35,18 @@ class Scheme:
     storages: Mapping[Role, str]
     variants: Mapping[str, Mapping[str, Mapping[Role, str]]] = field(default_factory=dict)
     int4_activations_fp8: bool = False
+    container: str = SAFETENSORS.name
+    tables: str | None = None
 
     def __post_init__(self) -> None:
         for storages in self.all_storages:
             assert set(storages) == set(LINEAR_ROLES), f"{self.name} leaves out a role"
+
+    @property
+    def with_tables(self) -> Mapping[Role, str]:
+        """Storages of every role, tables included where they do not stay as stored."""
+        tables = {} if self.tables is None else dict.fromkeys(_TABLES, self.tables)
+        return {**self.storages, **tables}
 
     @property
     def all_storages(self) -> Iterator[Mapping[Role, str]]:
@@ -69,3 +82,10 @@ class Scheme:
 def every_linear(storage: str) -> dict[Role, str]:
     """Return one storage for the linears of all roles."""
     return dict.fromkeys(LINEAR_ROLES, storage)
+
+
+def blocks_of(name: str, storage: str) -> Scheme:
+    """Return the scheme of blocks of ggml in GGUF files, with tables in blocks of 8 bits."""
+    return Scheme(
+        name, f"{storage}, GGUF", every_linear(storage), container=GGUF, tables=Q8.storage
+    )

@@ -10,7 +10,7 @@ from mtp_checkpoints.dtypes import tensor_bytes
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.base import Role, TensorSpec
 from mtp_checkpoints.families.spec import ModelSpec
-from mtp_checkpoints.formats import FORMATS, FormatOptions
+from mtp_checkpoints.formats import FORMATS, GGUF, FormatOptions
 from mtp_checkpoints.layouts import titles_that_read
 from mtp_export.schemes import SCHEMES
 
@@ -30,6 +30,8 @@ class Pair:
         return titles_that_read(main, mtp)
 
 
+GGUF_SCHEMES = tuple(name for name, scheme in SCHEMES.items() if scheme.container == GGUF)
+GGUF_MTP = "q8_0"  # of a module beside any of them
 # No pair was run on a GPU.
 PAIRS = (
     Pair("a8w8_fp8_wint4", "a8w8_fp8", "TP8"),
@@ -38,6 +40,7 @@ PAIRS = (
     Pair("weight_only_int8", "weight_only_int8", "TP16 (2×TP8)"),
     Pair("weight_only_nvfp4", "weight_only_nvfp4", "TP8"),
     Pair("bf16", "bf16", "-"),
+    *(Pair(name, GGUF_MTP, "-") for name in GGUF_SCHEMES),
 )
 
 
@@ -78,14 +81,14 @@ def check_pair(
 
 def weigh(family: ModelSpec, scheme: str, in_part: Callable[[TensorSpec], bool]) -> Weight:
     """Return the size of a part under a scheme, from the family's shapes."""
-    storages = SCHEMES[scheme].storages
+    storages = SCHEMES[scheme].with_tables
     parameters = size_bytes = 0
     alike: dict[tuple[Role, tuple[int, ...]], int] = {}  # bytes: thousands have the same shape
     for spec in family.tensors.values():
         if not in_part(spec):
             continue
         parameters += prod(spec.shape)
-        if spec.is_linear_weight and spec.role in storages:
+        if spec.role in storages and len(spec.shape) == 2:
             if (spec.role, spec.shape) not in alike:
                 stored_as = FORMATS[storages[spec.role]].of_options(FormatOptions())
                 tensors = stored_as.tensors(spec.name, spec.shape)

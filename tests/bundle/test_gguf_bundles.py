@@ -26,6 +26,7 @@ from cases import (
 )
 from mtp_checkpoints.families import family_of
 from mtp_checkpoints.families.base import Role
+from mtp_export.schemes.table import GGUF_SCHEMES
 from runtime.checkpoints import SMALL_CONFIGS, write_checkpoint
 
 gguf = pytest.importorskip("gguf")
@@ -87,21 +88,22 @@ def keys_of(reader: Any) -> dict[str, Any]:
     return {name: field.contents() for name, field in reader.fields.items()}
 
 
-def dense(source: Path) -> dict[str, torch.Tensor]:
-    """A checkpoint's tensors, fp8 ones dequantized to bf16: fp32 product, one rounding."""
+def dense(source: Path, *, rounded: bool) -> dict[str, torch.Tensor]:
+    """A checkpoint's tensors, fp8 ones dequantized to float32, or rounded once to bf16."""
     tensors = read_tensors(source)
     for name in [name for name in tensors if name.endswith("_scale_inv")]:
         scale, weight = tensors.pop(name), name.removesuffix("_scale_inv")
         codes = tensors[weight].float()
         rows = scale.repeat_interleave(128, 0)[: len(codes)]
-        tensors[weight] = (codes * rows.repeat_interleave(128, 1)[:, : codes.shape[1]]).bfloat16()
+        values = codes * rows.repeat_interleave(128, 1)[:, : codes.shape[1]]
+        tensors[weight] = values.bfloat16() if rounded else values
     return tensors
 
 
-def expected(source: Path) -> dict[str, torch.Tensor]:
+def expected(source: Path, *, rounded: bool = True) -> dict[str, torch.Tensor]:
     """Values of both parts' tensors under llama.cpp's names, as its converter makes them; the MTP
     part's are behind mtp/."""
-    tensors = dense(source)
+    tensors = dense(source, rounded=rounded)
     wanted = {
         "token_embd.weight": tensors["model.embed_tokens.weight"],
         "output_norm.weight": tensors["model.norm.weight"],
@@ -248,11 +250,58 @@ def test_other_families_are_whole(model_type: str, tmp_path: Path) -> None:
         assert main["blk.0.indexer.proj.weight"][0] == "F32"
 
 
+TYPES = {"gguf_mxfp4": "MXFP4"}
+
+
+@pytest.mark.parametrize("base", GGUF_SCHEMES)
+def test_every_linear_is_in_blocks(base: str, pristine: Path, tmp_path: Path) -> None:
+    """From fp8, without bf16 between; the module, and tables of both parts, have 8 bits."""
+    output = tmp_path / "out"
+    outcome = quantize(pristine, output, *TARGET, "--base-quant", base)
+    assert outcome.code == 0, outcome.err
+    kind, wanted = TYPES.get(base, base.upper()), expected(pristine, rounded=False)
+    tables = ("token_embd.weight", "output.weight")
+    for part in ("main", "mtp"):
+        for name, (found, values) in stored(output / part).items():
+            own = wanted[name if part == "main" else f"mtp/{name}"]
+            is_wide = WIDE.search(name)
+            expects = "Q8_0" if part == "mtp" or name in tables else kind
+            assert found == ("F32" if is_wide else expects), name
+            assert values.shape == own.shape, name
+            if is_wide:
+                assert torch.equal(values, own.float()), name
+                continue
+            own_type = gguf.GGMLQuantizationType[expects]
+            blocks = gguf.quants.quantize(own.float().contiguous().numpy(), own_type)
+            again = torch.from_numpy(gguf.quants.dequantize(blocks, own_type))
+            assert torch.equal(values.float(), again.reshape(values.shape)), name
+    numbers = {"Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "MXFP4": 38}
+    (reader,) = readers(output / "main")
+    assert keys_of(reader)["general.file_type"] == numbers[kind]
+    options = read_json(output / "mtp_export.json")["options"]
+    assert (options["base_quant"], options["mtp_quant"]) == (base, "q8_0")
+
+
 REFUSED = [
     (("--target", "llama.cpp", "--pre-tokenizer", "gpt2"), 2, "no pre-tokenizer of this name"),
     (("--pre-tokenizer", "gpt-2"), 2, "Only files for llama.cpp"),
     ((*TARGET, "--shared-weights", "drop"), 4, "loads embedding and head"),
 ]
+REFUSED_PAIRS = [
+    (("--base-quant", "q8_0", "--mtp-quant", "q8_0"), "does not take the MTP module in q8_0"),
+    ((*TARGET, "--base-quant", "a8w8_fp8"), "--mtp-quant bf16"),
+    ((*TARGET, "--base-quant", "q4_0", "--mtp-quant", "bf16"), "q4_0 goes with --mtp-quant q8_0"),
+    ((*TARGET, "--base-quant", "keep"), "does not take the MTP module in a8w8_fp8"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), REFUSED_PAIRS, ids=lambda value: str(value)[-40:])
+def test_pairs_that_are_refused(
+    options: tuple[str, ...], words: str, pristine: Path, tmp_path: Path
+) -> None:
+    outcome = quantize(pristine, tmp_path / "out", *options)
+    assert (outcome.code, words in outcome.err) == (4, True), outcome.err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(("options", "code", "words"), REFUSED, ids=lambda value: str(value)[:40])

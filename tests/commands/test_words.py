@@ -174,18 +174,19 @@ REFUSALS = {
     ),
     ("quantize", "--base-quant", "int4"): (
         "'int4' is no scheme for --base-quant. Expected a8w8_fp8_wint4, weight_only_int4, a8w8_fp8,"
-        " weight_only_int8, weight_only_nvfp4, bf16, keep. Did you mean weight_only_int4?"
+        " weight_only_int8, weight_only_nvfp4, bf16, q8_0, q5_1, q5_0, q4_1, q4_0,"
+        " gguf_mxfp4, keep. Did you mean weight_only_int4?"
     ),
     ("launch", "x", "--engine", "vlm"): (
-        "'vlm' is no engine for --engine. Expected vllm, sglang, lightllm, xllm, paddlenlp, eagle."
-        " Did you mean vllm?"
+        "'vlm' is no engine for --engine. Expected vllm, sglang, lightllm, xllm, paddlenlp, eagle,"
+        " llama.cpp. Did you mean vllm?"
     ),
     (
         "inspect",
     ): "Missing argument 'SRC'. Expected checkpoint or bundle: a folder, or hf://org/name[@revision].",
     ("launch", "x", "--engine", "trtllm"): (
         "'trtllm' is no engine for --engine. Expected vllm, sglang, lightllm, xllm, paddlenlp,"
-        " eagle. A bundle of --target tensorrt-llm has no command here."
+        " eagle, llama.cpp. A bundle of --target tensorrt-llm has no command here."
     ),
     ("graft", "x", "--mtp"): (
         "Option --mtp has no value. Expected checkpoint that it was made from, with the MTP layer:"
@@ -197,7 +198,7 @@ REFUSALS = {
     ),
     ("quantize", "x", "--mtp-quant", "-q"): (
         "Option --mtp-quant has no value. Expected a8w8_fp8, weight_only_int8,"
-        " weight_only_nvfp4, bf16, keep. Found -q"
+        " weight_only_nvfp4, bf16, q8_0, keep. Found -q"
         " behind it."
     ),
     ("generate", "x", "--prompts"): (

@@ -21,7 +21,9 @@ IN_TABLE = [
     ("weight_only_int8", "weight_only_int8", "TP16 (2×TP8)"),
     ("weight_only_nvfp4", "weight_only_nvfp4", "TP8"),
     ("bf16", "bf16", "-"),
+    *((name, "q8_0", "-") for name in ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "gguf_mxfp4")),
 ]
+BLOCKS = {name: name.removeprefix("gguf_") for name, mtp, _ in IN_TABLE if mtp == "q8_0"}
 OTHERS = (Role.DENSE_MLP, Role.SHARED_EXPERT)
 
 
@@ -36,6 +38,7 @@ def test_the_table() -> None:
         "weight_only_int8": both,
         "weight_only_nvfp4": both,
         "bf16": ("all",),
+        **dict.fromkeys(BLOCKS, ("llama.cpp",)),
     }
 
 
@@ -75,11 +78,16 @@ def test_storages_of_every_scheme() -> None:
         "weight_only_int8": (bf16, {int8}, int8),
         "weight_only_nvfp4": (nvfp4, {nvfp4}, nvfp4),
         "bf16": (bf16, {bf16}, bf16),
+        **{name: (storage, {storage}, storage) for name, storage in BLOCKS.items()},
     }
+    assert {one.name: one.container for one in SCHEMES.values() if one.tables} == dict.fromkeys(
+        BLOCKS, "gguf"
+    )
     assert all(name == scheme.name for name, scheme in SCHEMES.items())
     assert {name for name, one in SCHEMES.items() if one.int4_activations_fp8} == {"a8w8_fp8_wint4"}
     words = [scheme.on_disk for scheme in SCHEMES.values()]
-    assert words == ["int4 + fp8", "int4 + bf16", "fp8", "int8 + bf16", "nvfp4 + bf16", "bf16"]
+    others = ["int4 + fp8", "int4 + bf16", "fp8", "int8 + bf16", "nvfp4 + bf16", "bf16"]
+    assert words == [*others, *(f"{storage}, GGUF" for storage in BLOCKS.values())]
     assert every_linear(bf16) == dict.fromkeys(LINEAR_ROLES, bf16)
 
 
@@ -129,6 +137,8 @@ def test_storages_by_a_manifest_s_options() -> None:
 def bits(spec: TensorSpec, scheme: str) -> int:
     """Bits of a tensor, scales and shapes included, written out by hand."""
     count = prod(spec.shape)
+    if scheme == "q8_0" and len(spec.shape) == 2 and spec.role is not Role.ROUTER:
+        return count // 32 * 34 * 8
     if not spec.is_linear_weight:
         return count * {"BF16": 16, "F32": 32}[spec.dtypes[0]]
     rows, columns = spec.shape
@@ -140,7 +150,7 @@ def bits(spec: TensorSpec, scheme: str) -> int:
     return count * 16
 
 
-@pytest.mark.parametrize("scheme", ["a8w8_fp8", "weight_only_int8", "bf16"])
+@pytest.mark.parametrize("scheme", ["a8w8_fp8", "weight_only_int8", "bf16", "q8_0"])
 @pytest.mark.parametrize("mtp", [True, False])
 def test_size_of_a_part(scheme: str, mtp: bool) -> None:
     family = family_of(WHOLE_TILES)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from mtp_checkpoints.errors import UnsupportedError
-from mtp_checkpoints.families.base import Role, TensorSpec
+from mtp_checkpoints.families.base import LINEAR_ROLES, Role, TensorSpec
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.formats import (
     CODES_PER_WORD,
@@ -93,7 +93,7 @@ class PartStorage:
         storage = self.storages.get(spec.role)
         if storage is None or len(spec.shape) != 2:
             return None
-        if spec.role is Role.HEAD:  # no release has it in fp8, nor lists it for that reason
+        if spec.role not in LINEAR_ROLES:  # no release has it in fp8, nor lists it for that reason
             return storage
         if self.native is not None and not self.native.covers(spec.module):
             return None
