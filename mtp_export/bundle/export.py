@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.signs import count_field
 from mtp_checkpoints.families.spec import ModelSpec
-from mtp_checkpoints.layouts import target_of
+from mtp_checkpoints.layouts import engine_of, target_of
 from mtp_checkpoints.quantization.stored import StoredModel, stored_source
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.tensors.bundle_folder import open_checkpoint
@@ -82,15 +82,16 @@ def open_source(place: Place) -> Opened:
 
 def _without_mtp(checkpoint: Checkpoint, family: ModelSpec) -> UnsupportedError:
     """Return the error of a checkpoint that has no tensor of an MTP layer."""
-    field, layers = family.count_field, len(family.mtp) if count_field(checkpoint.config) else "no"
-    where = f"the layer after the last (model.layers.{len(family.layers)}.*)"
+    field, count = family.count_field, len(family.mtp) if count_field(checkpoint.config) else "no"
+    layers = family.layers[-1].prefix.rpartition(".")[0]
+    where = f"the layer after the last ({layers}.{len(family.layers)}.*)"
     if family.mtp_prefix:
         where = f"the MTP module ({family.mtp_prefix}.*)"
     return UnsupportedError(
         "The checkpoint has no MTP layer",
         where=checkpoint.path,
         expected=f"{field} of 1 or more in config.json, and tensors of {where}",
-        found=f"{layers} {field}, and no such tensor",
+        found=f"{count} {field}, and no such tensor",
         todo="Many converted copies lack the layer: start from the original release, and check "
         "with mtp-export inspect",
     )
@@ -108,6 +109,7 @@ def plan_bundle(
     Linking is tried, and undone, to know whether it works; a dry run guesses instead and touches
     nothing.
     """
+    _check_engine(options, source[1].family)
     tuning = Tuning.of(source[0].mtp_bundle, options.content.part)
     shards = [shard.path for shard in (*source[0].shards, *tuning.shards)]
     find_links = guess_links if dry_run else resolve_links
@@ -116,6 +118,20 @@ def plan_bundle(
     check_memory(options.run.max_memory_bytes, plan.memory_bytes)
     check_disk(options.output_dir, plan.disk_bytes)
     return plan
+
+
+def _check_engine(options: BundleOptions, family: ModelSpec) -> None:
+    """Refuse to make a draft for an engine that has no class for it (UnsupportedError)."""
+    engine, released = engine_of(options.target), target_of(options.target).model_types is None
+    if not released or engine.draft_reading is None or engine.name in family.engines:
+        return
+    if options.content.part is not Part.MAIN:
+        raise UnsupportedError(
+            f"{engine.title} is not known to load the MTP layers of this model",
+            expected=f"--target {' or '.join(['hf', *family.engines])}",
+            found=f"--target {options.target}",
+            todo="--target hf keeps the released layout; --part main leaves the MTP layers out",
+        )
 
 
 def lay_out(

@@ -255,6 +255,120 @@ STEP3P5: dict[str, Any] = {
     "share_expert_dim": 32,
     "num_nextn_predict_layers": 3,
 }
+STEP3P7: dict[str, Any] = {
+    "architectures": ["Step3p7ForConditionalGeneration"],
+    "model_type": "step3p7",
+    "text_config": {key: value for key, value in STEP3P5.items() if key != "architectures"},
+    "vision_config": {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    },
+}
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+MIMO_V2_FLASH: dict[str, Any] = PLAIN | {
+    "architectures": ["MiMoV2FlashForCausalLM"],
+    "model_type": "mimo_v2_flash",
+    "v_head_dim": 8,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "n_routed_experts": 8,
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    **_EXPERTS,
+}
+MIMO_V2: dict[str, Any] = {
+    **{key: one for key, one in MIMO_V2_FLASH.items() if not key.endswith("layer_types")},
+    "architectures": ["MiMoV2ForCausalLM"],
+    "model_type": "mimo_v2",
+    "hybrid_layer_pattern": [0, 1, 1],
+    "moe_layer_freq": [0, 1, 1],
+    "swa_num_attention_heads": 8,
+    "swa_num_key_value_heads": 4,
+    "swa_head_dim": 16,
+    "swa_v_head_dim": 8,
+    "add_swa_attention_sink_bias": True,
+}
+NEMOTRON_H: dict[str, Any] = PLAIN | {
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "num_hidden_layers": 5,
+    "hybrid_override_pattern": "MEM*-",
+    "mtp_hybrid_override_pattern": "*E",
+    "num_nextn_predict_layers": 1,
+    "ssm_state_size": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "conv_kernel": 4,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "moe_shared_expert_intermediate_size": 96,
+    **_EXPERTS,
+}
+ERNIE4_5_MOE: dict[str, Any] = PLAIN | {
+    "architectures": ["Ernie4_5_MoeForCausalLM"],
+    "model_type": "ernie4_5_moe",
+    "tie_word_embeddings": True,
+    "moe_num_experts": 8,
+    "moe_k": 2,
+    "moe_num_shared_experts": 2,
+    "moe_intermediate_size": 32,
+    "moe_layer_start_index": 1,
+    "num_nextn_predict_layers": 1,
+}
+EXAONE_MOE: dict[str, Any] = PLAIN | {
+    "architectures": ["ExaoneMoeForCausalLM"],
+    "model_type": "exaone_moe",
+    "first_k_dense_replace": 1,
+    "num_experts": 8,
+    "num_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "sliding_window": 32,
+    "num_nextn_predict_layers": 1,
+    **_EXPERTS,
+}
+EXAONE4_5: dict[str, Any] = {
+    "architectures": ["Exaone4_5_ForConditionalGeneration"],
+    "model_type": "exaone4_5",
+    "tie_word_embeddings": False,
+    "text_config": PLAIN | {"model_type": "exaone4", "num_nextn_predict_layers": 1},
+    "vision_config": _VISION,
+}
+LONGCAT_FLASH: dict[str, Any] = {
+    **{key: PLAIN[key] for key in ("vocab_size", "hidden_size", *_ENDS, *_HEADS)},
+    "architectures": ["LongcatFlashForCausalLM"],
+    "model_type": "longcat_flash",
+    "num_layers": 2,
+    "ffn_hidden_size": 96,
+    "expert_ffn_hidden_size": 64,
+    "n_routed_experts": 8,
+    "zero_expert_num": 4,
+    "moe_topk": 2,
+    "head_dim": 8,
+    **{key: SMALL[key] for key in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim")},
+    **{key: SMALL[key] for key in ("qk_rope_head_dim", "v_head_dim")},
+}
+GLM_OCR: dict[str, Any] = {
+    "architectures": ["GlmOcrForConditionalGeneration"],
+    "model_type": "glm_ocr",
+    "tie_word_embeddings": False,
+    "text_config": PLAIN
+    | {"model_type": "glm_ocr_text", "num_nextn_predict_layers": 1, "head_dim": 8},
+    "vision_config": _VISION,
+}
+MELLUM: dict[str, Any] = PLAIN | {
+    "architectures": ["MellumForCausalLM"],
+    "model_type": "mellum",
+    "num_experts": 8,
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 1,
+    **_EXPERTS,
+}
 # A small config of every family, with at least one MTP layer; contract tests go by it.
 SMALL_CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": SMALL,
@@ -265,6 +379,16 @@ SMALL_CONFIGS: dict[str, dict[str, Any]] = {
     "mimo": MIMO,
     "hy_v3": HY_V3,
     "step3p5": STEP3P5,
+    "step3p7": STEP3P7,
+    "mimo_v2_flash": MIMO_V2_FLASH,
+    "mimo_v2": MIMO_V2,
+    "nemotron_h": NEMOTRON_H,
+    "ernie4_5_moe": ERNIE4_5_MOE,
+    "exaone_moe": EXAONE_MOE,
+    "exaone4_5": EXAONE4_5,
+    "longcat_flash": LONGCAT_FLASH,
+    "glm_ocr": GLM_OCR,
+    "mellum": MELLUM,
     "qwen3_next": QWEN3_NEXT,
     "qwen3_5": QWEN3_5,
     "qwen3_5_moe": QWEN3_5_MOE,

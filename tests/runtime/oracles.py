@@ -33,7 +33,8 @@ def oracle(path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         shutil.copytree(original, path)
         (path / "config.json").write_text(json.dumps(config))
     kind = getattr(transformers, config["architectures"][0])
-    patterns = [rf"model\.layers\.{config['num_hidden_layers']}.*", r"mtp_layers\."]
+    layers = config.get("text_config", config)["num_hidden_layers"]
+    patterns = [rf"model\.(language_model\.)?layers\.{layers}\..*", r"mtp_layers\."]
     for owner in kind.__mro__:
         if "_keys_to_ignore_on_load_unexpected" in vars(owner):
             known = vars(owner)["_keys_to_ignore_on_load_unexpected"] or []

@@ -29,9 +29,20 @@ def expert_missing(layer: str, bundle: Path) -> None:
     planting.write(bundle / "mtp", dict.fromkeys(names))
 
 
-def main_layer_for_the_mtp_layer(main: str, layer: str, name: str, bundle: Path) -> None:
-    theirs = planting.read(bundle / "main", name.replace(layer, main))
-    planting.write(bundle / "mtp", {name: theirs})
+def main_weight_for_an_mtp_weight(theirs: str, name: str, bundle: Path) -> None:
+    planting.write(bundle / "mtp", {name: planting.read(bundle / "main", theirs)})
+
+
+def alike(family: ModelSpec) -> tuple[str, str] | None:
+    """A linear of the MTP layer's attention, and that of a main layer of the same shape."""
+    tensors, layer = family.tensors, family.mtp[0].layer.prefix
+    for name, spec in tensors.items():
+        if spec.role is Role.ATTENTION and spec.is_linear_weight and name.startswith(layer):
+            for main in reversed(family.layers):
+                theirs = name.replace(layer, main.prefix)
+                if theirs in tensors and tensors[theirs].shape == spec.shape:
+                    return theirs, name
+    return None
 
 
 def regrouped(weight: torch.Tensor) -> torch.Tensor:
@@ -55,30 +66,28 @@ def faults_of(model_type: str) -> list[Fault]:
     family = family_of(family_config(model_type))
     module = family.mtp[0]
     names, layer, moe = module.modules, module.layer.prefix, module.layer.feed_forward
-    last = family.layers[-1].prefix  # of the same kind of attention
-    fault = partial(Fault, needs=model_type)
-    linears = [
-        s for s in family.tensors.values() if s.is_linear_weight and s.name.startswith(layer)
-    ]
-    output = next(s.name for s in linears if s.role is Role.ATTENTION and "o_proj" in s.name)
+    fault, tensors = partial(Fault, needs=model_type), family.tensors
     is_sparse = isinstance(moe, Moe)
-    mlp = f"{layer}.mlp.experts.1" if is_sparse else f"{layer}.mlp"
+    mlp = f"{layer}.mlp.experts.1" if is_sparse else module.layer.feed_forward_prefix
+    down = next(n for n in tensors if n.startswith(layer) and n.endswith("down_proj.weight"))
     found = [
         fault("norm at one", mtp(f"{names.hidden_norm}.weight", torch.ones_like), "ledger",
               "constant"),
-        fault("layer for layer", partial(main_layer_for_the_mtp_layer, last, layer, output),
-              "ledger", "one was taken for the other"),
         fault("concatenation reversed", mtp(f"{names.projection}.weight", halves_swapped),
               "weights", "two halves of columns are swapped"),
-        fault("gate and up swapped",
-              partial(swapped, "mtp", f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"),
-              "weights", f"it holds {mlp}.up_proj.weight"),
         fault("norms swapped",
               partial(swapped, "mtp", *(f"{one}.weight" for one in names[1:3])),
               "weights", f"it holds {names.hidden_norm}.weight"),
-        fault("one bit", mtp(f"{mlp}.down_proj.weight", one_bit), "weights",
+        fault("one bit", mtp(down, one_bit), "weights",
               "elements differ: damaged"),
     ]  # fmt: skip
+    if (pair := alike(family)) is not None:
+        planted = partial(main_weight_for_an_mtp_weight, *pair)
+        found.append(fault("layer for layer", planted, "ledger", "one was taken for the other"))
+    if f"{mlp}.gate_proj.weight" in tensors:
+        gate, up = (f"{mlp}.{name}_proj.weight" for name in ("gate", "up"))
+        planted = partial(swapped, "mtp", gate, up)
+        found.append(fault("gate and up swapped", planted, "weights", f"it holds {up}"))
     if is_sparse:
         found.append(fault("expert missing", partial(expert_missing, layer), "files", "is missing"))
         if bias := moe.modules(f"{layer}.mlp").router_bias:

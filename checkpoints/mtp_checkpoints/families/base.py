@@ -21,7 +21,8 @@ class Role(StrEnum):
 
     EMBEDDING = "embedding"
     HEAD = "head"
-    OWN_HEAD = "own head"  # of an MTP layer, unlike the main model's; never quantized
+    OWN_EMBEDDING = "own embedding"  # of an MTP layer, no copy of the main model's
+    OWN_HEAD = "own head"  # the same; neither is quantized
     NORM = "norm"
     ATTENTION = "attention"
     DENSE_MLP = "dense mlp"

@@ -36,6 +36,11 @@ class Fields:
         own = {self.name(key): value for key, value in values.items()}
         return replace(self, values={**own, **self.values})
 
+    def with_values(self, **values: Any) -> Fields:
+        """Return the fields with other values, given by their usual names."""
+        own = {self.name(key): value for key, value in values.items()}
+        return replace(self, values={**self.values, **own})
+
     def name(self, key: str) -> str:
         """Return the name that a field has here."""
         return self.names.get(key, key)

@@ -4,7 +4,7 @@ of its own, as Qwen3-Next and Qwen3.5 lay them out."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.contract import MtpContract
@@ -15,6 +15,7 @@ from mtp_checkpoints.families.parts.gated_delta import GatedDeltaNet
 from mtp_checkpoints.families.parts.gqa import Gqa
 from mtp_checkpoints.families.signs import COUNT_FIELDS
 from mtp_checkpoints.families.spec import FeedForward, LayerSpec, ModelSpec, MtpModules, MtpSpec
+from mtp_checkpoints.families.text_part import TextPart
 
 _USUAL = MtpContract(source="vLLM, SGLang and transformers' MtpModel")
 # What configs leave out, as in transformers.
@@ -22,44 +23,6 @@ _DEFAULTS = {"head_dim": 256, "partial_rotary_factor": 0.25, "use_qk_norm": True
 _LINEAR, _FULL = "linear_attention", "full_attention"
 _MTP = "mtp"
 _NORM_OFFSET = 1.0  # of every norm but that of a gated delta net's output
-# Read where the text part's own config has none.
-_INHERITED = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "mtp_contract")
-_TIED = "tie_word_embeddings"
-_VISION = "model.visual."
-
-
-@dataclass(frozen=True)
-class TextPart:
-    """A decoder's own fields of config.json, and where its tensors are.
-
-    prefix: that of its modules' names. is_tied: head and embedding are one tensor. carried: what
-    names of other parts' tensors begin with.
-    """
-
-    fields: Fields
-    prefix: str
-    is_tied: bool
-    carried: tuple[str, ...] = ()
-
-    @classmethod
-    def whole(cls, fields: Fields) -> TextPart:
-        """Return the part of a config.json that describes a text model alone."""
-        return cls(fields, "model", fields.flag(_TIED, False))
-
-    @classmethod
-    def of(cls, fields: Fields) -> TextPart:
-        """Return the part of a config.json with a text_config beside that of a vision tower.
-
-        Embeddings are tied where either says so: tools write the field into one of the two.
-        """
-        text = fields.section("text_config")
-        inherited = {key: fields.values[key] for key in _INHERITED if fields.has(key)}
-        return cls(
-            Fields({**inherited, **text.values}, text.prefix),
-            "model.language_model",
-            fields.flag(_TIED, False) or text.flag(_TIED, False),
-            carried=(_VISION,),
-        )
 
 
 def gated_delta_decoder(
@@ -94,7 +57,8 @@ def gated_delta_decoder(
     return ModelSpec(
         replace(ModelFacts.of(fields), norm_offset=_NORM_OFFSET),
         tuple(layers),
-        (MtpSpec(of_mtp, _mtp_modules(), prefix=_MTP),) * _mtp_layers(fields, usual_mtp_layers),
+        (MtpSpec(of_mtp, MtpModules.of_qwen(), prefix=_MTP),)
+        * at_most_one_mtp_layer(fields, usual_mtp_layers),
         mtp_contract=_USUAL.overridden_by(fields),
         usual_contract=_USUAL,
         mtp_names=(),
@@ -115,17 +79,6 @@ def gated_attention(fields: Fields) -> Gqa:
     return replace(attention, sizes=attention.sizes._replace(is_gated=True))
 
 
-def _mtp_modules() -> MtpModules:
-    return MtpModules(
-        embedding=None,
-        embedding_norm=f"{_MTP}.pre_fc_norm_embedding",
-        hidden_norm=f"{_MTP}.pre_fc_norm_hidden",
-        projection=f"{_MTP}.fc",
-        head_norm=f"{_MTP}.norm",
-        head=None,
-    )
-
-
 def _refuse_variants(fields: Fields) -> None:
     """Raise UnsupportedError for what no release has."""
     for key in ("attention_bias", "mtp_use_dedicated_embeddings"):
@@ -138,7 +91,7 @@ def _refuse_variants(fields: Fields) -> None:
         )
 
 
-def _mtp_layers(fields: Fields, usual: int) -> int:
+def at_most_one_mtp_layer(fields: Fields, usual: int) -> int:
     """Return the number of MTP layers, at most one."""
     key = next((name for name in COUNT_FIELDS if fields.has(name)), None)
     count = usual if key is None else fields.whole(key, minimum=0)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mtp_checkpoints.families.base import SGLANG_DRAFT
 from mtp_checkpoints.families.contract import MtpContract
 from mtp_checkpoints.families.facts import ModelFacts
-from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.parts.listed import Listed
+from mtp_checkpoints.families.signs import COUNT_FIELDS
 from mtp_checkpoints.families.spec import LayerSpec, ModelSpec, MtpSpec
+from mtp_checkpoints.families.text_part import TextPart
 
 NORMS = ("input_layernorm", "post_attention_layernorm")
 
@@ -23,14 +25,26 @@ def listed_layer(
 
 
 def listed_decoder(
-    fields: Fields, layers: Sequence[LayerSpec], mtp: Sequence[MtpSpec], contract: MtpContract
+    part: TextPart,
+    layers: Sequence[LayerSpec],
+    mtp: Sequence[MtpSpec],
+    contract: MtpContract,
+    *,
+    mtp_prefix: str = "",
 ) -> ModelSpec:
-    """Describe a config.json by its layers; contract: the usual one."""
+    """Describe a decoder by its layers; contract: the usual one, mtp_prefix that of ModelSpec."""
+    fields, embedding = part.fields, f"{part.prefix}.embed_tokens"
     return ModelSpec(
         ModelFacts.of(fields),
         tuple(layers),
         tuple(mtp),
         mtp_contract=contract.overridden_by(fields),
         usual_contract=contract,
-        mtp_names=(),
+        mtp_names=() if mtp_prefix else (SGLANG_DRAFT,),
+        embedding=embedding,
+        norm=f"{part.prefix}.norm",
+        head=embedding if part.is_tied else "lm_head",
+        count_field=f"{fields.prefix}{COUNT_FIELDS[0]}",
+        mtp_prefix=mtp_prefix,
+        carried=part.carried,
     )

@@ -8,9 +8,10 @@ qwen3_5; vLLM's qwen3_5_mtp.
 from __future__ import annotations
 
 from mtp_checkpoints.families.fields import Fields
-from mtp_checkpoints.families.gated_delta_decoder import TextPart, gated_delta_decoder
+from mtp_checkpoints.families.gated_delta_decoder import gated_delta_decoder
 from mtp_checkpoints.families.parts.feed_forward import GatedMlp
 from mtp_checkpoints.families.spec import ModelSpec
+from mtp_checkpoints.families.text_part import TextPart
 
 
 def spec(fields: Fields) -> ModelSpec:

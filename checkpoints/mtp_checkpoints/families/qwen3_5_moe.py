@@ -10,10 +10,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mtp_checkpoints.families.fields import Fields
-from mtp_checkpoints.families.gated_delta_decoder import TextPart, gated_delta_decoder
+from mtp_checkpoints.families.gated_delta_decoder import gated_delta_decoder
 from mtp_checkpoints.families.moe_decoder import check_expert_count, main_layers
 from mtp_checkpoints.families.parts.feed_forward import Moe
 from mtp_checkpoints.families.spec import ModelSpec
+from mtp_checkpoints.families.text_part import TextPart
 
 
 def spec(fields: Fields) -> ModelSpec:

@@ -11,11 +11,12 @@ from dataclasses import replace
 
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.fields import Fields
-from mtp_checkpoints.families.gated_delta_decoder import TextPart, gated_delta_decoder
+from mtp_checkpoints.families.gated_delta_decoder import gated_delta_decoder
 from mtp_checkpoints.families.moe_decoder import check_expert_count, main_layers
 from mtp_checkpoints.families.parts.feed_forward import Moe
 from mtp_checkpoints.families.signs import USUAL_COUNTS
 from mtp_checkpoints.families.spec import ModelSpec
+from mtp_checkpoints.families.text_part import TextPart
 
 _SGLANG_LAYER = "model.layers.0"  # of models/qwen3_next_mtp.py
 

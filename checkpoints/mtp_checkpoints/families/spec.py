@@ -143,6 +143,13 @@ class MtpModules(NamedTuple):
         return cls.without_copies(prefix, ("enorm", "hnorm", "eh_proj", "final_layernorm"))
 
     @classmethod
+    def of_qwen(cls) -> MtpModules:
+        """Names of several families that call the module mtp."""
+        return cls.without_copies(
+            "mtp", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+        )
+
+    @classmethod
     def without_copies(cls, prefix: str, names: tuple[str, str, str, str]) -> MtpModules:
         """Modules under a prefix: norms of embedding and hidden state, projection, last norm."""
         embedding_norm, hidden_norm, projection, head_norm = (f"{prefix}.{one}" for one in names)
@@ -206,8 +213,9 @@ class ModelSpec:
     another. linear_projection: engines build the projections of MTP modules as any linear.
     may_fuse: checkpoints store the experts of a layer one by one or fused. uncomputed: why the
     runtime does not compute a model though it has a layer for every part, "" where it does.
-    carried: what names of tensors begin with that belong to the main part and are not described,
-    such as those of a vision tower; carried_modules are those that are stored.
+    engines: names of targets whose engines load its MTP layers, others of the released layout do
+    not. carried: what names of tensors begin with that belong to the main part and are not
+    described, such as those of a vision tower; carried_modules are those that are stored.
     """
 
     facts: ModelFacts
@@ -225,6 +233,7 @@ class ModelSpec:
     linear_projection: bool = False
     may_fuse: bool = False
     uncomputed: str = ""
+    engines: tuple[str, ...] = ("vllm", "sglang")
     carried: tuple[str, ...] = ()
     carried_modules: tuple[str, ...] = ()
 
@@ -317,11 +326,7 @@ class ModelSpec:
     @cached_property
     def patterns(self) -> ModulePatterns:
         """Module names as engines' quantization configs refer to them."""
-        of_parts = [
-            part.patterns
-            for layer in self.every_layer
-            for part in (layer.attention, layer.feed_forward)
-        ]
+        of_parts = [part.patterns for part in self.parts]
         kinds = list({id(patterns): patterns for patterns in of_parts}.values())
         linears = _LINEARS | _by_role(kinds)
         others = (pattern for kind in kinds for pattern in kind.other_matrices)

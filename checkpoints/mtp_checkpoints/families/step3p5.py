@@ -14,8 +14,9 @@ from mtp_checkpoints.families.facts import refuse_set
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.listed_decoder import listed_decoder, listed_layer
 from mtp_checkpoints.families.moe_decoder import main_layers, mtp_count
-from mtp_checkpoints.families.parts.listed import Entry, Listed, gated_mlp, matrix, norm
+from mtp_checkpoints.families.parts.listed import Entry, Listed, gated_mlp, grouped, matrix, norm
 from mtp_checkpoints.families.spec import LayerSpec, ModelSpec, MtpModules, MtpSpec
+from mtp_checkpoints.families.text_part import TextPart
 
 _CONTRACT = MtpContract(
     Hidden.BEFORE_NORM, recycled_hidden=Hidden.BEFORE_NORM, source="vLLM and SGLang"
@@ -27,13 +28,19 @@ _EXPERTS = "fused experts behind a sigmoid router"
 
 def spec(fields: Fields) -> ModelSpec:
     """Describe a config.json."""
+    return decoder(TextPart.whole(fields))
+
+
+def decoder(part: TextPart) -> ModelSpec:
+    """Describe the decoder of a config.json."""
+    fields = part.fields
     refuse_set(fields, "tie_word_embeddings")
     main, count = main_layers(fields), mtp_count(fields)
     kinds = _kinds(fields, main + count)
     sparse = _sparse(fields, main)
     layers = [_layer(fields, index, kinds[index], sparse) for index in range(main + count)]
     described = listed_decoder(
-        fields,
+        part,
         layers[:main],
         [_mtp(fields, layer) for layer in layers[main:]],
         _CONTRACT,
@@ -83,17 +90,9 @@ def _attention(fields: Fields, kind: str) -> Listed:
     hidden = fields.whole("hidden_size")
     heads, groups = sizes.whole("num_attention_heads"), sizes.whole("num_attention_groups")
     head = sizes.whole("head_dim")
-    own = Role.ATTENTION
-    entries = [
-        matrix("q_proj", heads * head, hidden, own),
-        matrix("k_proj", groups * head, hidden, own),
-        matrix("v_proj", groups * head, hidden, own),
-        matrix("o_proj", hidden, heads * head, own),
-        norm("q_norm", head),
-        norm("k_norm", head),
-    ]
+    entries = [*grouped(hidden, heads, groups, head), norm("q_norm", head), norm("k_norm", head)]
     if fields.flag("use_head_wise_attn_gate", True):
-        entries.append(matrix("g_proj", heads, hidden, own))
+        entries.append(matrix("g_proj", heads, hidden, Role.ATTENTION))
     return Listed(_ATTENTION, "self_attn", tuple(entries))
 
 

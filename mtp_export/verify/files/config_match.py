@@ -237,7 +237,9 @@ def _readers(context: Context, family: ModelSpec) -> list[Engine]:
     engines = [
         engine
         for engine in context.target.engines
-        if engine.draft_reading is not None and storages <= engine.storages
+        if engine.draft_reading is not None
+        and storages <= engine.storages
+        and (context.target.model_types is not None or engine.name in family.engines)
     ]
     of_dialect = [
         engine

@@ -58,6 +58,20 @@ def gated_mlp(prefix: str, hidden: int, inner: int, role: Role) -> tuple[Entry, 
     )
 
 
+def grouped(
+    hidden: int, heads: int, kv_heads: int, head: int, value: int | None = None
+) -> tuple[Entry, ...]:
+    """Return the projections of grouped-query attention; value: the size of a value's head, where
+    it is not that of a query's."""
+    role, size = Role.ATTENTION, head if value is None else value
+    return (
+        matrix("q_proj", heads * head, hidden, role),
+        matrix("k_proj", kv_heads * head, hidden, role),
+        matrix("v_proj", kv_heads * size, hidden, role),
+        matrix("o_proj", hidden, heads * size, role),
+    )
+
+
 def with_bias(entry: Entry) -> tuple[Entry, Entry]:
     """Return a weight and the bias of its rows."""
     return entry, Entry(f"{entry.module}.bias", entry.shape[:1], entry.role)

@@ -1,0 +1,92 @@
+"""LongCat-Flash: two latent attentions and two dense MLPs in every layer, beside experts of which
+some do nothing, and a dense MTP layer with an embedding of its own.
+
+Source: transformers' longcat_flash; vLLM's longcat_flash_mtp, SGLang's longcat_flash_nextn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mtp_checkpoints.families.base import Role, TensorMaker
+from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.facts import ModelFacts, refuse_set
+from mtp_checkpoints.families.fields import Fields
+from mtp_checkpoints.families.gated_delta_decoder import at_most_one_mtp_layer
+from mtp_checkpoints.families.listed_decoder import listed_decoder, listed_layer
+from mtp_checkpoints.families.moe_decoder import check_expert_count, main_layers
+from mtp_checkpoints.families.parts.listed import Entry, Listed, gated_mlp, matrix
+from mtp_checkpoints.families.parts.mla import Mla
+from mtp_checkpoints.families.signs import USUAL_COUNTS
+from mtp_checkpoints.families.spec import LayerSpec, ModelSpec, MtpModules, MtpSpec
+from mtp_checkpoints.families.text_part import TextPart
+
+_CONTRACT = MtpContract(source="vLLM and SGLang")
+_MTP = "model.mtp"
+_NORMS = tuple(
+    f"{norm}.{half}" for half in (0, 1) for norm in ("input_layernorm", "post_attention_layernorm")
+)
+_FIELDS = {
+    "num_hidden_layers": "num_layers",
+    "intermediate_size": "ffn_hidden_size",
+    "moe_intermediate_size": "expert_ffn_hidden_size",
+}
+
+
+def spec(fields: Fields) -> ModelSpec:
+    """Describe a config.json."""
+    for key in ("attention_bias", "tie_word_embeddings"):
+        refuse_set(fields, key)
+    known = fields.named(**_FIELDS)
+    main, count = main_layers(known), at_most_one_mtp_layer(known, USUAL_COUNTS["longcat_flash"])
+    check_expert_count(known, "n_routed_experts", main)
+    attention, feed_forward = _attentions(known), _feed_forwards(known)
+    layers = [
+        listed_layer(f"model.layers.{index}", attention, feed_forward, _NORMS)
+        for index in range(main)
+    ]
+    described = listed_decoder(
+        TextPart.whole(known), layers, [_mtp(known)] * count, _CONTRACT, mtp_prefix=_MTP
+    )
+    return replace(described, linear_projection=True)
+
+
+def _mtp(fields: Fields) -> MtpSpec:
+    hidden, vocab = fields.whole("hidden_size"), fields.whole("vocab_size")
+    mlp = Listed("gated MLP", "transformer_layer.mlp", _mlp(fields, ""))
+    layer = LayerSpec(f"{_MTP}.layers.0", Mla.of(fields), mlp, feed_forward_name=mlp.name)
+    names = ("layers.0.enorm.m", "layers.0.hnorm.m", "layers.0.eh_proj", "norm")
+    own = Entry(f"{_MTP}.embed_tokens.weight", (vocab, hidden), Role.OWN_EMBEDDING)
+    return MtpSpec(layer, MtpModules.without_copies(_MTP, names), prefix=_MTP, more=(own,))
+
+
+def _attentions(fields: Fields) -> Listed:
+    """Return both attentions of a layer."""
+    make = TensorMaker(ModelFacts.of(fields).dtype)
+    entries = tuple(
+        Entry(spec.name, spec.shape, spec.role)
+        for half in (0, 1)
+        for spec in Mla.of(fields).tensors(f"{half}", make)
+    )
+    return Listed("two latent attentions in a layer", "self_attn", entries)
+
+
+def _mlp(fields: Fields, prefix: str) -> tuple[Entry, ...]:
+    sizes = fields.whole("hidden_size"), fields.whole("intermediate_size")
+    return gated_mlp(prefix, *sizes, Role.DENSE_MLP)
+
+
+def _feed_forwards(fields: Fields) -> Listed:
+    """Return both MLPs of a layer, and its experts."""
+    hidden, inner = fields.whole("hidden_size"), fields.whole("moe_intermediate_size")
+    experts = fields.whole("n_routed_experts")
+    every = experts + fields.whole("zero_expert_num", 0, minimum=0)
+    entries = [
+        *_mlp(fields, "mlps.0."),
+        *_mlp(fields, "mlps.1."),
+        matrix("mlp.router.classifier", every, hidden, Role.ROUTER),
+        Entry("mlp.router.e_score_correction_bias", (every,), Role.ROUTER),
+    ]
+    for expert in range(experts):
+        entries += gated_mlp(f"mlp.experts.{expert}.", hidden, inner, Role.ROUTED_EXPERT)
+    return Listed("experts of which some do nothing", "", tuple(entries))

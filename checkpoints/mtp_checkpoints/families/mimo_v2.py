@@ -1,0 +1,103 @@
+"""MiMo-V2 and V2.5: attention with sinks, in most layers to the last tokens alone, values narrower
+than queries, a mixture of experts, and MTP layers with dense MLPs that config.json does not count.
+
+V2-Flash stores queries, keys and values apart, V2 and V2.5 as one matrix.
+
+Source: transformers' mimo_v2_flash; vLLM's mimo_v2_mtp, SGLang's mimo_v2_nextn.
+"""
+
+from __future__ import annotations
+
+from mtp_checkpoints.families.base import Role
+from mtp_checkpoints.families.contract import Hidden, MtpContract
+from mtp_checkpoints.families.facts import refuse_set
+from mtp_checkpoints.families.fields import Fields
+from mtp_checkpoints.families.listed_decoder import listed_decoder
+from mtp_checkpoints.families.moe_decoder import check_expert_count, main_layers, mtp_count
+from mtp_checkpoints.families.parts.feed_forward import GatedMlp, Moe
+from mtp_checkpoints.families.parts.listed import Entry, Listed, grouped, matrix
+from mtp_checkpoints.families.signs import USUAL_COUNTS
+from mtp_checkpoints.families.spec import LayerSpec, ModelSpec, MtpModules, MtpSpec
+from mtp_checkpoints.families.text_part import TextPart
+
+_CONTRACT = MtpContract(Hidden.BEFORE_NORM, source="SGLang, which feeds it to each layer")
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_MTP = "model.mtp.layers"
+_MODULES = ("enorm", "hnorm", "eh_proj", "final_layernorm")
+
+
+def spec(fields: Fields) -> ModelSpec:
+    """Describe a config.json of V2 or V2.5."""
+    return _decoder(fields, joined=True)
+
+
+def flash_spec(fields: Fields) -> ModelSpec:
+    """Describe a config.json of V2-Flash."""
+    return _decoder(fields, joined=False)
+
+
+def _decoder(fields: Fields, *, joined: bool) -> ModelSpec:
+    for key in ("attention_bias", "tie_word_embeddings"):
+        refuse_set(fields, key)
+    main, count = main_layers(fields), mtp_count(fields, USUAL_COUNTS["mimo_v2"])
+    sparse = _flags(fields, main, "moe_layer_freq", "mlp_layer_types", ("dense", "sparse"))
+    slides = _flags(fields, main, "hybrid_layer_pattern", "layer_types", (_FULL, _SLIDING))
+    check_expert_count(fields, "n_routed_experts", sum(sparse))
+    moe, mlp = _moe(fields), GatedMlp.of(fields)
+    full, sliding = (_attention(fields, slides=one, joined=joined) for one in (False, True))
+    layers = [
+        LayerSpec(f"model.layers.{at}", sliding if slides[at] else full, moe if of else mlp)
+        for at, of in enumerate(sparse)
+    ]
+    norms = ("input_layernorm", "pre_mlp_layernorm")
+    mtp = [
+        MtpSpec(
+            LayerSpec(f"{_MTP}.{index}", sliding, mlp, norms=norms),
+            MtpModules.without_copies(f"{_MTP}.{index}", _MODULES),
+        )
+        for index in range(count)
+    ]
+    return listed_decoder(TextPart.whole(fields), layers, mtp, _CONTRACT, mtp_prefix="model.mtp")
+
+
+def _moe(fields: Fields) -> Moe:
+    known = fields
+    for key, usual in (("routed_scaling_factor", 1.0), ("n_shared_experts", 0)):
+        if not fields.has(key):  # the release has nulls
+            known = known.with_values(**{key: usual})
+    return Moe.of(known)
+
+
+def _flags(
+    fields: Fields, layers: int, key: str, listed: str, kinds: tuple[str, str]
+) -> list[bool]:
+    """Return which layers are of the second kind, by a list of 0 and 1 or of words."""
+    if key not in fields.values:
+        return [kind == kinds[1] for kind in fields.kinds(listed, kinds, layers)]
+    found = fields.values[key]
+    if (
+        not isinstance(found, list)
+        or len(found) != layers
+        or any(type(one) is not int or one not in (0, 1) for one in found)
+    ):
+        raise fields.unusable(key, f"0 or 1 for each of {layers} layers")
+    return [one == 1 for one in found]
+
+
+def _attention(fields: Fields, *, slides: bool, joined: bool) -> Listed:
+    hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
+    kv_heads, head = fields.whole("num_key_value_heads"), fields.whole("head_dim")
+    value = fields.whole("v_head_dim", head)
+    if slides:
+        heads = fields.whole("swa_num_attention_heads", heads)
+        kv_heads = fields.whole("swa_num_key_value_heads", 2 * kv_heads)
+        head, value = fields.whole("swa_head_dim", head), fields.whole("swa_v_head_dim", value)
+    entries = list(grouped(hidden, heads, kv_heads, head, value))
+    if joined:
+        rows = sum(entry.shape[0] for entry in entries[:3])
+        entries[:3] = [matrix("qkv_proj", rows, hidden, Role.ATTENTION)]
+    key = f"add_{'swa' if slides else 'full'}_attention_sink_bias"
+    if fields.flag(key, slides):
+        entries.append(Entry("attention_sink_bias", (heads,), Role.ATTENTION))
+    where = ", to the last tokens alone" if slides else ""
+    return Listed(f"attention with values of their own width{where}", "self_attn", tuple(entries))

@@ -1,0 +1,73 @@
+"""Write the table of families in docs/models.md from the registry and the tests that hold it.
+
+    python scripts/models_table.py
+
+It stands between `<!-- families -->` and `<!-- end -->`. A family's models are the beginning of its
+file's docstring. tests/checkpoints/families/test_models_page.py holds the page to it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / folder) for folder in ("", "runtime", "checkpoints", "kernels", "tests")]
+PAGE = ROOT / "docs/models.md"
+_PART = re.compile(r"(?<=^<!-- families -->\n).*?(?=^<!-- end -->$)", re.M | re.S)
+_COLUMNS = ("models", "`model_type`", "MTP layers", "run", "main model as in", "MTP layers as in")
+
+
+def page_of(text: str) -> str:
+    """Return the page with its table made anew."""
+    head = f"| {' | '.join([*_COLUMNS, 'engines'])} |\n|{'---|' * (len(_COLUMNS) + 1)}"
+    return _PART.sub("\n".join([head, *_rows()]) + "\n", text)
+
+
+def _rows() -> Iterator[str]:
+    from mtp_checkpoints.families import FAMILIES, family_of
+    from mtp_checkpoints.families.without_mtp import WITHOUT_MTP
+    from mtp_checkpoints.layouts import engine_of
+    from mtp_runtime.models.layer_types import why_not_computed
+    from runtime.checkpoints import SMALL_CONFIGS
+
+    for model_type, spec in FAMILIES.items():
+        family = family_of(SMALL_CONFIGS[model_type])
+        models = _models(sys.modules[spec.__module__].__doc__)
+        engines = ", ".join(engine_of(name).title for name in family.engines) or "none known"
+        run = "no" if why_not_computed(family) else "yes"
+        main, mtp = _oracles(model_type)
+        cells = (models, f"`{model_type}`", str(len(family.mtp)), run, main, mtp, engines)
+        yield f"| {' | '.join(cells)} |"
+    for model_type, words in WITHOUT_MTP.items():
+        cells = (words.partition(":")[0], f"`{model_type}`", *("none released", "", "", "", ""))
+        yield f"| {' | '.join(cells)} |"
+
+
+def _models(docstring: str | None) -> str:
+    """Return the names that a family's file begins with."""
+    models, colon, _ = (docstring or "").partition(":")
+    assert colon, "a family's file begins with its models and a colon"
+    return " ".join(models.split())
+
+
+def _oracles(model_type: str) -> tuple[str, str]:
+    """Return what the tests compare a family's main model and MTP layers with."""
+    from checkpoints.families import test_names as names
+    from runtime import test_family_oracles as runs
+
+    main = "not confirmed" if model_type in names.UNCONFIRMED else "transformers' class"
+    if model_type in names.OTHER_CLASS:
+        main = "transformers' class of the same layers"
+    mtp = "engines' loaders, read"
+    if model_type in names.MTP_MODEL:
+        mtp = "transformers' `MtpModel`"
+    if model_type in runs.ORACLES or model_type == "deepseek_v3":
+        mtp = "transformers' `use_mtp`, run"
+    return main, mtp
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page_of(PAGE.read_text()))
