@@ -4,11 +4,12 @@
     python -m benchmarks.bench_real_sizes SCRATCH OUTPUT.json --llama-cpp FOLDER --model qwen3_5
 
 Writes GLM-4.7-Flash's shapes with fewer layers and random weights to SCRATCH, or Qwen3.5-0.8B's,
-whose head is its embedding and stays as it is, as bundles and, by
-the package gguf, as GGUF files; runs each in a process of its own, in turn and several times, and
-keeps the best of each: neighbours on the machine disturb single runs. Bundles are run with both
-kinds of activations, as llama.cpp takes int8 alone. FOLDER holds llama.cpp's
-llama-batched-bench. Files that SCRATCH already holds are used again.
+whose head is its embedding, as bundles and, by the package gguf, as GGUF files; runs each in a
+process of its own, in turn and several times, and keeps the best of each: neighbours on the machine
+disturb single runs. Bundles are run with both kinds of activations, as llama.cpp takes int8 alone.
+Two drafts of a step are accepted at the same rates in both, whatever the random weights say. FOLDER
+holds llama.cpp's llama-batched-bench and llama-server. Files that SCRATCH already holds are used
+again.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common.gguf_peer import speeds, write_gguf
+from benchmarks.common.gguf_peer import drafted_speed, speeds, write_gguf
+from benchmarks.common.given_acceptance import accept_at
 from benchmarks.common.measure import machine
 from benchmarks.make_bundle import make_bundle
 from benchmarks.make_checkpoint import make_checkpoint
@@ -39,6 +41,8 @@ from mtp_runtime import LLM, SamplingParams
 
 BATCHES = (1, 4, 16)
 PROMPT, TOKENS = 512, 32
+# Of two drafts of a step, those of which the first is accepted, and both.
+RATES, DRAFTED_TOKENS = (0.8, 0.6), 128
 CACHE_TOKENS = 16384  # room for the states of every batch too
 READ_ELEMENTS = 1 << 27
 POOL_BYTES = 64 << 20
@@ -46,7 +50,7 @@ ACTIVATIONS = ("float32", "int8")
 # By model ours, and what llama.cpp has beside it.
 PAIRS = {
     "glm4_moe_lite": {"int4-linears": "Q4_0", "int8-head": "Q8_0"},
-    "qwen3_5": {"int8": "Q8_0"},
+    "qwen3_5": {"int8-linears": "Q8_0"},
 }
 
 Run = Callable[[], dict[str, Any]]
@@ -133,7 +137,23 @@ def run_ours(folder: Path, activations: str) -> dict[str, Any]:
         took = _seconds(llm, prompts, TOKENS + 1) - _seconds(llm, prompts, 1)
         decode[str(batch)] = batch * TOKENS / took
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"load": load, "peak_bytes": peak, "prompt": PROMPT / prompt, "decode": decode}
+    found = {"load": load, "peak_bytes": peak, "prompt": PROMPT / prompt, "decode": decode}
+    return found | {"drafted": _drafted(folder, given)}
+
+
+def _drafted(folder: Path, given: dict[str, Any]) -> float:
+    """Return tokens per second of one request with drafts that are accepted at RATES."""
+    drafts = {"speculate_method": "mtp", "speculate_max_draft_token_num": len(RATES)}
+    llm = LLM(folder, **given | drafts, acceptance=accept_at(RATES))
+    _seconds(llm, [[5, 6, 7, 8]], DRAFTED_TOKENS)
+    took = _seconds(llm, [[5, 6, 7, 8]], DRAFTED_TOKENS) - _seconds(llm, [[5, 6, 7, 8]], 1)
+    return (DRAFTED_TOKENS - 1) / took
+
+
+def run_llama_cpp(programs: Path, model: Path) -> dict[str, Any]:
+    """Return the same of a GGUF file by llama.cpp, but for seconds and memory."""
+    found: dict[str, Any] = speeds(programs, model, PROMPT, TOKENS, BATCHES)
+    return found | {"drafted": drafted_speed(programs, model, RATES, DRAFTED_TOKENS)}
 
 
 def _seconds(llm: LLM, prompts: list[list[int]], tokens: int) -> float:
@@ -169,7 +189,7 @@ def cases(made: dict[str, Path], programs: Path) -> Iterator[tuple[str, Path, Ru
     """Yield the name, the model and the call of every row."""
     for name, path in made.items():
         if path.is_file():
-            yield name, path, partial(speeds, programs, path, PROMPT, TOKENS, BATCHES)
+            yield name, path, partial(run_llama_cpp, programs, path)
             continue
         for activations in ACTIVATIONS:
             yield f"{name}, {activations}", path, partial(in_a_process, path, activations)

@@ -17,7 +17,7 @@ from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.bundle.build import write_beside
 from mtp_export.bundle.export import lay_out
 from mtp_export.bundle.options import BundleOptions
-from mtp_export.bundle.precision import Format, HeadQuant, Int4Scope
+from mtp_export.bundle.precision import Format, HeadQuant, Int4Scope, Int8Scope
 from mtp_export.bundle.quantize import QuantizeOptions, quantize_recipe
 from mtp_export.bundle.tuning import Tuning
 from mtp_export.plan import Link, OutputShard
@@ -30,6 +30,12 @@ _WINT4: dict[str, Any] = {"base_quant": "a8w8_fp8_wint4", "mtp_quant": "a8w8_fp8
 SCHEMES: dict[str, dict[str, Any]] = {
     "int8": {"base_quant": "weight_only_int8", "mtp_quant": "weight_only_int8"},
     "int8-head": {"base_quant": "weight_only_int8", "mtp_quant": "weight_only_int8"} | _HEAD,
+    "int8-linears": {
+        "base_quant": "weight_only_int8",
+        "mtp_quant": "weight_only_int8",
+        "int8_scope": Int8Scope.LINEARS,
+        **_HEAD,
+    },
     "int4": _INT4,
     "int4-all": _INT4 | {"int4_scope": Int4Scope.ALL},
     "int4-linears": _INT4 | {"int4_scope": Int4Scope.LINEARS} | _HEAD,

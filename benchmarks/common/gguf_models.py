@@ -31,7 +31,8 @@ def architecture_of(config: dict[str, Any]) -> Architecture:
 
 def _usual_keys(config: dict[str, Any]) -> dict[str, Any]:
     return {
-        "block_count": config["num_hidden_layers"],
+        "block_count": config["num_hidden_layers"] + 1,
+        "nextn_predict_layers": 1,
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
         "feed_forward_length": config["intermediate_size"],
@@ -74,7 +75,7 @@ def _latent_tensors(config: dict[str, Any]) -> Shapes:
     yield "token_embd.weight", (vocab, hidden)
     yield "output.weight", (vocab, hidden)
     yield "output_norm.weight", (hidden,)
-    for layer in range(config["num_hidden_layers"]):
+    for layer in range(config["num_hidden_layers"] + 1):
         shapes = {
             "attn_norm": (hidden,),
             "attn_q_a_norm": (rank,),
@@ -99,7 +100,15 @@ def _latent_tensors(config: dict[str, Any]) -> Shapes:
                 "ffn_up_shexp": (inner, hidden),
                 "ffn_down_shexp": (hidden, inner),
             }
+        if layer == config["num_hidden_layers"]:
+            shapes |= _module(hidden)
         yield from ((f"blk.{layer}.{name}.weight", shape) for name, shape in shapes.items())
+
+
+def _module(hidden: int) -> dict[str, tuple[int, ...]]:
+    """What the MTP layer has beside that of a decoder."""
+    norms = ("enorm", "hnorm", "shared_head_norm")
+    return {"nextn.eh_proj": (hidden, 2 * hidden)} | {f"nextn.{name}": (hidden,) for name in norms}
 
 
 def _mlp(hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
@@ -135,10 +144,11 @@ def _delta_tensors(config: dict[str, Any]) -> Shapes:
     if not config["tie_word_embeddings"]:
         yield "output.weight", (vocab, hidden)
     yield "output_norm.weight", (hidden,)
-    for layer in range(config["num_hidden_layers"]):
+    for layer in range(config["num_hidden_layers"] + 1):
+        is_module = layer == config["num_hidden_layers"]
         shapes = {"attn_norm": (hidden,), "post_attention_norm": (hidden,)}
-        shapes |= _mlp(hidden, config["intermediate_size"])
-        if (layer + 1) % config["full_attention_interval"] == 0:
+        shapes |= _mlp(hidden, config["intermediate_size"]) | (_module(hidden) if is_module else {})
+        if is_module or (layer + 1) % config["full_attention_interval"] == 0:
             shapes |= {
                 "attn_q": (2 * queries, hidden),
                 "attn_k": (keys, hidden),

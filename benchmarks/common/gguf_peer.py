@@ -5,8 +5,11 @@ Source: llama.cpp `ggml/src/ggml-common.h` (blocks).
 
 from __future__ import annotations
 
+import http.client
 import json
 import subprocess
+from collections.abc import Sequence
+from contextlib import closing
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.gguf_models import IN_FLOAT32, architecture_of
+from benchmarks.common.serve_peer import running
 
 THREADS = 2
 _POOL_BLOCKS = 1 << 21  # of random weights, of which every matrix has some
@@ -81,6 +85,26 @@ def speeds(programs: Path, model: Path, prompt: int, tokens: int, batches: tuple
         "prompt": max(line["speed_pp"] for line in prompts),
         "decode": {str(line["pl"]): line["speed_tg"] for line in decodes},
     }
+
+
+def drafted_speed(programs: Path, model: Path, rates: Sequence[float], tokens: int) -> float:
+    """Return tokens per second of one request by llama-server, with drafts of the model's MTP layer
+    accepted at given rates."""
+    command = [programs / "llama-server", "-m", model, "-t", THREADS, "-c", 8192, "-np", 1]
+    command += ["--spec-type", "draft-mtp", "--spec-draft-n-max", len(rates)]
+    command += ["--spec-draft-p-min", 0, "--spec-synth-rates", ",".join(map(str, rates))]
+    asked = {"prompt": [5, 6, 7, 8], "n_predict": tokens, "temperature": 0, "ignore_eos": True}
+    with running([*map(str, command)]) as port:
+        answers = [_answer(port, asked) for _ in range(2)]  # the first one warms up
+    return float(answers[-1]["timings"]["predicted_per_second"])
+
+
+def _answer(port: int, asked: dict[str, Any]) -> dict[str, Any]:
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=600)) as connection:
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/completion", json.dumps(asked), headers)
+        answer: dict[str, Any] = json.loads(connection.getresponse().read())
+    return answer
 
 
 def _lines(command: list[Any]) -> list[dict[str, Any]]:
