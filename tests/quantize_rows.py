@@ -18,6 +18,7 @@ FORMS = {
     "int4": {"weight_packed": "I32", "weight_scale": "BF16", "weight_shape": "I64"},
     "w4afp8": {"weight": "I8", "weight_scale_inv": "F32"},
     "nvfp4": {"weight_packed": "U8", "weight_scale": "F8_E4M3", "weight_global_scale": "F32"},
+    "nvfp4 of modelopt": {"weight": "U8", "weight_scale": "F8_E4M3", "weight_scale_2": "F32"},
 }
 
 
@@ -58,7 +59,17 @@ def pair(base: str, mtp: str, *more: str) -> tuple[str, ...]:
 CT = "fp8 of compressed-tensors"
 NATIVE = Part("fp8", "fp8", "fp8", "fp8", "fp8")
 INT8 = Part("int8", "int8", "int8", "bf16", "bf16")
-NVFP4 = Part("nvfp4", "nvfp4", "nvfp4", "nvfp4", "bf16")
+FORMS |= {
+    "nvfp4 under nvfp4": FORMS["nvfp4"] | {"input_global_scale": "F32"},
+    "nvfp4 under nvfp4 of modelopt": FORMS["nvfp4 of modelopt"] | {"input_scale": "F32"},
+}
+
+
+def nvfp4_part(form: str) -> Part:
+    return Part(form, form, form, form, "bf16")
+
+
+NVFP4 = nvfp4_part("nvfp4")
 BF16 = Part("bf16", "bf16", "bf16", "bf16", "bf16")
 FP8_CT = Part(CT, CT, CT, CT, "bf16")
 WINT4 = ("a8w8_fp8_wint4", "a8w8_fp8")
@@ -105,6 +116,21 @@ ROWS = {
     "nvfp4": Row(pair("weight_only_nvfp4", "weight_only_nvfp4"), NVFP4, NVFP4),
     "nvfp4, mse": Row(
         pair("weight_only_nvfp4", "weight_only_nvfp4", "--scale", "mse"), NVFP4, NVFP4
+    ),
+    "nvfp4 under nvfp4": Row(
+        pair("a4w4_nvfp4", "a4w4_nvfp4"),
+        nvfp4_part("nvfp4 under nvfp4"),
+        nvfp4_part("nvfp4 under nvfp4"),
+    ),
+    "modelopt nvfp4": Row(
+        pair("weight_only_nvfp4", "bf16", "--format", "modelopt"),
+        nvfp4_part("nvfp4 of modelopt"),
+        BF16,
+    ),
+    "modelopt nvfp4 under nvfp4": Row(
+        pair("a4w4_nvfp4", "bf16", "--format", "modelopt"),
+        nvfp4_part("nvfp4 under nvfp4 of modelopt"),
+        BF16,
     ),
     "bf16": Row(pair("bf16", "bf16"), BF16, BF16),
     "int4, int8 head": Row(

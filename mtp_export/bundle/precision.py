@@ -10,10 +10,11 @@ from mtp_export.schemes.scheme import KEEP
 
 
 class Format(StrEnum):
-    """Layout of a8w8_fp8_wint4 on disk."""
+    """Layout on disk of a8w8_fp8_wint4 and nvfp4."""
 
     COMPRESSED_TENSORS = "compressed-tensors"
     W4AFP8 = "w4afp8"
+    MODELOPT = "modelopt"
 
 
 class Int4Scope(StrEnum):
@@ -79,7 +80,7 @@ class Precision:
     format: Format = field(
         default=Format.COMPRESSED_TENSORS,
         metadata=option(
-            "Layout of a8w8_fp8_wint4: {names}.",
+            "Layout of a8w8_fp8_wint4 (w4afp8) and nvfp4 (modelopt): {names}.",
             Panel.PRECISION,
             metavar="NAME",
         ),

@@ -10,7 +10,14 @@ from typing import Any
 
 from mtp_checkpoints.errors import UnsupportedError, UsageError
 from mtp_checkpoints.families.base import Role
-from mtp_checkpoints.formats import FormatOptions, Fp8Channel, W4AFp8, has_groups
+from mtp_checkpoints.formats import (
+    FormatOptions,
+    Fp8Block,
+    Fp8Channel,
+    Unquantized,
+    W4AFp8,
+    has_groups,
+)
 from mtp_checkpoints.formats.base import COMPRESSED_SCALE, GROUP_SIZES, NATIVE_SCALE
 from mtp_checkpoints.formats.w4afp8 import W4AFP8_GROUP
 from mtp_checkpoints.layouts import (
@@ -214,7 +221,7 @@ def _choose(options: QuantizeOptions, stored: StoredModel) -> _Choice:
         schemes["base"] = SCHEMES[base].variant("int4_scope", str(options.int4_scope))
     if options.int8_scope is not Int8Scope.MLPS:
         schemes["base"] = SCHEMES[base].variant("int8_scope", str(options.int8_scope))
-    if options.format is Format.W4AFP8:
+    if options.format is not Format.COMPRESSED_TENSORS:
         schemes["base"] = SCHEMES[base].variant("format", str(options.format))
     # Without integers the dialects are alike.
     dialect = engine_of(options.bundle.target).dialect or VLLM
@@ -276,7 +283,7 @@ def _check_head(options: QuantizeOptions, head: str | None) -> None:
     if head is None:
         return
     found = f"--head-quant {options.head_quant}"
-    if options.format is Format.W4AFP8:
+    if options.format is not Format.COMPRESSED_TENSORS:
         raise UnsupportedError(
             f"Format {options.format} has no field for a quantized head",
             expected="--head-quant keep, or --format compressed-tensors",
@@ -344,7 +351,8 @@ def _conversion(
     """
     renamed = choice.has_groups and not choice.dialect.native_fp8
     heads = {} if choice.head is None else {Role.HEAD: choice.head}
-    packs_attention = has_groups([scheme.storages[Role.ATTENTION]])
+    blocks_or_plain = (Fp8Block.storage, Unquantized.storage)
+    packs_attention = scheme.storages[Role.ATTENTION] not in blocks_or_plain
     return Conversion(
         scheme=scheme.name,
         storages={**scheme.with_tables, **heads},

@@ -10,7 +10,10 @@ from mtp_checkpoints.formats import (
     Fp8Block,
     Int4Group,
     Int8Channel,
+    NvFp4,
+    NvFp4A16,
     NvFp4Packed,
+    NvFp4PackedA4,
     Unquantized,
     W4AFp8,
 )
@@ -68,7 +71,15 @@ SCHEMES: dict[str, Scheme] = {
     "weight_only_nvfp4": Scheme(
         "weight_only_nvfp4",
         "nvfp4 + bf16",
-        every_linear(NvFp4Packed.storage) | {Role.INDEXER: Unquantized.storage},
+        every_linear(NvFp4Packed.storage) | _INDEXER_IN_BF16,
+        {"format": {"modelopt": every_linear(NvFp4A16.storage) | _INDEXER_IN_BF16}},
+    ),
+    # The same with inputs in nvfp4 too, under a constant scale.
+    "a4w4_nvfp4": Scheme(
+        "a4w4_nvfp4",
+        "nvfp4",
+        every_linear(NvFp4PackedA4.storage) | _INDEXER_IN_BF16,
+        {"format": {"modelopt": every_linear(NvFp4.storage) | _INDEXER_IN_BF16}},
     ),
     # For hardware without fp8, and the way into engines that quantize at load.
     "bf16": Scheme("bf16", "bf16", every_linear(Unquantized.storage)),

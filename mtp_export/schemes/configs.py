@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mtp_checkpoints.formats import mixes_groups_with_fp8
+from mtp_checkpoints.errors import UnsupportedError
+from mtp_checkpoints.formats import formats_described_by, mixes_groups_with_fp8
 from mtp_checkpoints.quantization.method import Dialect, PartStorage, WrittenModel
 from mtp_checkpoints.quantization.methods import dialect_of, method_writing
 from mtp_checkpoints.quantization.native import Config
@@ -19,6 +20,19 @@ class PartConfigs:
     mtp: Config | None
 
 
+def _check_beside_modelopt(main: PartStorage, mtp: PartStorage) -> None:
+    """Refuse a quantized draft beside a main model in ModelOpt's layout (UnsupportedError)."""
+    of_modelopt = {known.storage for known in formats_described_by("modelopt")}
+    if mtp.quantized_roles and not of_modelopt.isdisjoint(main.storages.values()):
+        raise UnsupportedError(
+            "The MTP layer beside a main model in ModelOpt's nvfp4 stays in bf16: SGLang builds"
+            " every draft there unquantized, whatever its config.json says",
+            expected="--mtp-quant bf16",
+            found=f"an MTP layer in {' and '.join(sorted({*mtp.storages.values()}))}",
+            todo="Or use --format compressed-tensors, which describes both",
+        )
+
+
 def quantization_configs(
     stored: StoredModel, main: PartStorage, mtp: PartStorage, dialect: Dialect
 ) -> PartConfigs:
@@ -29,6 +43,7 @@ def quantization_configs(
     module of names of its own by those of a main layer. Raises
     UnsupportedError for a source that a config of the dialect cannot describe.
     """
+    _check_beside_modelopt(main, mtp)
     both = {*main.storages.values(), *mtp.storages.values()}
     only_dialect = dialect_of(both)
     dialect = only_dialect or dialect

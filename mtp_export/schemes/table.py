@@ -39,6 +39,9 @@ PAIRS = (
     Pair("a8w8_fp8", "a8w8_fp8", "TP16 (2×TP8)"),
     Pair("weight_only_int8", "weight_only_int8", "TP16 (2×TP8)"),
     Pair("weight_only_nvfp4", "weight_only_nvfp4", "TP8"),
+    Pair("weight_only_nvfp4", "bf16", "TP8"),
+    Pair("a4w4_nvfp4", "a4w4_nvfp4", "TP8"),
+    Pair("a4w4_nvfp4", "bf16", "TP8"),
     Pair("bf16", "bf16", "-"),
     *(Pair(name, GGUF_MTP, "-") for name in GGUF_SCHEMES),
 )

@@ -188,7 +188,8 @@ def changed(bundle: Path, folder: Path, **options: object) -> Path:
 
 
 SCHEMES = (
-    "bf16", "a8w8_fp8", "a8w8_fp8_wint4", "weight_only_int8", "weight_only_int4"
+    "bf16", "a8w8_fp8", "a8w8_fp8_wint4", "weight_only_int8", "weight_only_int4",
+    "weight_only_nvfp4", "a4w4_nvfp4",
 )  # fmt: skip
 
 

@@ -135,7 +135,7 @@ def check_linear(
     if form in ("int4", "int8"):
         assert config is not None
         check_packed(stored, module, weights, int(form[-1]), config)
-    elif form == "nvfp4":
+    elif form.startswith("nvfp4"):
         check_nvfp4({name: stored[f"{module}.{name}"] for name in FORMS[form]}, source, module)
     elif form == "w4afp8":
         scale = stored[f"{module}.weight_scale_inv"]
@@ -154,16 +154,23 @@ def check_linear(
 
 def check_nvfp4(state: Tensors, source: Tensors, module: str) -> None:
     """The number of the matrix is that of all linears that engines join, and the codes are those
-    that compressed-tensors packs under our scales."""
+    that compressed-tensors packs under our scales, in ModelOpt's layout too."""
+    if "weight" in state:
+        inverse = 1 / state["weight_scale_2"].reshape(1)
+        state |= {"weight_packed": state["weight"], "weight_global_scale": inverse}
+    for name in ("input_scale", "input_global_scale"):
+        assert state.get(name, torch.ones(1)).tolist() in (1.0, [1.0])
     parent, _, last = module.rpartition(".")
     joined = next((parts for parts in JOINED if last in parts), (last,))
     amax = max(exact(source, f"{parent}.{part}").abs().max() for part in joined)
-    assert torch.equal(state["weight_global_scale"], generate_gparam(-amax, amax)), module
+    found, wanted = state["weight_global_scale"], generate_gparam(-amax, amax)
+    torch.testing.assert_close(found, wanted, rtol=2e-7 if "weight" in state else 0, atol=0)
     scheme = QuantizationScheme(targets=["Linear"], **NVFP4A16)
     compressor = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized")
     weights = exact(source, module)
     scale = state["weight_scale"].float()
-    packed = compressor.compress({**state, "weight": weights, "weight_scale": scale}, scheme)
+    given = {"weight": weights, "weight_scale": scale, "weight_global_scale": wanted}
+    packed = compressor.compress(given, scheme)
     assert torch.equal(packed["weight_packed"], state["weight_packed"]), module
 
 

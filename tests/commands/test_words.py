@@ -174,8 +174,8 @@ REFUSALS = {
     ),
     ("quantize", "--base-quant", "int4"): (
         "'int4' is no scheme for --base-quant. Expected a8w8_fp8_wint4, weight_only_int4, a8w8_fp8,"
-        " weight_only_int8, weight_only_nvfp4, bf16, q8_0, q5_1, q5_0, q4_1, q4_0,"
-        " gguf_mxfp4, keep. Did you mean weight_only_int4?"
+        " weight_only_int8, weight_only_nvfp4, a4w4_nvfp4, bf16, q8_0, q5_1, q5_0, q4_1,"
+        " q4_0, gguf_mxfp4, keep. Did you mean weight_only_int4?"
     ),
     ("launch", "x", "--engine", "vlm"): (
         "'vlm' is no engine for --engine. Expected vllm, sglang, lightllm, xllm, paddlenlp, eagle,"
@@ -198,7 +198,7 @@ REFUSALS = {
     ),
     ("quantize", "x", "--mtp-quant", "-q"): (
         "Option --mtp-quant has no value. Expected a8w8_fp8, weight_only_int8,"
-        " weight_only_nvfp4, bf16, q8_0, keep. Found -q"
+        " weight_only_nvfp4, a4w4_nvfp4, bf16, q8_0, keep. Found -q"
         " behind it."
     ),
     ("generate", "x", "--prompts"): (

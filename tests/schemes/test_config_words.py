@@ -182,3 +182,69 @@ def test_what_cannot_be_left_out(option: str) -> None:
     assert error.expected == "an fp8 checkpoint without modules_to_not_convert"
     assert error.found == "model.layers.0.mlp.down_proj, a, b"
     assert error.todo == "Use --format compressed-tensors --target vllm"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "algorithm", "has_inputs"),
+    [("weight_only_nvfp4", "W4A16_NVFP4", False), ("a4w4_nvfp4", "NVFP4", True)],
+)
+@pytest.mark.parametrize("dialect", [VLLM, SGLANG])
+def test_modelopt_lists_what_is_not_quantized(
+    dialect: Dialect, scheme: str, algorithm: str, has_inputs: bool
+) -> None:
+    """Globs, of which no text is a part of a quantized linear's name."""
+    main = SCHEMES[scheme].variant("format", "modelopt")
+    found = quantization_configs(
+        FP8_SOURCE,
+        main=Conversion(scheme=scheme, storages=main.storages, bf16_modules=("kv_b_proj",)),
+        mtp=conversion("bf16"),
+        dialect=dialect,
+    )
+    numbers = {"num_bits": 4, "type": "float", "dynamic": False, "group_size": 16}
+    assert found.main == found.mtp
+    assert found.main == {
+        "quant_method": "modelopt",
+        "quant_algo": algorithm,
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": numbers,
+                "input_activations": numbers if has_inputs else None,
+            }
+        },
+        "group_size": 16,
+        "kv_cache_scheme": None,
+        "ignore": [
+            "model.embed_tokens",
+            "lm_head",
+            "model.layers.*.self_attn.kv_b_proj",
+            "model.layers.*.mlp.gate",
+            f"{LAYER}*",
+        ],
+    }
+
+
+@pytest.mark.parametrize("mtp", ["weight_only_nvfp4", "a8w8_fp8", "weight_only_int8"])
+def test_a_draft_beside_modelopt_is_unquantized(mtp: str) -> None:
+    main = SCHEMES["a4w4_nvfp4"].variant("format", "modelopt")
+    with pytest.raises(UnsupportedError, match="^The MTP layer beside a main") as refusal:
+        quantization_configs(
+            FP8_SOURCE,
+            main=Conversion(scheme="a4w4_nvfp4", storages=main.storages),
+            mtp=conversion(mtp),
+            dialect=VLLM,
+        )
+    assert refusal.value.expected == "--mtp-quant bf16"
+    assert SCHEMES[mtp].storages[Role.ROUTED_EXPERT] in str(refusal.value.found)
+
+
+def test_nvfp4_of_both_parts_is_one_group() -> None:
+    """It has the class alone; what attention absorbs is listed."""
+    for scheme in ("weight_only_nvfp4", "a4w4_nvfp4"):
+        found = configs(scheme, scheme, VLLM, bf16_modules=("kv_b_proj",))
+        assert found.main is not None and found.main == found.mtp
+        assert found.main["ignore"] == [*PATTERNS.other_matrices, "re:.*kv_b_proj$"]
+        (group,) = found.main["config_groups"].values()
+        assert group["targets"] == ["Linear"]
+        assert group["format"] == found.main["format"] == "nvfp4-pack-quantized"
+        assert (group["input_activations"] is None) == (scheme == "weight_only_nvfp4")

@@ -32,7 +32,7 @@ READ_BY_TRANSFORMERS = [
     if name not in ("fp8, int8 head", "bf16, int8 head") and not name.startswith("nvfp4")
 ]
 FORM_OF = {("int", 4): "int4", ("int", 8): "int8", ("float", 8): "fp8 of compressed-tensors"}
-FORM_OF |= {("float", 4): "nvfp4"}
+FORM_OF |= {("float", 4): "nvfp4", ("float", 4, "local"): "nvfp4 under nvfp4"}
 # vLLM looks for the copy of the head by the last name.
 ITS_HEADS = (*HEADS, f"model.layers.{MTP_LAYER}.head")
 # Modules that no engine may take for a quantized one.
@@ -72,8 +72,10 @@ def form_by_config(config: dict[str, Any], module: str) -> str:
     by_name = [g for g in groups if any(map(matches, g["targets"]))]
     assert len(by_name) <= 1, module
     by_class = [g for g in groups if "Linear" in g["targets"]]
-    (weights,) = [g["weights"] for g in (by_name or by_class)]
-    return FORM_OF[weights["type"], weights["num_bits"]]
+    (group,) = by_name or by_class
+    weights, inputs = group["weights"], group.get("input_activations") or {}
+    kind = (weights["type"], weights["num_bits"])
+    return FORM_OF[(*kind, "local") if inputs.get("dynamic") == "local" else kind]
 
 
 @pytest.mark.parametrize("name", COMPRESSED)

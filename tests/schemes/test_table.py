@@ -20,6 +20,9 @@ IN_TABLE = [
     ("a8w8_fp8", "a8w8_fp8", "TP16 (2×TP8)"),
     ("weight_only_int8", "weight_only_int8", "TP16 (2×TP8)"),
     ("weight_only_nvfp4", "weight_only_nvfp4", "TP8"),
+    ("weight_only_nvfp4", "bf16", "TP8"),
+    ("a4w4_nvfp4", "a4w4_nvfp4", "TP8"),
+    ("a4w4_nvfp4", "bf16", "TP8"),
     ("bf16", "bf16", "-"),
     *((name, "q8_0", "-") for name in ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "gguf_mxfp4")),
 ]
@@ -37,6 +40,7 @@ def test_the_table() -> None:
         "a8w8_fp8": (*both, "TensorRT-LLM"),
         "weight_only_int8": both,
         "weight_only_nvfp4": both,
+        "a4w4_nvfp4": both,
         "bf16": ("all",),
         **dict.fromkeys(BLOCKS, ("llama.cpp",)),
     }
@@ -68,8 +72,8 @@ def storages(scheme: Scheme) -> tuple[str, set[str], str]:
 
 
 def test_storages_of_every_scheme() -> None:
-    fp8, bf16, int4, int8, nvfp4 = (
-        "fp8_block", "bf16", "int4_group", "int8_channel", "nvfp4_packed",
+    fp8, bf16, int4, int8, nvfp4, nvfp4_a4 = (
+        "fp8_block", "bf16", "int4_group", "int8_channel", "nvfp4_packed", "nvfp4_packed_a4",
     )  # fmt: skip
     assert {name: storages(scheme) for name, scheme in SCHEMES.items()} == {
         "a8w8_fp8_wint4": (fp8, {fp8}, int4),
@@ -77,6 +81,7 @@ def test_storages_of_every_scheme() -> None:
         "a8w8_fp8": (fp8, {fp8}, fp8),
         "weight_only_int8": (bf16, {int8}, int8),
         "weight_only_nvfp4": (nvfp4, {nvfp4}, nvfp4),
+        "a4w4_nvfp4": (nvfp4_a4, {nvfp4_a4}, nvfp4_a4),
         "bf16": (bf16, {bf16}, bf16),
         **{name: (storage, {storage}, storage) for name, storage in BLOCKS.items()},
     }
@@ -86,7 +91,7 @@ def test_storages_of_every_scheme() -> None:
     assert all(name == scheme.name for name, scheme in SCHEMES.items())
     assert {name for name, one in SCHEMES.items() if one.int4_activations_fp8} == {"a8w8_fp8_wint4"}
     words = [scheme.on_disk for scheme in SCHEMES.values()]
-    others = ["int4 + fp8", "int4 + bf16", "fp8", "int8 + bf16", "nvfp4 + bf16", "bf16"]
+    others = ["int4 + fp8", "int4 + bf16", "fp8", "int8 + bf16", "nvfp4 + bf16", "nvfp4", "bf16"]
     assert words == [*others, *(f"{storage}, GGUF" for storage in BLOCKS.values())]
     assert every_linear(bf16) == dict.fromkeys(LINEAR_ROLES, bf16)
 

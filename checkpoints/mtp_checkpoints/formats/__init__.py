@@ -26,8 +26,8 @@ from mtp_checkpoints.formats.ggml_blocks import (
 from mtp_checkpoints.formats.gptq import GptqInt4, GptqInt8, GptqWords
 from mtp_checkpoints.formats.int_quantized import Int8Unpacked
 from mtp_checkpoints.formats.int_words import CODES_PER_WORD, WHOLE_ROW, InputWords
-from mtp_checkpoints.formats.modelopt import Fp8Tensor, NvFp4
-from mtp_checkpoints.formats.nvfp4 import NvFp4Packed
+from mtp_checkpoints.formats.modelopt import Fp8Tensor, NvFp4, NvFp4A16
+from mtp_checkpoints.formats.nvfp4 import NvFp4Packed, NvFp4PackedA4
 from mtp_checkpoints.formats.pack_quantized import Int4Group, Int8Channel
 from mtp_checkpoints.formats.unquantized import UNQUANTIZED, Unquantized, unquantized
 from mtp_checkpoints.formats.w4afp8 import W4AFp8
@@ -58,7 +58,9 @@ __all__ = [
     "Int8Unpacked",
     "Int8ZeroPoints",
     "NvFp4",
+    "NvFp4A16",
     "NvFp4Packed",
+    "NvFp4PackedA4",
     "W4AFp8",
     "Unquantized",
     "WeightFormat",
@@ -76,6 +78,7 @@ FORMATS: dict[str, type[WeightFormat]] = {
     "fp8_channel": Fp8Channel,
     "fp8_block": Fp8Block,
     "nvfp4_packed": NvFp4Packed,
+    "nvfp4_packed_a4": NvFp4PackedA4,
     "w4afp8": W4AFp8,
     "awq_int4": AwqInt4,
     "gptq_int4": GptqInt4,
@@ -86,6 +89,7 @@ FORMATS: dict[str, type[WeightFormat]] = {
     "int4_zero_points": Int4ZeroPoints,
     "int8_zero_points": Int8ZeroPoints,
     "nvfp4": NvFp4,
+    "nvfp4_a16": NvFp4A16,
     "fp8_tensor": Fp8Tensor,
     "q8_0": Q8,
     "q4_0": Q4,

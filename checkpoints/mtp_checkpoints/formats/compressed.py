@@ -20,7 +20,8 @@ _ORDERS_OF_WORK = ("weight", "static")
 class WeightsEntry:
     """The description of unpermuted weights in one group of a config.
 
-    layout is the format by its name in compressed-tensors.
+    layout is the format by its name in compressed-tensors. input_scale: a number for the inputs is
+    stored too, under which their scales are computed at run time.
     """
 
     layout: str
@@ -30,6 +31,7 @@ class WeightsEntry:
     group_size: int | None
     block: tuple[int, int] | None
     symmetric: bool = True
+    input_scale: bool = False
 
     @classmethod
     def of(cls, group: Mapping[str, Any], layout: Any) -> WeightsEntry | None:
@@ -38,7 +40,7 @@ class WeightsEntry:
         layout is the format of all groups, for a group that names none.
         """
         weights = group["weights"]
-        block = weights.get("block_structure")
+        block, inputs = weights.get("block_structure"), group.get("input_activations")
         if (
             type(weights.get("symmetric")) is not bool
             or weights.get("dynamic")
@@ -53,6 +55,7 @@ class WeightsEntry:
             group_size=weights.get("group_size"),
             block=tuple(block) if isinstance(block, list) else None,
             symmetric=weights["symmetric"],
+            input_scale=isinstance(inputs, dict) and inputs.get("dynamic") is not True,
         )
 
     def has_numbers(

@@ -5,80 +5,57 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mtp_checkpoints.dtypes import DType, OutputTensor
-from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.formats.base import EncodedWeight, ReadOnlyFormat, RowSource
-from mtp_checkpoints.formats.nvfp4 import NVFP4_GROUP
-from mtp_checkpoints.formats.verification import FOUR_BIT_GATE, FP8_GATE, FormatGate
+from mtp_checkpoints.formats.nvfp4 import NvFp4Format, NvFp4Names, check_above_zero
+from mtp_checkpoints.formats.verification import FP8_GATE, FormatGate
 
 if TYPE_CHECKING:
     import torch
 
-
-class _ModelOpt(ReadOnlyFormat):
-    """Codes, their scales, and numbers for the whole matrix."""
-
-    methods: ClassVar[tuple[str, ...]] = ("modelopt",)
-
-    def check_constants(self, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> None:
-        for name, stored in tensors.items():
-            if not (stored.isfinite() & (stored > 0)).all():
-                raise InvalidInputError(
-                    f"Tensor {name} is no scale",
-                    expected="a finite number above 0",
-                    found=stored.tolist(),
-                )
+_METHOD = "modelopt"
 
 
 @dataclass(frozen=True)
-class NvFp4(_ModelOpt):
-    """Codes U8 [N, K/2], two e2m1 numbers in each, the lower bits first; weight_scale F8_E4M3
-    [N, K/16], weight_scale_2 F32 [], input_scale F32 []. A weight is code * scale * second scale.
-    """
+class NvFp4(NvFp4Format):
+    """weight, weight_scale, weight_scale_2 F32 [], which multiplies the scales, and input_scale
+    F32 []: the inputs' amax over 2688."""
 
     storage: ClassVar[str] = "nvfp4"
-    gate: ClassVar[FormatGate] = FOUR_BIT_GATE
-    elements_per_code: ClassVar[int] = 2
+    methods: ClassVar[tuple[str, ...]] = (_METHOD,)
+    number_shape: ClassVar[tuple[int, ...]] = ()
+    has_input_scale: ClassVar[bool] = True
 
-    @property
-    def k_divisor(self) -> int:
-        return NVFP4_GROUP
+    def names(self, name: str) -> NvFp4Names:
+        module = name.removesuffix(".weight")
+        own = (f"{module}.{last}" for last in ("weight_scale", "weight_scale_2", "input_scale"))
+        return NvFp4Names(name, *own)
 
-    @property
-    def k_unit(self) -> str:
-        return "the group size"
+    def multiplier(self, scale: torch.Tensor, of_matrix: torch.Tensor) -> torch.Tensor:
+        return scale * of_matrix
 
-    def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[OutputTensor, ...]:
-        (rows, columns), module = shape, name.removesuffix(".weight")
-        return (
-            OutputTensor(name, DType.U8, (rows, columns // self.elements_per_code)),
-            OutputTensor(f"{module}.weight_scale", DType.F8_E4M3, (rows, columns // NVFP4_GROUP)),
-            OutputTensor(f"{module}.weight_scale_2", DType.F32, ()),
-            OutputTensor(f"{module}.input_scale", DType.F32, ()),
-        )
+    def of_matrix(self) -> Any:
+        import numpy as np
 
-    def encoded(self, tensors: Sequence[torch.Tensor]) -> EncodedWeight:
-        return EncodedWeight(self, tensors[0], tensors[1].float() * tensors[2].float())
-
-    def encoded_rows(self, source: RowSource, start: int, stop: int) -> EncodedWeight:
-        scale, second = source.scale[start:stop], source.others[1]
-        return self.encoded((source.codes(start, stop), scale, second))
-
-    def decode(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        from mtp_kernels.quantize.block_floats import dequantize_nvfp4
-
-        if not scale.isfinite().all():
-            raise ValueError("group scale: expected finite numbers")
-        return dequantize_nvfp4(codes, scale).to(dtype)
+        return np.array(np.float32(1) / np.float32(self.divisor))
 
 
 @dataclass(frozen=True)
-class Fp8Tensor(_ModelOpt):
+class NvFp4A16(NvFp4):
+    """The same without input_scale, for inputs that stay as they are."""
+
+    storage: ClassVar[str] = "nvfp4_a16"
+    has_input_scale: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class Fp8Tensor(ReadOnlyFormat):
     """Codes F8_E4M3 [N, K]; weight_scale F32 [], input_scale F32 []."""
 
     storage: ClassVar[str] = "fp8_tensor"
+    methods: ClassVar[tuple[str, ...]] = (_METHOD,)
     gate: ClassVar[FormatGate] = FP8_GATE
 
     def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[OutputTensor, ...]:
@@ -102,3 +79,6 @@ class Fp8Tensor(_ModelOpt):
         if values.isnan().any():
             raise ValueError("e4m3 codes: expected numbers, found NaN")
         return (values * scale.float()).to(dtype)
+
+    def check_constants(self, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> None:
+        check_above_zero(tensors)

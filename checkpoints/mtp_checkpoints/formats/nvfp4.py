@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.errors import InvalidInputError
@@ -30,6 +30,15 @@ if TYPE_CHECKING:
 NVFP4_GROUP = 16
 _LAYOUT = "nvfp4-pack-quantized"
 _SWEEP = "mse"  # the scale rule
+
+
+class NvFp4Names(NamedTuple):
+    """Names of the tensors of a weight; of_matrix and of_inputs are numbers for all of it."""
+
+    codes: str
+    scale: str
+    of_matrix: str
+    of_inputs: str
 
 
 def check_above_zero(tensors: Mapping[str, torch.Tensor]) -> None:
@@ -59,6 +68,8 @@ class NvFp4Format(WeightFormat):
     operation: ClassVar[str] = "quantize_nvfp4"
     elements_per_code: ClassVar[int] = 2
     of_whole_matrix: ClassVar[bool] = True
+    number_shape: ClassVar[tuple[int, ...]] = (1,)  # of those of the matrix and of its inputs
+    has_input_scale: ClassVar[bool] = False
     compiled_sources: ClassVar[frozenset[str]] = frozenset({"bf16", "fp8_block"})
 
     @property
@@ -71,6 +82,26 @@ class NvFp4Format(WeightFormat):
 
     def of_amax(self, amax: float) -> Self:
         return replace(self, amax=amax)
+
+    @abstractmethod
+    def names(self, name: str) -> NvFp4Names:
+        """Return the names of the tensors of a weight."""
+
+    def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[OutputTensor, ...]:
+        (rows, columns), own = shape, self.names(name)
+        every = (
+            OutputTensor(own.codes, DType.U8, (rows, columns // self.elements_per_code)),
+            OutputTensor(own.scale, DType.F8_E4M3, (rows, columns // NVFP4_GROUP)),
+            OutputTensor(own.of_matrix, DType.F32, self.number_shape),
+            OutputTensor(own.of_inputs, DType.F32, self.number_shape),
+        )
+        return every if self.has_input_scale else every[:-1]
+
+    def constants(self, shape: tuple[int, ...]) -> tuple[Any, ...]:
+        """Return 1 for the inputs: their amax is 2688, which leaves their scales as they are."""
+        import numpy as np
+
+        return (np.ones(self.number_shape, np.float32),) if self.has_input_scale else ()
 
     @abstractmethod
     def multiplier(self, scale: torch.Tensor, of_matrix: torch.Tensor) -> torch.Tensor:
@@ -142,23 +173,20 @@ class NvFp4Packed(NvFp4Format):
     @classmethod
     def of_entry(cls, entry: WeightsEntry) -> NvFp4Packed | None:
         fits = entry.has_numbers(_LAYOUT, kind="float", bits=4, strategy="tensor_group")
-        return cls() if fits and entry.group_size == NVFP4_GROUP else None
+        fits = fits and entry.group_size == NVFP4_GROUP
+        return cls() if fits and entry.input_scale == cls.has_input_scale else None
 
     def group(self, *, activations_fp8: bool) -> dict[str, Any]:
-        weights = numbers(4, "float", "tensor_group") | {
-            "group_size": NVFP4_GROUP,
-            "scale_dtype": "torch.float8_e4m3fn",
-        }
-        return group(_LAYOUT, weights, None)
+        inputs = _numbers() | {"dynamic": "local"} if self.has_input_scale else None
+        return group(_LAYOUT, _numbers(), inputs)
 
-    def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[OutputTensor, ...]:
-        (rows, columns), module = shape, name.removesuffix(".weight")
-        return (
-            OutputTensor(f"{module}.weight_packed", DType.U8, (rows, columns // 2)),
-            OutputTensor(
-                f"{module}.{COMPRESSED_SCALE}", DType.F8_E4M3, (rows, columns // NVFP4_GROUP)
-            ),
-            OutputTensor(f"{module}.weight_global_scale", DType.F32, (1,)),
+    def names(self, name: str) -> NvFp4Names:
+        module = name.removesuffix(".weight")
+        return NvFp4Names(
+            f"{module}.weight_packed",
+            f"{module}.{COMPRESSED_SCALE}",
+            f"{module}.weight_global_scale",
+            f"{module}.input_global_scale",
         )
 
     def multiplier(self, scale: torch.Tensor, of_matrix: torch.Tensor) -> torch.Tensor:
@@ -168,3 +196,17 @@ class NvFp4Packed(NvFp4Format):
         import numpy as np
 
         return np.full(1, self.divisor, np.float32)
+
+
+@dataclass(frozen=True)
+class NvFp4PackedA4(NvFp4Packed):
+    """The same for inputs in nvfp4, with input_global_scale F32 [1]: 2688 over their amax."""
+
+    storage: ClassVar[str] = "nvfp4_packed_a4"
+    in_words: ClassVar[str] = "nvfp4-pack-quantized with inputs in nvfp4"
+    has_input_scale: ClassVar[bool] = True
+
+
+def _numbers() -> dict[str, Any]:
+    scale = {"group_size": NVFP4_GROUP, "scale_dtype": "torch.float8_e4m3fn"}
+    return numbers(4, "float", "tensor_group") | scale

@@ -9,7 +9,7 @@ from shlex import quote
 from typing import Any
 
 from mtp_checkpoints.families.base import SGLANG_DRAFT
-from mtp_checkpoints.formats import GGUF, Int8Channel, NvFp4
+from mtp_checkpoints.formats import GGUF, Int8Channel, NvFp4, NvFp4A16
 from mtp_checkpoints.layouts.base import (
     Config,
     Deployment,
@@ -135,7 +135,8 @@ HF = Target(
                 reads=sglang_reads,
                 renamed=RENAMED_BY_SGLANG,
                 loads_tables=False,
-                unquantized_beside=frozenset({NvFp4.storage}),  # of its models/*_nextn.py
+                # of its models/*_nextn.py
+                unquantized_beside=frozenset({NvFp4.storage, NvFp4A16.storage}),
             ),
         ),
         Engine("tensorrt-llm", title="TensorRT-LLM"),

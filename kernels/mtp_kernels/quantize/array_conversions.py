@@ -206,6 +206,6 @@ CONVERSIONS: dict[str, Callable[..., Converted | None]] = {
     "int8_channel": to_int8_channel,
     "int4_group": to_int4_group,
     "w4afp8": to_w4afp8,
-    "nvfp4_packed": to_nvfp4,
+    **dict.fromkeys(("nvfp4_packed", "nvfp4_packed_a4", "nvfp4", "nvfp4_a16"), to_nvfp4),
     **{kind: partial(to_ggml_blocks, kind) for kind, one in GGML_BLOCKS.items() if one.is_written},
 }

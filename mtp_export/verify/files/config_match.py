@@ -21,7 +21,7 @@ from mtp_checkpoints.families.signs import (
     projection_in_main,
 )
 from mtp_checkpoints.families.spec import ModelSpec
-from mtp_checkpoints.formats import NvFp4, mixes_groups_with_fp8
+from mtp_checkpoints.formats import NvFp4, NvFp4A16, mixes_groups_with_fp8
 from mtp_checkpoints.layouts.base import DraftReading, Engine
 from mtp_checkpoints.quantization.absent import with_projection_listed
 from mtp_checkpoints.quantization.methods import quant_config_of
@@ -52,6 +52,8 @@ from mtp_export.verify.files.tensor_problems import COPIED, sorted_out
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
+
+_NVFP4_OF_MODELOPT = {NvFp4.storage, NvFp4A16.storage}  # beside which drafts are unquantized
 
 
 def run(context: Context) -> Iterator[Item]:
@@ -307,7 +309,7 @@ def _built_quantized(layout: PartLayout, config: Any, reading: DraftReading) -> 
         built, tensor = known.format_of(module, role), tensors.get(name)
         if built is None or tensor is None or tensor.dtype not in FLOATS:
             continue
-        if role is Role.ROUTED_EXPERT or built.storage != NvFp4.storage:
+        if role is Role.ROUTED_EXPERT or built.storage not in _NVFP4_OF_MODELOPT:
             words = causes.built_quantized(name.removesuffix(".weight"), str(built.storage))
             yield Problem(name, words)
 

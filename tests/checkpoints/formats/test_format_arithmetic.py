@@ -151,6 +151,7 @@ CONVERTED = [
     Int4Group(64),
     W4AFp8(),
     NvFp4Packed(),
+    NvFp4(),
 ]
 
 
@@ -195,7 +196,7 @@ def test_ways_to_the_numbers_of_a_weight(one: WeightFormat) -> None:
 
 
 @pytest.mark.parametrize("one", [W4AFp8(), Int4Group(32), Int8Channel(), Fp8Block(),
-                                 NvFp4Packed(amax=5.0)],
+                                 NvFp4Packed(amax=5.0), NvFp4(amax=5.0)],
                          ids=lambda one: str(one.storage))  # fmt: skip
 @pytest.mark.parametrize("rule", ["minmax", "mse"])
 def test_rows_without_torch_have_the_same_bytes(one: WeightFormat, rule: str) -> None:

@@ -23,6 +23,7 @@ from mtp_checkpoints.formats import (
     Int8Channel,
     Int8ZeroPoints,
     NvFp4Packed,
+    NvFp4PackedA4,
     W4AFp8,
     WeightFormat,
     formats_described_by,
@@ -43,6 +44,23 @@ TENSORS: dict[str, list[tuple[str, str, tuple[int, ...]]]] = {
         (f"{MODULE}.weight_packed", "U8", (130, 192)),
         (f"{MODULE}.weight_scale", "F8_E4M3", (130, 24)),
         (f"{MODULE}.weight_global_scale", "F32", (1,)),
+    ],
+    "nvfp4_packed_a4": [
+        (f"{MODULE}.weight_packed", "U8", (130, 192)),
+        (f"{MODULE}.weight_scale", "F8_E4M3", (130, 24)),
+        (f"{MODULE}.weight_global_scale", "F32", (1,)),
+        (f"{MODULE}.input_global_scale", "F32", (1,)),
+    ],
+    "nvfp4": [
+        (NAME, "U8", (130, 192)),
+        (f"{MODULE}.weight_scale", "F8_E4M3", (130, 24)),
+        (f"{MODULE}.weight_scale_2", "F32", ()),
+        (f"{MODULE}.input_scale", "F32", ()),
+    ],
+    "nvfp4_a16": [
+        (NAME, "U8", (130, 192)),
+        (f"{MODULE}.weight_scale", "F8_E4M3", (130, 24)),
+        (f"{MODULE}.weight_scale_2", "F32", ()),
     ],
     "fp8_channel": [
         (NAME, "F8_E4M3", (130, 384)),
@@ -68,7 +86,7 @@ OPERATIONS = {
     "bf16": "dequantize_fp8_block",
     "fp8_block": "quantize_fp8_block",
     "fp8_channel": "quantize_fp8_channel",
-    "nvfp4_packed": "quantize_nvfp4",
+    **dict.fromkeys(("nvfp4_packed", "nvfp4_packed_a4", "nvfp4", "nvfp4_a16"), "quantize_nvfp4"),
     "int8_channel": "quantize_int8_channel",
     "int4_group": "quantize_int4_group",
     "w4afp8": "quantize_w4afp8",
@@ -182,11 +200,13 @@ NVFP4: dict[str, Any] = INT8 | {
     },
     "format": "nvfp4-pack-quantized",
 }
+NVFP4_A4 = NVFP4 | {"input_activations": NVFP4["weights"] | {"dynamic": "local"}}
 GROUPS: list[tuple[WeightFormat, dict[str, Any], WeightFormat]] = [
     (Int8Channel(), INT8, Int8Channel()),
     (Int4Group(64), INT4, Int4Group(64)),
     (Fp8Block(), FP8, Fp8Block("weight_scale", ("F32", "F8_E8M0"))),
     (NvFp4Packed(), NVFP4, NvFp4Packed()),
+    (NvFp4PackedA4(), NVFP4_A4, NvFp4PackedA4()),
 ]
 
 
@@ -223,7 +243,7 @@ def test_int4_may_run_with_activations_in_fp8() -> None:
         W4AFp8().group(activations_fp8=True)
 
 
-@pytest.mark.parametrize("group", [INT8, INT4, FP8, NVFP4])
+@pytest.mark.parametrize("group", [INT8, INT4, FP8, NVFP4, NVFP4_A4])
 @pytest.mark.parametrize(
     "change",
     [
@@ -278,6 +298,7 @@ def test_formats_of_a_config_in_words() -> None:
         "float-quantized fp8 per channel",
         "float-quantized blocks of 128x128",
         "nvfp4-pack-quantized",
+        "nvfp4-pack-quantized with inputs in nvfp4",
         "int-quantized int8 per channel",
         "pack-quantized int4 with zero points",
         "pack-quantized int8 with zero points",
@@ -316,7 +337,7 @@ def test_a_weight_that_was_encoded(storage: str) -> None:
     found = encoded.dequantize()
     assert found.dtype == torch.float32
     assert float((weights - found).abs().max()) == pytest.approx(error.max_error)
-    assert error.max_error < (0.5 if storage == "nvfp4_packed" else 0.3)  # 4 and 6 are neighbours
+    assert error.max_error < (0.5 if storage.startswith("nvfp4") else 0.3)  # 4 and 6 are neighbours
     assert encoded.dequantize(torch.bfloat16).dtype == torch.bfloat16
 
 

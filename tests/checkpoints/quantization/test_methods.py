@@ -175,6 +175,7 @@ def test_weights_that_are_not_read() -> None:
     assert error.expected == (
         "pack-quantized int4 in groups of 32, 64 or 128, pack-quantized int8 per channel,"
         " float-quantized fp8 per channel, float-quantized blocks of 128x128, nvfp4-pack-quantized,"
+        " nvfp4-pack-quantized with inputs in nvfp4,"
         " int-quantized int8 per channel, pack-quantized int4 with zero points, or pack-quantized"
         " int8 with zero points; without actorder group"
     )

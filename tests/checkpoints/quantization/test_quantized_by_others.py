@@ -246,7 +246,7 @@ def test_numbers_that_are_no_scales() -> None:
 
 
 def test_nothing_writes_them() -> None:
-    for form in (AwqInt4(32), GptqInt4(32), NvFp4(), Fp8Tensor()):
+    for form in (AwqInt4(32), GptqInt4(32), Fp8Tensor()):
         with pytest.raises(AssertionError, match="nothing writes"):
             form.quantize(torch.zeros(2, 2), "minmax")
 

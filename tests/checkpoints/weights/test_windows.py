@@ -24,7 +24,6 @@ from mtp_checkpoints.formats import (
     GptqInt8,
     Int4ZeroPoints,
     Int8ZeroPoints,
-    NvFp4,
     WeightFormat,
 )
 from mtp_checkpoints.quantization.mismatches import StoredTensor
@@ -69,10 +68,6 @@ def quantized(name: str) -> tuple[WeightFormat, Sequence[torch.Tensor]]:
     """A format, and random numbers in it."""
     generator = torch.Generator().manual_seed(4)
     values = torch.randn(ROWS, COLUMNS, generator=generator)
-    if name == "nvfp4":
-        codes = torch.randint(0, 256, (ROWS, COLUMNS // 2), generator=generator).to(torch.uint8)
-        scale = (values[:, : COLUMNS // 16].abs() + 0.1).to(torch.float8_e4m3fn)
-        return NvFp4(), (codes, scale, torch.tensor(0.5), torch.tensor(1.0))
     if name == "fp8 tensor":
         codes = values.to(torch.float8_e4m3fn)
         return Fp8Tensor(), (codes, torch.tensor(0.5), torch.tensor(1.0))
@@ -99,7 +94,7 @@ def on_disk(
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["as it is", "transposed"])
-@pytest.mark.parametrize("name", [*WRITTEN, "nvfp4", "fp8 tensor"])
+@pytest.mark.parametrize("name", [*WRITTEN, "fp8 tensor"])
 def test_a_window_has_the_numbers_of_the_whole(name: str, transposed: bool) -> None:
     chosen, tensors = quantized(name)
     weight, memory = on_disk(chosen, tensors, transposed=transposed)

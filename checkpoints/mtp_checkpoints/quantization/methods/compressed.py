@@ -22,6 +22,7 @@ from mtp_checkpoints.formats import (
     Fp8Block,
     Int8Channel,
     NvFp4Packed,
+    NvFp4PackedA4,
     Unquantized,
     WeightFormat,
     formats_described_by,
@@ -329,7 +330,9 @@ COMPRESSED_TENSORS = Method(
     _read,
     leave_out=_leave_out,
     describe=_describe,
-    describes=frozenset({Int8Channel.storage, Fp8Block.storage, NvFp4Packed.storage}),
+    describes=frozenset(
+        (Int8Channel.storage, Fp8Block.storage, NvFp4Packed.storage, NvFp4PackedA4.storage)
+    ),
     write=_write,
     in_groups=True,
 )

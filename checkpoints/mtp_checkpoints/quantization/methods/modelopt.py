@@ -5,6 +5,7 @@ Sources: vLLM `quantization/modelopt.py`, SGLang `quantization/modelopt_quant.py
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -12,15 +13,22 @@ from typing import Any
 
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.base import LINEAR_ROLES, Role
-from mtp_checkpoints.formats import Fp8Tensor, NvFp4, WeightFormat
-from mtp_checkpoints.quantization.method import Method, Unfused, names_in
+from mtp_checkpoints.formats import Fp8Tensor, NvFp4, NvFp4A16, Unquantized, WeightFormat
+from mtp_checkpoints.formats.nvfp4 import NVFP4_GROUP
+from mtp_checkpoints.quantization.method import Method, Unfused, WrittenModel, names_in
 from mtp_checkpoints.quantization.native import Config
 
 _IGNORE = "ignore"
 _NESTED, _EXCLUDED = "quantization", "exclude_modules"  # as hf_quant_config.json has it
 # A head is a linear to engines.
 _ROLES = (*LINEAR_ROLES, Role.HEAD)
-_ALGORITHMS: dict[str, WeightFormat] = {"NVFP4": NvFp4(), "FP8": Fp8Tensor()}
+_ALGORITHMS: dict[str, WeightFormat] = {
+    "NVFP4": NvFp4(),
+    "W4A16_NVFP4": NvFp4A16(),
+    "FP8": Fp8Tensor(),
+}
+_NUMBERS = {"num_bits": 4, "type": "float", "dynamic": False, "group_size": NVFP4_GROUP}
+_LAYER = re.compile(r"\.layers\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -68,4 +76,35 @@ def _leave_out(quantization: Config, modules: Sequence[str]) -> Config:
     return {**flat, _IGNORE: list(dict.fromkeys(names))}
 
 
-MODELOPT = Method(_read, leave_out=_leave_out)
+def _write(model: WrittenModel) -> Config:
+    """Return a config with one algorithm for the main model's linears but those that are listed, as
+    all of the MTP layers are: no engine reads others there."""
+    assert not model.mtp.quantized_roles, "a plan refuses it"
+    (storage,) = {*model.main.storages.values()} - {Unquantized.storage}
+    names = (name for name, form in _ALGORITHMS.items() if form.storage == storage)
+    inputs = _NUMBERS if storage == NvFp4.storage else None
+    group = {"targets": ["Linear"], "weights": _NUMBERS, "input_activations": inputs}
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": next(names),
+        "config_groups": {"group_0": group},
+        "group_size": NVFP4_GROUP,
+        "kv_cache_scheme": None,
+        _IGNORE: _unquantized(model),
+    }
+
+
+def _unquantized(model: WrittenModel) -> list[str]:
+    """Return names and patterns of the matrices that are not quantized: of main layers once for
+    all, of MTP layers their own."""
+    family = model.family
+    main = (spec for spec in family.tensors.values() if spec.mtp_layer is None)
+    plain = (Unquantized.storage, None)
+    modules = (
+        spec.module for spec in main if len(spec.shape) > 1 and model.main.storage_of(spec) in plain
+    )
+    named = dict.fromkeys(_LAYER.sub(".layers.*.", module) for module in modules)
+    return [*named, *family.carried_modules, *(f"{module.name}*" for module in family.mtp)]
+
+
+MODELOPT = Method(_read, leave_out=_leave_out, write=_write)
