@@ -3,8 +3,11 @@ its converter writes with."""
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.make_checkpoint import REAL_CONFIG
 from cases import (
     MTP_LAYER,
     TINY_CONFIG,
@@ -250,6 +254,7 @@ def test_other_families_are_whole(model_type: str, tmp_path: Path) -> None:
         assert main["blk.0.indexer.proj.weight"][0] == "F32"
 
 
+TABLES = (Role.EMBEDDING, Role.HEAD)
 TYPES = {"gguf_mxfp4": "MXFP4"}
 
 
@@ -328,3 +333,32 @@ def test_the_command_names_both_first_files(pristine: Path, tmp_path: Path) -> N
     main, mtp = (next((output / part).glob("*-00001-of-*.gguf")) for part in ("main", "mtp"))
     line = f"llama-server -m {main} -md {mtp} --spec-type draft-mtp --spec-draft-n-max 1"
     assert line in outcome.out
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """DeepSeek-V3 in its released shapes, every byte of it a hole in a sparse file."""
+    folder = tmp_path_factory.mktemp("released") / "source"
+    return make_checkpoint(
+        folder, REAL_CONFIG, max_shard_bytes=4_300_000_000, filled=lambda _: False
+    )
+
+
+@pytest.mark.parametrize(("base", "bits"), [("bf16", 16), ("q8_0", 8.5), ("q4_0", 4.5)])
+def test_the_released_model_is_planned_to_the_byte(
+    base: str, bits: float, released: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10**13))
+    options = ("--base-quant", base, "--mtp-quant", "bf16" if base == "bf16" else "q8_0")
+    outcome = quantize(released, tmp_path / "out", *TARGET, *options, "--dry-run", "--json")
+    assert outcome.code == 0, outcome.err
+    plan = json.loads(outcome.out)
+    eight = 16 if base == "bf16" else 8.5
+    expected_bytes = 4 * REAL_CONFIG["hidden_size"]  # the main model's norm beside the module
+    for spec in family_of(REAL_CONFIG).tensors.values():
+        own = eight if spec.mtp_layer is not None or spec.role in TABLES else bits
+        is_wide = len(spec.shape) == 1 or spec.role is Role.ROUTER
+        expected_bytes += int(prod(spec.shape) * (32 if is_wide else own)) // 8
+    assert plan["bytes_after"] == expected_bytes
+    assert plan["parts"]["mtp"]["tensors"] == 22 + 3 * 256
