@@ -64,18 +64,21 @@ words.
 """
 _SUSPECTED = """## {heading}
 
-Weights that look right, planted into the trained fixture's bundle, which is run without `--source`.
-`tests/verify/test_run_faults.py` plants each again: the check must fail and say the words.
+Weights and config values that look right, planted into the trained fixture's bundle, which is run
+without `--source`. `tests/verify/test_run_faults.py` and `test_likelihood.py` plant each again: the
+check must fail and say the words.
 
 {count} faults, named: {totals}.
 """
-# Changes of the trained fixture that nothing but its source shows, and why.
+# Changes of the trained fixture that nothing but its source shows to be faults, and why.
 _UNDETECTABLE = (
     ("the MTP layer's two norms exchanged", "acceptance stays the same, 0.827 and 0.826"),
     (
         "the MTP router's bias negated",
         "it sends 9 % of the rows to other experts, and moves acceptance by 0.001",
     ),
+    ("rope_theta doubled", "reported; plain text is likelier by 0.002 nats with the release's"),
+    ("rms_norm_eps 1e-2", "reported; plain text is likelier by 0.002 nats with the release's"),
     ("one expert's scale doubled", "acceptance falls by 0.00 to 0.02, less than its interval"),
 )
 
@@ -128,9 +131,9 @@ def _draft_lines() -> Iterator[str]:
 
 
 def _suspected_lines() -> Iterator[str]:
-    from faults.suspected_faults import SUSPECTED_FAULTS
+    from faults.suspected_faults import SUSPECTED_FAULTS, SUSPECTED_MAIN_FAULTS
 
-    faults = SUSPECTED_FAULTS
+    faults = (*SUSPECTED_FAULTS, *SUSPECTED_MAIN_FAULTS)
     totals = _totals([fault.caught_by for fault in faults])
     yield _SUSPECTED.format(heading=SUSPECTED_HEADING, count=len(faults), totals=totals)
     yield "| fault | named by | which says |"

@@ -60,6 +60,7 @@ CHECKS: dict[str, Check] = {
     "acceptance": Check(
         "Acceptance", Level.RUN, ("decoding.acceptance", "decoding.acceptance:extra_drafts")
     ),
+    "likelihood": Check("Plain text", Level.RUN, ("decoding.likelihood",)),
     "differential": Check("Differential", Level.RUN, ("decoding.differential",)),
     "controls": Check("Negative controls", Level.RUN, ("decoding.controls",)),
     "paths": Check("Path equivalence", Level.RUN, ("decoding.paths",)),

@@ -43,8 +43,17 @@ def router_rows_reversed(bundle: Path) -> None:
     planting.change(bundle / "mtp", f"{MTP}.mlp.gate.weight", lambda w: w.flip(0))
 
 
+def main_norm_scaled(factor: float, bundle: Path) -> None:
+    planting.change(bundle / "main", "model.norm.weight", lambda w: w * factor)
+
+
+def config_value(field: str, value: object, bundle: Path) -> None:
+    for part in ("main", "mtp"):
+        planting.edit_config(bundle / part, lambda config: config.update({field: value}))
+
+
 _fields = {"needs": "trained"}
-# Of the MTP module.
+# Of the MTP module, whose drafts show them.
 SUSPECTED_FAULTS: tuple[Fault, ...] = (
     Fault("the draft's last norm less one", partial(shifted, f"{MTP}.shared_head.norm.weight", -1),
           "acceptance", "the norm before the draft's head lacks the 1", **_fields),
@@ -63,4 +72,16 @@ SUSPECTED_FAULTS: tuple[Fault, ...] = (
           "acceptance", "o_proj of the MTP layer has the wrong sign", **_fields),
     Fault("one expert negated", partial(negated_codes, "mtp", EXPERT % (3, "down", "weight")),
           "acceptance", "down_proj of expert 3 has the wrong sign", **_fields),
+)  # fmt: skip
+# Of the main model, by which its own texts change too.
+SUSPECTED_MAIN_FAULTS: tuple[Fault, ...] = (
+    Fault("last norm of the main model halved", partial(main_norm_scaled, 0.5),
+          "likelihood", "too flat: the last norm (model.norm) or the head is about", **_fields),
+    Fault("routed_scaling_factor halved", partial(config_value, "routed_scaling_factor", 1.25),
+          "likelihood", "routed_scaling_factor of config.json is no release's", **_fields),
+    Fault("norm_topk_prob flipped", partial(config_value, "norm_topk_prob", False),
+          "likelihood", "norm_topk_prob of config.json is no release's", **_fields),
+    Fault("one expert of a main layer negated",
+          partial(negated_codes, "main", "model.layers.20.mlp.experts.5.down_proj.weight"),
+          "likelihood", "down_proj of expert 5 of layer 20 has the wrong sign", **_fields),
 )  # fmt: skip

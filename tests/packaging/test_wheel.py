@@ -74,7 +74,7 @@ def test_the_wheel_holds_the_three_packages_with_their_types(wheel: Path) -> Non
         f"{package}/{path.relative_to(folder).as_posix()}"
         for package, folder in PACKAGES.items()
         for path in folder.rglob("*")
-        if path.suffix in (".py", ".html") or path.name == "py.typed"
+        if path.suffix in (".py", ".html", ".txt") or path.name == "py.typed"
     }
     assert {f"{package}/py.typed" for package in PACKAGES} <= expected
     assert "mtp_export/serve/page.html" in expected

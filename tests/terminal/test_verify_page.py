@@ -60,7 +60,7 @@ def test_a_pipe_gets_plain_lines(folder: Path) -> None:
     seen = in_pipe("verify", "good", *FILES, folder=folder)
     assert seen.escapes == [] and "\r" not in seen.raw
     assert (
-        "Verification of good: no fault in headers and configs; 10 of 11 checks not run"
+        "Verification of good: no fault in headers and configs; 11 of 12 checks not run"
         in seen.lines
     )
     assert seen.wider_than(80) == []
@@ -70,7 +70,7 @@ def test_level_weights_says_so_and_names_the_next_step(folder: Path) -> None:
     options = ("--source", "source", "--level", "weights", "--report", "r.json", "--html", "r.html")
     seen = in_pipe("verify", "good", *options, folder=folder)
     assert seen.code == 0
-    verdict = "Verification of good: no fault in files and weights; 8 of 11 checks not run"
+    verdict = "Verification of good: no fault in files and weights; 9 of 12 checks not run"
     assert verdict in seen.lines
     assert "  mtp-export push good ORG/NAME --report r.json" in seen.lines
     assert seen.lines[-1] == "Report: r.html, r.json"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -220,6 +221,12 @@ class OpenedModel:
         if options.expert_bytes is None or plan.experts is None:
             return plan
         return plan.with_slots(options.expert_bytes // plan.experts.slot_bytes)
+
+    def described_by(self, config: Mapping[str, Any]) -> OpenedModel:
+        """Return the same tensors as another config.json describes them, by which their names and
+        shapes are the same. Raises what family_of and the runtime raise for it."""
+        spec = family_of(config, self.source.owners)
+        return replace(self, spec=spec, config=config_for(spec, self.config.max_positions))
 
     @cached_property
     def loader(self) -> LayerLoader:

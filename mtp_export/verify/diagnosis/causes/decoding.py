@@ -223,6 +223,37 @@ RANKS_DIFFER = (
 BACKEND_DIFFERS = "the attention backend does not compute what its float64 reference does"
 MOST_TEXTS_DIFFER = "most texts differ with speculation: see check greedy for the first difference"
 
+# --- The main model, by the likelihood of plain text ----------------------------------------------
+
+
+def temperature_off(least: float, most: float) -> str:
+    """least, most: the temperatures at which the kinds of plain text are likeliest."""
+    about = f"{least:.2g}" if f"{least:.2g}" == f"{most:.2g}" else f"{least:.2g} to {most:.2g}"
+    how = "flat" if most < 1 else "sharp"
+    return (
+        f"the main model's probabilities are too {how}: the last norm (model.norm) or the head is"
+        f" about {about} times what it should be"
+    )
+
+
+def unlikely_value(field: str, value: object) -> str:
+    """value: a release's."""
+    return f"{field} of config.json is no release's, and the model was trained with {value}"
+
+
+def expert_leans_away(expert: str, cosine: float, usual: float) -> str:
+    """cosine, usual: of what it adds with what the others add, and the median of its layer."""
+    return (
+        f"{expert_negated(expert)}: what it adds points away from what the others add (mean cosine"
+        f" {cosine:.2f}, where {usual:.2f} is usual in its layer)"
+    )
+
+
+def likelier(cause: str, gain: float, change: str) -> str:
+    """change: in words that follow "when"."""
+    return f"plain text is likelier by {gain:.3f} nats per token when {change}: {cause}"
+
+
 # --- The export against its source, when both run -------------------------------------------------
 
 ANOTHER_VOCABULARY = "the source has another vocabulary: it is another model"

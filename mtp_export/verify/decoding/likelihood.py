@@ -1,0 +1,112 @@
+"""Check `likelihood`: plain text under the main model, whose distribution must fit it at a
+temperature near 1, and no other way to run the model may make the text likelier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mtp_checkpoints.families.released import unreleased_values
+from mtp_checkpoints.tensors.bundle_folder import MAIN
+from mtp_export.verify.check import WHOLE_CHECK, Item, failed, judged, not_tested, passed
+from mtp_export.verify.context import Context
+from mtp_export.verify.diagnosis.causes import decoding as causes
+from mtp_export.verify.diagnosis.leanings import Leanings
+from mtp_export.verify.diagnosis.suspected import MainEvidence, MainVariant, main_variants
+from mtp_export.verify.evidence.likelihood import Likelihood, chance
+from mtp_export.verify.evidence.plain_text import KINDS, PlainTexts
+from mtp_export.verify.evidence.statistics import Estimate
+from mtp_export.verify.gates import LEAST_KNOWN_NATS, LEAST_LIKELIER_NATS, TEMPERATURES
+from mtp_runtime.streaming import StreamedModel, open_streamed
+from mtp_runtime.tokenizer import Tokenizer
+
+CONFIDENCE = 0.98
+
+
+@dataclass(frozen=True)
+class Likelier:
+    """A variant of the main model, and the gain of plain text under it, in nats per token."""
+
+    variant: MainVariant
+    gain: Estimate
+
+    @property
+    def better(self) -> bool:
+        """True where plain text is likelier, by the interval; of what something else proves, where
+        it is not less likely."""
+        low, high = self.gain.low, self.gain.high
+        if self.variant.is_proven:
+            return high is None or high >= 0
+        return low is not None and low > 0 and self.gain.value > LEAST_LIKELIER_NATS
+
+
+def run(context: Context) -> Iterator[Item]:
+    """The temperature of plain text, then variants of the main model that there is a reason for."""
+    main = context.main
+    assert main is not None, "a model that is run has a main part"
+    tokenizer = Tokenizer.find(main.folder)
+    if not tokenizer.found:
+        yield not_tested(WHOLE_CHECK, "there is no tokenizer to read plain text with")
+        return
+    plain = PlainTexts.of(tokenizer)
+    streamed = open_streamed(context.folder, context.options.device, context.mtp_folder)
+    leanings = Leanings(plain.texts)
+    title = "likelihood, plain text"
+    with context.show_count(title, streamed.config.layers, "layers") as advance:
+        own = Likelihood.of(streamed, plain, layer_of=leanings.watched, advance=advance)
+    if max(own.per_token(KINDS[0])) < chance(streamed.config.vocab) + LEAST_KNOWN_NATS:
+        yield not_tested(WHOLE_CHECK, "the model finds plain text no likelier than chance does")
+        return
+    yield _temperature(own)
+    yield _none_better(own, _evidence(context, streamed, leanings), context)
+
+
+def _evidence(context: Context, streamed: StreamedModel, leanings: Leanings) -> MainEvidence:
+    """What is known of the main model before anything is undone."""
+    layout = next(layout for layout in context.layouts if layout.name == MAIN)
+    config = layout.checkpoint.config
+    found = unreleased_values(config, layout.stored.family)
+    released = {one.field: one.released for one in found}
+    return MainEvidence(streamed, config=config, unreleased=released, leanings=leanings)
+
+
+def _temperature(own: Likelihood) -> Item:
+    """One kind of text at least is likeliest at a temperature near 1: a model may be too certain of
+    what it was not trained on."""
+    low, high = TEMPERATURES
+    found = {kind: own.temperature(kind) for kind in KINDS}
+    least, most = min(found.values()), max(found.values())
+    return judged(
+        "temperature of plain text",
+        holds=most >= low and least <= high,
+        cause=causes.temperature_off(least, most),
+        figure=", ".join(f"{value:.2f} ({kind})" for kind, value in found.items()),
+        bound=f"{low:g} to {high:g}, of one kind at least",
+        data={"temperatures": found},
+    )
+
+
+def _none_better(own: Likelihood, evidence: MainEvidence, context: Context) -> Item:
+    """No variant of the main model makes plain text likelier, nor does what it adds prove one."""
+    name = "no undone fault betters the main model"
+    layers, tried = evidence.streamed.config.layers, list[Likelier]()
+    for variant in main_variants(evidence):
+        title = f"likelihood, when {variant.change}"
+        with context.show_count(title, layers, "layers") as advance:
+            other = Likelihood.of(
+                variant.streamed, own.plain, layer_of=variant.layer_of, advance=advance
+            )
+        tried.append(Likelier(variant, own.gain(other, CONFIDENCE)))
+    tried.sort(key=lambda one: -one.gain.value)
+    bound = f"none of {len(tried)} gains {LEAST_LIKELIER_NATS} nats by its interval"
+    if not tried:
+        return passed(name, figure="nothing to be undone", bound=bound)
+    best = tried[0]
+    figure = f"{best.gain.value:+.3f} nats when {best.variant.change}"
+    better = next((one for one in tried if one.better), None)
+    if better is None:
+        return passed(name, figure=figure, bound=bound)
+    cause = better.variant.cause
+    if not better.variant.is_proven:
+        cause = causes.likelier(cause, better.gain.value, better.variant.change)
+    return failed(name, cause, figure=figure, bound=bound)

@@ -1,0 +1,121 @@
+"""Likelihood of plain text under a main model that is read layer by layer, at several temperatures
+of its distribution."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from mtp_export.progress import CountCallback
+from mtp_export.verify.evidence.plain_text import KINDS, PlainTexts
+from mtp_export.verify.evidence.statistics import Estimate, ratio
+from mtp_runtime.layers.decoder_layer import DecoderLayer
+from mtp_runtime.models.execution import Head
+from mtp_runtime.streaming import StreamedModel, pass_through
+from mtp_runtime.teacher_forcing import PagedTexts, logits_by_chunk
+
+# Halves of an octave from 1/8 to 8: the maximum between them is that of a parabola.
+_STEPS, _PER_OCTAVE = 6, 2
+TEMPERATURES = tuple(2 ** (step / _PER_OCTAVE) for step in range(-_STEPS, _STEPS + 1))
+# The layer that is run in place of one, by its number.
+LayerOf = Callable[[int, DecoderLayer], DecoderLayer]
+
+
+def as_it_is(number: int, layer: DecoderLayer) -> DecoderLayer:
+    """Return the layer."""
+    return layer
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """Log-likelihood of plain texts: sums in nats by text and temperature [n, t], float64, and the
+    number of tokens predicted of each text [n]."""
+
+    plain: PlainTexts
+    sums: torch.Tensor
+    counts: torch.Tensor
+
+    @classmethod
+    @torch.inference_mode()
+    def of(
+        cls,
+        streamed: StreamedModel,
+        plain: PlainTexts,
+        *,
+        layer_of: LayerOf = as_it_is,
+        advance: CountCallback = int,
+    ) -> Likelihood:
+        """Take the texts through the layers, one at a time. layer_of: what runs
+        in place of a layer. advance takes the number of layers that are done."""
+        texts = plain.texts
+        x = streamed.embedded(texts.tokens.to(streamed.device))
+        paged = PagedTexts.of(texts)
+        chunks = paged.chunks(streamed.device)
+        for number, layer in enumerate(streamed.layers(0)):
+            pass_through(layer_of(number, layer), x, paged, chunks)
+            advance(1)
+        return cls.of_states(x, streamed.rest().head, plain)
+
+    @classmethod
+    def of_states(cls, states: torch.Tensor, head: Head, plain: PlainTexts) -> Likelihood:
+        """Score the next token of every row [T, d], which did not pass the last norm, but for the
+        last row of each text."""
+        texts = plain.texts
+        sizes = torch.tensor([len(text.tokens) for text in texts.texts])
+        owners = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+        rows = (owners[1:] == owners[:-1]).nonzero()[:, 0]
+        wanted = texts.tokens[rows + 1]
+        sums = torch.zeros(len(sizes), len(TEMPERATURES), dtype=torch.float64)
+        for part, logits in logits_by_chunk(head, head.normed(states[rows.to(states.device)])):
+            scores = _scores(logits, wanted[part].to(logits.device)).cpu()
+            sums.index_add_(0, owners[rows[part]], scores)
+        return cls(plain, sums, sizes - 1)
+
+    def per_token(self, kind: str) -> list[float]:
+        """The mean log-likelihood of a token of a kind of texts, by temperature."""
+        of_kind = self._of_kind(kind)
+        sums, count = self.sums[of_kind].sum(dim=0), int(self.counts[of_kind].sum())
+        return [float(value) / count for value in sums]
+
+    def _of_kind(self, kind: str) -> torch.Tensor:
+        """The mask of texts [n] of a kind."""
+        return torch.tensor([one == kind for one in self.plain.kinds])
+
+    def temperature(self, kind: str) -> float:
+        """The temperature at which a kind of texts is likeliest."""
+        means = self.per_token(kind)
+        best = max(range(len(means)), key=means.__getitem__)
+        if 0 < best < len(means) - 1:
+            before, here, after = means[best - 1 : best + 2]
+            bend = before - 2 * here + after
+            offset = (before - after) / (2 * bend) if bend < 0 else 0.0
+        else:
+            offset = 0.0
+        return float(2 ** ((best + offset - _STEPS) / _PER_OCTAVE))
+
+    def gain(self, other: Likelihood, confidence: float) -> Estimate:
+        """The mean log-likelihood of a token under another model less that under this one, at
+        temperature 1: of all texts or of the kind for which its interval begins highest."""
+        difference = (other.sums - self.sums)[:, _STEPS]
+        found = []
+        for of_kind in (self.counts > 0, *map(self._of_kind, KINDS)):
+            sums, counts = difference[of_kind].tolist(), self.counts[of_kind].tolist()
+            if (gain := ratio(sums, counts, confidence)) is not None:
+                found.append(gain)
+        return max(found, key=lambda gain: -math.inf if gain.low is None else gain.low)
+
+
+def _scores(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The log-probability of wanted tokens [n] by temperature [n, t], float64."""
+    picked = logits.gather(1, wanted[:, None])[:, 0]
+    return torch.stack(
+        [picked / at - (logits / at).logsumexp(dim=-1) for at in TEMPERATURES], dim=1
+    ).double()
+
+
+def chance(vocab: int) -> float:
+    """The log-likelihood of a token of which nothing is known."""
+    return -math.log(vocab)

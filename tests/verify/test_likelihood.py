@@ -1,0 +1,112 @@
+"""Plain text under a main model: good ones find it likeliest near temperature 1, and what is wrong
+with others is named without a source."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from faults.fault import Fault
+from faults.matrix import no_progress
+from faults.suspected_faults import SUSPECTED_MAIN_FAULTS, config_value
+from mtp_export.verify.check import Item, Level, Status
+from mtp_export.verify.context import Context
+from mtp_export.verify.decoding import likelihood
+from mtp_export.verify.diagnosis.leanings import Leaning, Leanings
+from mtp_export.verify.evidence.likelihood import TEMPERATURES, Likelihood
+from mtp_export.verify.evidence.plain_text import BUILT_IN_PROMPTS, KINDS, NOVEL, PlainTexts
+from mtp_export.verify.evidence.statistics import Estimate
+from mtp_export.verify.options import VerifyOptions
+from mtp_runtime.teacher_forcing import Text, Texts
+
+ROOT = Path(__file__).resolve().parents[2]
+TEMPERATURE = "temperature of plain text"
+LIKELIER = "no undone fault betters the main model"
+
+
+def judged(folder: Path) -> dict[str, Item]:
+    """The items of the check, by name."""
+    context = Context.open(VerifyOptions(folder, None, Level.RUN), no_progress)
+    return {item.name: item for item in likelihood.run(context)}
+
+
+@pytest.mark.parametrize("name", ["glm4-moe-tiny", "qwen3-5-tiny"])
+def test_a_good_model_passes(name: str) -> None:
+    items = judged(ROOT / "fixtures" / name)
+    assert [item.status for item in items.values()] == [Status.PASS] * 2
+    found = items[TEMPERATURE].data["temperatures"]
+    assert found[BUILT_IN_PROMPTS] == pytest.approx(1.0, abs=0.1)
+    assert found[NOVEL] == pytest.approx(1.35, abs=0.15)
+
+
+@pytest.mark.parametrize("fault", SUSPECTED_MAIN_FAULTS, ids=lambda fault: fault.name)
+def test_fault_of_a_main_model_is_named(fault: Fault, trained_bundle: Path, tmp_path: Path) -> None:
+    bundle = Path(shutil.copytree(trained_bundle, tmp_path / "bundle"))
+    fault.plant(bundle)
+    failed = [item for item in judged(bundle).values() if item.status is Status.FAIL]
+    assert len(failed) == 1 and fault.cause in failed[0].cause
+
+
+def test_a_value_of_another_release_is_not_blamed(trained_bundle: Path, tmp_path: Path) -> None:
+    """What no release has is only blamed where a release's makes plain text likelier."""
+    bundle = Path(shutil.copytree(trained_bundle, tmp_path / "bundle"))
+    config_value("rope_theta", 10100.0, bundle)
+    items = judged(bundle)
+    assert {item.status for item in items.values()} == {Status.PASS}
+    assert "when rope_theta is 10000.0, as in a release" in items[LIKELIER].figure
+
+
+class _Logits:
+    """A head whose states are the logits."""
+
+    linear = type("Linear", (), {"weight": torch.zeros(3, 1)})
+
+    def normed(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def logits(self, normed: torch.Tensor) -> torch.Tensor:
+        return normed
+
+
+@pytest.mark.parametrize("temperature", [0.25, 1.0, 1.5, 6.0])
+def test_the_temperature_of_a_known_distribution(temperature: float) -> None:
+    """Tokens in the shares of a distribution whose logits are multiplied by the temperature."""
+    shares = torch.tensor([0.6, 0.3, 0.1])
+    tokens = [0, *([0] * 60 + [1] * 30 + [2] * 10) * 2]
+    texts = Texts((Text(tuple(tokens), 1), Text(tuple(tokens), 1)))
+    plain = PlainTexts(texts, (BUILT_IN_PROMPTS, NOVEL))
+    states = (temperature * shares.log()).expand(len(texts.tokens), 3)
+    found = Likelihood.of_states(states, _Logits(), plain)  # type: ignore[arg-type]
+    assert found.counts.tolist() == [200, 200]
+    for kind in KINDS:
+        assert found.temperature(kind) == pytest.approx(temperature, rel=0.05)
+    at_one = found.per_token(NOVEL)[TEMPERATURES.index(1.0)]
+    wanted = (shares * (temperature * shares.log()).log_softmax(0)).sum()
+    assert at_one == pytest.approx(float(wanted), rel=1e-5)
+
+
+def leanings(*cosines: tuple[float, float]) -> Leanings:
+    """Leanings of one layer's experts: means and halves of their intervals."""
+    found = [
+        Leaning(0, expert, Estimate(mean, mean - half, mean + half, 100))
+        for expert, (mean, half) in enumerate(cosines)
+    ]
+    return Leanings(Texts(()), found)
+
+
+@pytest.mark.parametrize(
+    ("cosines", "away"),
+    [
+        ([(0.2, 0.1)] * 7 + [(-0.2, 0.05)], [7]),
+        ([(-0.15, 0.1), (0.2, 0.1), (0.2, 0.1), (-0.2, 0.05), (0.2, 0.1)], [3, 0]),
+        ([(0.2, 0.1)] * 7 + [(-0.2, 0.3)], []),  # by chance
+        ([(0.2, 0.1)] * 7 + [(-0.05, 0.01)], []),  # too little to be the sign
+        ([(0.2, 0.1)] * 7 + [(-0.05, 0.01), (-0.2, 0.05)], []),  # a model of such experts
+        ([(0.2, 0.1)] * 9 + [(-0.2, 0.05)] * 5, []),
+    ],
+)
+def test_experts_that_lean_away(cosines: list[tuple[float, float]], away: list[int]) -> None:
+    assert [one.expert for one in leanings(*cosines).away] == away
