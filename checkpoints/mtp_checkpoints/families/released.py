@@ -96,8 +96,11 @@ class UnreleasedValue:
 
 def unreleased_values(config: Mapping[str, Any], spec: ModelSpec) -> tuple[UnreleasedValue, ...]:
     """Return the values of a config.json that no release of its family has, of a model as that
-    describes it: what a config leaves out is what its readers take."""
-    known = RELEASED_VALUES.get(str(config.get("model_type")), {})
+    describes it: what a config leaves out is what its readers take. None of a family of whose
+    releases no values are known."""
+    known = RELEASED_VALUES.get(str(config.get("model_type")))
+    if known is None:
+        return ()
     read = dict(_values_of(spec))
     return tuple(
         UnreleasedValue(field, _as_written(config, field, read[field]), released)
