@@ -51,7 +51,7 @@ def test_fault_of_a_main_model_is_named(fault: Fault, trained_bundle: Path, tmp_
 
 
 def test_a_value_of_another_release_is_not_blamed(trained_bundle: Path, tmp_path: Path) -> None:
-    """What no release has is only blamed where a release's makes plain text likelier."""
+    """A value that no release has is only blamed where a release's makes plain text likelier."""
     bundle = Path(shutil.copytree(trained_bundle, tmp_path / "bundle"))
     config_value("rope_theta", 10100.0, bundle)
     items = judged(bundle)

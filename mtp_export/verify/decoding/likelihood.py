@@ -62,7 +62,7 @@ def run(context: Context) -> Iterator[Item]:
 
 
 def _evidence(context: Context, streamed: StreamedModel, leanings: Leanings) -> MainEvidence:
-    """What is known of the main model before anything is undone."""
+    """Evidence of the main model before anything is undone."""
     layout = next(layout for layout in context.layouts if layout.name == MAIN)
     config = layout.checkpoint.config
     found = unreleased_values(config, layout.stored.family)

@@ -59,7 +59,7 @@ class MainVariant:
 
 @dataclass(frozen=True)
 class MainEvidence:
-    """What is known of a main model before anything is undone: how it is read, its config.json, the
+    """Evidence of a main model before anything is undone: how it is read, its config.json, the
     values in that which no release has, beside those of the releases, and its experts' leanings."""
 
     streamed: StreamedModel
