@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from mtp_checkpoints.containers.base import CONFIG_NAME, Container
+from mtp_checkpoints.containers.gguf import Gguf
 from mtp_checkpoints.containers.safetensors import Safetensors
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.sources.byte_source import ByteSource
 
-SAFETENSORS = Safetensors()
-CONTAINERS: dict[str, Container] = {SAFETENSORS.name: SAFETENSORS}
+SAFETENSORS, GGUF = Safetensors(), Gguf()
+CONTAINERS: dict[str, Container] = {one.name: one for one in (SAFETENSORS, GGUF)}
 
 
 def container_of(source: ByteSource) -> Container:

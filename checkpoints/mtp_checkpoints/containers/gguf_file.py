@@ -26,8 +26,9 @@ from mtp_checkpoints.containers.gguf_values import Keys, Value, ValueType
 from mtp_checkpoints.dtypes import DType, OutputTensor, tensor_bytes
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.sources.byte_source import ByteFile
+from mtp_checkpoints.sources.gguf_model import GGUF_SUFFIX
 
-NAME, SUFFIX = "gguf", ".gguf"
+NAME, SUFFIX = "gguf", GGUF_SUFFIX
 ALIGNMENT_KEY = "general.alignment"
 MAX_NAME_BYTES = 63  # of a tensor, in llama.cpp
 MAX_DIMENSIONS = 4

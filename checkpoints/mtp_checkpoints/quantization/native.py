@@ -10,6 +10,7 @@ from mtp_checkpoints.containers.base import QUANTIZATION
 from mtp_checkpoints.dtypes import DType
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.formats.base import BLOCK, SCALE_DTYPES
+from mtp_checkpoints.formats.ggml_blocks import GGUF
 
 Config = dict[str, Any]
 
@@ -34,6 +35,12 @@ def is_mlx(config: Mapping[str, Any]) -> bool:
     """Return whether a config.json describes MLX's affine groups, which name no method."""
     kept = config.get("quantization") or quantization_of(config)  # mlx-lm writes both
     return isinstance(kept, Mapping) and "group_size" in kept and "quant_method" not in kept
+
+
+def is_gguf(quantization: object) -> bool:
+    """Return whether a quantization_config is that of a GGUF file, which the element types of its
+    tensors made: no engine reads a config for it."""
+    return isinstance(quantization, Mapping) and quantization.get("quant_method") == GGUF
 
 
 def with_quantization(config: Mapping[str, Any], quantization: Any) -> Config:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.sources.byte_source import Address, ByteSource, Place
+from mtp_checkpoints.sources.gguf_model import GGUF_SUFFIX, OneGgufModel
 from mtp_checkpoints.sources.local_folder import LocalFolder
 from mtp_checkpoints.suggestions import nearest
 
@@ -59,6 +60,8 @@ def byte_source(place: Place) -> ByteSource:
     Raises UnsupportedError for an address of a kind that no source reads.
     """
     if isinstance(place, Path):
+        if place.suffix == GGUF_SUFFIX and place.is_file():
+            return OneGgufModel(place.parent, place.name)
         if not place.is_dir():
             raise InvalidInputError(
                 "There is no checkpoint folder here", where=place, todo=_meant(place)
@@ -70,8 +73,8 @@ def byte_source(place: Place) -> ByteSource:
         raise UnsupportedError(
             "Nothing here reads from such an address",
             where=address,
-            expected="a folder, hf://org/name[@revision] for a repository of the Hub, or a bucket's"
-            " s3://, gs:// or az:// address",
+            expected="a folder or a GGUF file, hf://org/name[@revision] for a repository of the"
+            " Hub, or a bucket's s3://, gs:// or az:// address",
             found=f"{scheme}{_SEPARATOR}",
             todo=_meant_scheme(address, scheme) or "Download the checkpoint first",
         )

@@ -34,7 +34,7 @@ class LocalFolder:
     """
 
     path: Path
-    origin: Mapping[str, str] = field(default_factory=dict, init=False)
+    origin: Mapping[str, str] = field(default_factory=dict, init=False, kw_only=True)
 
     readers = 1
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from mtp_checkpoints.containers import is_checkpoint
 from mtp_checkpoints.containers.base import CONFIG_NAME
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
+from mtp_checkpoints.sources.addresses import byte_source
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.sources.local_folder import LocalFolder
 from mtp_checkpoints.tensors.manifest import MANIFEST_NAME, read_manifest
@@ -36,7 +37,7 @@ def is_bundle(folder: Path) -> bool:
 def require_model(folder: Path) -> None:
     """Refuse a folder that is neither a checkpoint nor a bundle with a main part, before anything
     of it is read (InvalidInputError)."""
-    if not (folder.is_dir() and is_checkpoint(LocalFolder(folder))):
+    if not (folder.exists() and is_checkpoint(byte_source(folder))):
         _require_main(folder)
 
 

@@ -26,7 +26,7 @@ from mtp_checkpoints.layouts.base import DraftReading, Engine
 from mtp_checkpoints.quantization.absent import with_projection_listed
 from mtp_checkpoints.quantization.methods import quant_config_of
 from mtp_checkpoints.quantization.mismatches import is_recomputed
-from mtp_checkpoints.quantization.native import quantization_of
+from mtp_checkpoints.quantization.native import is_gguf, quantization_of
 from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_export.progress import counted
@@ -74,7 +74,8 @@ def run(context: Context) -> Iterator[Item]:
             continue
         if not layout.stored.weights:  # config.json announces no such part: `presence` says so
             continue
-        if part.name == MTP and not context.is_bundle and len(context.parts) > 1:
+        of_checkpoint = not context.is_bundle and len(context.parts) > 1
+        if part.name == MTP and of_checkpoint and not is_gguf(layout.stored.quantization):
             found = _left_out(layout, graft_command(context))
             if found.status is Status.FAIL:  # which all below would repeat
                 yield from _left_out_by_engines(context, layout, found)

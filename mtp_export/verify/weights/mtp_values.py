@@ -230,6 +230,8 @@ def _worst_blocks(weight: WeightOnDisk) -> _Worst:
         except ValueError:  # value_checks says why
             return worst
         worst.zeros = max(worst.zeros, _worst_of(zeros, start, BLOCK))
+        if not _has_scales(weight):
+            continue
         codes = _bytes_of(encoded.codes)
         per_code = zeros.shape[1] // codes.shape[1]
         of_zeros = zeros.reshape(len(zeros), -1, per_code).all(dim=2)

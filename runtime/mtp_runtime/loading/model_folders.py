@@ -14,7 +14,7 @@ from mtp_checkpoints.layouts import likely_target, target_of_bundle
 from mtp_checkpoints.layouts.base import Target
 from mtp_checkpoints.quantization.absent import as_engines_take
 from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight, stored_model
-from mtp_checkpoints.sources.local_folder import LocalFolder
+from mtp_checkpoints.sources.addresses import byte_source
 from mtp_checkpoints.tensors.bundle_folder import RELEASED, open_parts
 from mtp_checkpoints.tensors.reader import Checkpoint
 
@@ -47,7 +47,7 @@ def open_folders(path: Path, mtp: Path | None = None) -> list[ModelFolder]:
     """
     if mtp is not None:
         folders = _apart(Checkpoint.open(path), Checkpoint.open(mtp))
-    elif path.is_dir() and is_checkpoint(LocalFolder(path)):
+    elif path.exists() and is_checkpoint(byte_source(path)):
         folders = [_whole(Checkpoint.open(path))]
     else:
         opened = open_parts(path)

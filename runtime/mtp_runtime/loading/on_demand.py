@@ -141,4 +141,5 @@ class EmbeddingOnDemand:
         return rows.to(self.device, self.dtype)[order]
 
     def _rows(self, tokens: Sequence[int]) -> torch.Tensor:
-        return torch.cat([self.stored.encoded(at, at + 1).codes for at in tokens])
+        rows = (self.stored.encoded(at, at + 1) for at in tokens)
+        return torch.cat([row.dequantize(self.dtype) for row in rows])

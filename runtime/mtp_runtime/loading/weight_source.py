@@ -318,7 +318,7 @@ class WeightSource:
     def _in_rows(self, name: str) -> bool:
         """Return True for a weight of which a file holds row after row."""
         stored = self.stored(name)
-        return not stored.transposed and not stored.format.word_rows
+        return not stored.transposed and stored.format.word_rows <= 1
 
     def _unread(self, name: str, window: Window) -> UnreadWeight:
         def read(rows: range) -> Weight:
@@ -388,6 +388,8 @@ class WeightSource:
     def _plain(self, name: str) -> torch.Tensor:
         self._check_plain(name)
         on_disk = self._on_disk(name)
+        if on_disk.tensors[0].dtype.is_packed:
+            return self._encoded(name).dequantize(torch.float32)
         tensor = self._read(on_disk.tensors[0], self.device)
         return tensor.t() if on_disk.stored.transposed else tensor
 
