@@ -13,7 +13,7 @@ from mtp_checkpoints.dtypes import DType
 from mtp_checkpoints.errors import MtpExportError, UnsupportedError, UsageError
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.families.signs import main_layers, mtp_modules
-from mtp_checkpoints.layouts import TARGETS
+from mtp_checkpoints.layouts import TARGETS, target_of_format
 from mtp_checkpoints.quantization.mismatches import Mismatch
 from mtp_checkpoints.quantization.native import describe, quantization_of
 from mtp_checkpoints.quantization.stored import StoredModel, stored_model
@@ -118,11 +118,12 @@ def inspect(place: Place) -> Inspection:
         return _by_names(checkpoint, str(error))
     stored, amounts = layout.stored, _amounts(checkpoint, layout)
     present = tuple(part for part in (MAIN, MTP) if any(own.part == part for own in amounts))
+    of_format = target_of_format({shard.container for shard in checkpoint.shards})
     promised = stored.of_parts(main=MAIN in present, mtp=MTP in present)
     return Inspection(
         place=source.path,
         model_type=checkpoint.config["model_type"],
-        layout=layout.target,
+        layout=layout.target if of_format is None else of_format.name,
         quantization=describe(checkpoint.config),
         num_hidden_layers=len(stored.family.layers),
         mtp_layers=tuple(stored.family.mtp_layers),
@@ -130,7 +131,7 @@ def inspect(place: Place) -> Inspection:
         shards=len(checkpoint.shards),
         amounts=amounts,
         shared_tensors=shared_tensors(checkpoint.tensors, stored) if MTP in present else {},
-        missing_files=_missing_files(names),
+        missing_files=_missing_files(names) if of_format is None else (),
         unindexed_files=checkpoint.unindexed,
         repeated_files=tuple(one.name for one in checkpoint.repeated),
         problems=tuple(promised.differences(checkpoint.tensors)),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from rich.console import Group
 
 from mtp_checkpoints.sources.byte_source import Place
-from mtp_checkpoints.tensors.bundle_folder import RELEASED
+from mtp_checkpoints.tensors.bundle_folder import MAIN, RELEASED
 from mtp_export.commands.garbage import gc_paused
 from mtp_export.commands.output import FiguresTable, QuietReporting, heading, print_result
 from mtp_export.inspection import Inspection, parts_of_bundle
@@ -90,7 +90,7 @@ def _inspection_lines(inspection: Inspection) -> list[str]:
     model = f"Model {inspection.model_type}: layers 0 to {layers - 1}; MTP layers: {mtp}."
     if inspection.unknown:
         model += f" They are told by their names alone. {inspection.unknown}"
-    if inspection.layout != RELEASED:
+    if inspection.layout != RELEASED and MAIN not in inspection.parts:
         model = f"Model {inspection.model_type}: a draft as --target {inspection.layout} writes it."
     lines = [
         model,

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtp_checkpoints.errors import MtpExportError
-from mtp_checkpoints.layouts import TARGETS, likely_target
+from mtp_checkpoints.layouts import TARGETS, likely_target, target_of_format
 from mtp_checkpoints.layouts.base import Target
-from mtp_checkpoints.quantization.native import quantization_of
+from mtp_checkpoints.quantization.native import is_gguf, quantization_of
 from mtp_checkpoints.quiet import quieted
 from mtp_checkpoints.sources.addresses import download_command
 from mtp_checkpoints.sources.byte_source import Address, ByteSource, local_path
@@ -188,10 +188,14 @@ class Context:
 
     @cached_property
     def target(self) -> Target:
-        """The target that the manifest names, else the one whose names most of the draft has."""
+        """The target that the manifest names, else the only one of the files' format, else the one
+        whose names most of the draft has."""
         name = self.recorded("target")
         if isinstance(name, str) and name in TARGETS:
             return TARGETS[name]
+        formats = {shard.container for one in self.checkpoints.values() for shard in one.shards}
+        if (of_format := target_of_format(formats)) is not None:
+            return of_format
         if self.mtp is None:
             return TARGETS[RELEASED]
         layers = layer_count(self.checkpoints.values())
@@ -258,7 +262,7 @@ class Context:
         if self.is_bundle or self.main is None or self.source is None:
             return False
         own, source = (quantization_of(one.config) for one in (self.main, self.source))
-        return bool(own) and own != source
+        return bool(own) and own != source and not is_gguf(own)
 
     @cached_property
     def walks(self) -> Walks:

@@ -33,7 +33,7 @@ from mtp_checkpoints.containers.gguf_architectures.base import (
 )
 from mtp_checkpoints.containers.gguf_architectures.keys_read import TOKENS, KeyReader
 from mtp_checkpoints.containers.gguf_file import NAME, SUFFIX, GgufHeader, read_header, split_name
-from mtp_checkpoints.containers.gguf_latents import joined, kind_of
+from mtp_checkpoints.containers.gguf_latents import JoinedHalves, joined, kind_of
 from mtp_checkpoints.containers.gguf_values import Value, text
 from mtp_checkpoints.dtypes import OutputTensor
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
@@ -44,6 +44,7 @@ from mtp_checkpoints.sources.strict_json import parsed_json_object
 _PROJECTOR = "mmproj"  # of one that holds a vision tower, which no text model needs
 _COUNT_KEY = "split.count"
 _BLOCKS = "blk."
+_DECODED_BLOCKS = "decoded_blocks"  # the format of what is computed of blocks
 _FIRST_NORM = "blk.0.attn_norm.weight"
 
 
@@ -280,13 +281,20 @@ def _config(source: ByteSource, models: Sequence[_Model]) -> tuple[dict[str, Any
     return config, hashlib.sha256(heads.encode()).hexdigest()
 
 
+def _format_of(tensor: TensorInfo) -> str | None:
+    """Return the name of the format of a tensor's weights; None for unquantized ones."""
+    if isinstance(tensor.file, JoinedHalves):
+        return _DECODED_BLOCKS if tensor.file.is_decoded else None
+    return kind_of(tensor.dtype) if tensor.dtype.is_packed else None
+
+
 def _described(config: dict[str, Any], shards: Sequence[ShardHeader]) -> dict[str, Any]:
     """Return a config that names the format of every quantized matrix: the element types say it,
     whatever a config.json says beside them."""
     formats = {
-        tensor.name.removesuffix(".weight"): kind_of(tensor.dtype)
+        tensor.name.removesuffix(".weight"): name
         for shard in shards
         for tensor in shard.tensors
-        if tensor.dtype.is_packed
+        if (name := _format_of(tensor)) is not None
     }
     return {**config, QUANTIZATION: {"quant_method": NAME, "formats": formats}}

@@ -49,6 +49,11 @@ class JoinedHalves:
     values: TensorInfo
     sha256: None = None
 
+    @property
+    def is_decoded(self) -> bool:
+        """True where a half is of blocks, and the whole is of what they encode."""
+        return self.keys.dtype.is_packed or self.values.dtype.is_packed
+
     @cached_property
     def path(self) -> Place:
         """Place of the halves, with the name that the whole would have there."""

@@ -19,6 +19,7 @@ from mtp_checkpoints.formats.ggml_blocks import (
     Q5K,
     Q6K,
     Q8,
+    DecodedBlocks,
     Mxfp4,
     Q4WithMinimum,
     Q5WithMinimum,
@@ -100,6 +101,7 @@ FORMATS: dict[str, type[WeightFormat]] = {
     "q4_k": Q4K,
     "q5_k": Q5K,
     "q6_k": Q6K,
+    "decoded_blocks": DecodedBlocks,
 }
 
 

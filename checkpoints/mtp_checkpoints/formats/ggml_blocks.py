@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 GGUF = "gguf"  # the quant_method of what a GGUF file holds
+DECODED_BLOCKS = "decoded_blocks"
 
 
 class GgmlBlocks(WeightFormat):
@@ -80,6 +81,28 @@ class GgmlBlocks(WeightFormat):
         blocks: Any = codes.cpu().contiguous().flatten(0, -2).numpy()
         weights = torch.from_numpy(dequantize_ggml_blocks(self.storage, blocks))
         return weights.view(*codes.shape[:-1], -1).to(codes.device, dtype)
+
+
+@dataclass(frozen=True)
+class DecodedBlocks(ReadOnlyFormat):
+    """Values in float32 that were read of blocks: those of kv_b_proj, of which a file holds two
+    parts."""
+
+    storage: ClassVar[str] = DECODED_BLOCKS
+    gate: ClassVar[FormatGate] = FOUR_BIT_GATE  # of the coarsest of them
+    methods: ClassVar[tuple[str, ...]] = (GGUF,)
+
+    def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[OutputTensor, ...]:
+        return (OutputTensor(name, DType.F32, shape),)
+
+    def encoded(self, tensors: Sequence[torch.Tensor]) -> EncodedWeight:
+        return EncodedWeight(self, tensors[0])
+
+    def encoded_rows(self, source: RowSource, start: int, stop: int) -> EncodedWeight:
+        return EncodedWeight(self, source.codes(start, stop))
+
+    def decode(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        raise AssertionError("values have no scales")
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,13 @@ def likely_target(config: Mapping[str, Any], names: Set[str], main_layers: int) 
     return max(TARGETS.values(), key=known_names)
 
 
+def target_of_format(containers: Set[str]) -> Target | None:
+    """Return the only target whose files are in a format, by its container's name; None where
+    several are, or there are several formats."""
+    found = [target for target in TARGETS.values() if {target.container} == containers]
+    return found[0] if len(found) == 1 else None
+
+
 def target_names() -> tuple[str, ...]:
     """Return every name that --target takes: layouts, and the engines that read them."""
     return tuple(engine.name for target in TARGETS.values() for engine in target.engines)

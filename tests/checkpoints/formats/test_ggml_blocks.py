@@ -30,7 +30,7 @@ quants: Any = pytest.importorskip("gguf.quants")
 BLOCKS: dict[str, GgmlBlocks] = {
     name: cast(GgmlBlocks, known.of_options(FormatOptions()))
     for name, known in FORMATS.items()
-    if GGUF in known.methods
+    if issubclass(known, GgmlBlocks)
 }
 WRITTEN = [name for name, one in BLOCKS.items() if not isinstance(one, ReadOnlyFormat)]
 READ = [name for name in BLOCKS if name not in WRITTEN]
@@ -186,6 +186,15 @@ def test_a_config_names_formats_by_module() -> None:
     for damaged in ([], {"a": 1}):
         with pytest.raises(InvalidInputError, match=r"usable quantization_config\.formats"):
             quant_config_of({"quant_method": GGUF, "formats": damaged})
+
+
+def test_values_that_were_read_of_blocks() -> None:
+    one, values = FORMATS["decoded_blocks"](), torch.ones(2, 3)
+    assert one.tensors(NAME, (2, 3)) == (OutputTensor(NAME, DType.F32, (2, 3)),)
+    assert torch.equal(one.encoded((values,)).dequantize(), values)
+    assert one.methods == (GGUF,) and one.gate == BLOCKS["q4_0"].gate
+    with pytest.raises(AssertionError, match="no scales"):
+        one.decode(values, values, torch.float32)
 
 
 def test_unquantized_weights_have_no_scale_beside_them() -> None:

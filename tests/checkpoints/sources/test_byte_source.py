@@ -118,7 +118,7 @@ def test_an_address_that_nothing_reads() -> None:
     error = caught.value
     assert error.what == "Nothing here reads from such an address"
     assert (str(error.where), error.found) == ("ftp://host/model", "ftp://")
-    assert str(error.expected).startswith("a folder, hf://org/name[@revision] for a repository")
+    assert str(error.expected).startswith("a folder or a GGUF file, hf://org/name[@revision]")
     assert error.todo == "Download the checkpoint first"
     with pytest.raises(UnsupportedError) as caught:
         byte_source(Address("ftp://host/s3://model"))

@@ -104,7 +104,7 @@ def test_neither_index_nor_single_file(folder: Path) -> None:
     (folder / INDEX).unlink()
     error = refusal(folder)
     assert error.what == "The folder has neither an index nor a file of weights"
-    assert (error.where, error.expected) == (folder, f"{INDEX} or model.safetensors")
+    assert (error.where, error.expected) == (folder, f"{INDEX} or model.safetensors, or *.gguf")
     assert str(error.todo).startswith("Point at")
 
 
