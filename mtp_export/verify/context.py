@@ -188,16 +188,13 @@ class Context:
 
     @cached_property
     def target(self) -> Target:
-        """The target that the manifest names, else the only one of the files' format, else the one
-        whose names most of the draft has."""
+        """The recorded target, else the only one of the files' format, else the likely one."""
         name = self.recorded("target")
         if isinstance(name, str) and name in TARGETS:
             return TARGETS[name]
         formats = {shard.container for one in self.checkpoints.values() for shard in one.shards}
-        if (of_format := target_of_format(formats)) is not None:
-            return of_format
-        if self.mtp is None:
-            return TARGETS[RELEASED]
+        if (only := target_of_format(formats)) is not None or self.mtp is None:
+            return only or TARGETS[RELEASED]
         layers = layer_count(self.checkpoints.values())
         return likely_target(self.mtp.config, self.mtp.tensors.keys(), layers)
 

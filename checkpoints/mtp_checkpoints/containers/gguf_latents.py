@@ -73,7 +73,7 @@ class JoinedHalves:
         whole = np.concatenate((keys.transpose(0, 2, 1), values), axis=1)  # [h, n + v, c]
         with closing(self.keys.file.open()) as file:
             version = file.version
-        return _Computed(memoryview(np.ascontiguousarray(whole).reshape(-1).view("uint8")), version)
+        return _Computed(np.ascontiguousarray(whole).reshape(-1).view("uint8").data, version)
 
 
 def _read(tensor: TensorInfo) -> np.ndarray[Any, Any]:

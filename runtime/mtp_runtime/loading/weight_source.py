@@ -327,8 +327,7 @@ class WeightSource:
                 name, Window(range(first + rows.start, first + rows.stop), window.columns)
             )
 
-        form = self.packed_form(name, window.columns)
-        whole = not self._in_rows(name)
+        form, whole = self.packed_form(name, window.columns), not self._in_rows(name)
         return UnreadWeight((FilePart(window.shape, read, whole=whole, form=form),))
 
     def _unread_matrix(self, name: str, number: int) -> UnreadWeight:
@@ -377,8 +376,7 @@ class WeightSource:
         return values.to(self._reading_device)
 
     def _check_plain(self, name: str) -> None:
-        weight = self.stored(name)
-        if len(weight.tensors) > 1:
+        if len((weight := self.stored(name)).tensors) > 1:
             raise UnsupportedError(
                 "The runtime reads embeddings unquantized",
                 expected=f"{name} in the ignore list of quantization_config",
