@@ -21,7 +21,8 @@ from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.verify.diagnosis import relations, sketches
 from mtp_export.verify.diagnosis.compared import compare
 from mtp_export.verify.diagnosis.orders import Subject, clause, find_order, nearest
-from mtp_export.verify.diagnosis.relations import of_each_row_or_column, part, relation
+from mtp_export.verify.diagnosis.parts import part
+from mtp_export.verify.diagnosis.relations import partly, relation
 
 ROWS, COLUMNS = 96, 64
 NAME = "model.norm.weight"
@@ -103,6 +104,59 @@ def test_pieces_that_are_read_one_by_one_give_the_same(
     assert found is not None and words in found
 
 
+def bytes_swapped(tensor: torch.Tensor) -> torch.Tensor:
+    raw = tensor.bfloat16().view(torch.uint8).view(-1, 2).flip(1).contiguous()
+    return raw.view(torch.bfloat16).view(tensor.shape).float().nan_to_num(0, 0, 0)
+
+
+def shifted(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.cat([torch.zeros(3, tensor.shape[1]), tensor[:-3]])
+
+
+def every_other_overwritten(tensor: torch.Tensor) -> torch.Tensor:
+    changed = seeded(*tensor.shape, seed=9)
+    changed[::2] = tensor[: len(tensor) // 2]
+    return changed
+
+
+def four_bits(tensor: torch.Tensor) -> torch.Tensor:
+    groups = tensor.view(-1, 32)
+    scale = groups.abs().amax(1, keepdim=True) / 7
+    return ((groups / scale).round() * scale).view(tensor.shape)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (shifted, "its rows are shifted by 3, and not rolled: its first 3 are not"),
+        (lambda w: shifted(w.flip(0)).flip(0), "shifted by -3, and not rolled: its last 3 are not"),
+        (every_other_overwritten, "64 of its 128 rows are the source's, some at other places; the"),
+        (lambda w: w[: len(w) // 2].repeat_interleave(2, 0), "more than once: 64 of the source's"),
+        (lambda w: w + seeded(128, 3) @ seeded(3, 128, seed=1), "has rank 3, as of an adapter"),
+        (lambda w: w + seeded(128, 1), "each of its rows is the source's plus an offset"),
+        (lambda w: w.to(torch.float8_e4m3fn).float(), "mantissas have 3 bits: it was rounded"),
+        (lambda w: w.to(torch.float8_e5m2).float(), "as to fp8 (e5m2), before it was stored"),
+        (four_bits, "each 32 of its columns hold 16 values at most: it was rounded to 4 bits"),
+    ],
+)
+def test_what_has_much_in_common_is_said(
+    change: Callable[[torch.Tensor], torch.Tensor], words: str, tmp_path: Path
+) -> None:
+    wanted = seeded(128, 128)
+    both = stored(tmp_path / "found", change(wanted)), stored(tmp_path / "wanted", wanted)
+    compared = compare(*both)
+    assert relation(compared) is None
+    assert words in str(partly(compared, [], {}))
+
+
+@pytest.mark.parametrize("noise_db", [0, 6, 12, 20, 30, 40])
+def test_weights_of_another_training_have_nothing_in_part(noise_db: int, tmp_path: Path) -> None:
+    wanted = seeded(128, 128)
+    found = wanted + seeded(128, 128, seed=1) * 10 ** (-noise_db / 20)
+    compared = compare(stored(tmp_path / "found", found), stored(tmp_path / "wanted", wanted))
+    assert partly(compared, [], {"norm": 1 + 0.1 * seeded(128, seed=3)}) is None
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -113,6 +167,15 @@ def test_pieces_that_are_read_one_by_one_give_the_same(
         (lambda w: w.clamp(-1, 1), "of its 16,384 elements that were looked at are clipped to -1"),
         (torch.abs, "it is the absolute value of the source's"),
         (lambda w: 1 - w, "it is -1 times the source's + 1"),
+        (lambda w: torch.where(w.abs() < 0.3, 0, w), "elements that were looked at are zero"),
+        (lambda w: w.reshape(-1).roll(5).view(w.shape), "lie 5 places after the source's"),
+        (lambda w: w.reshape(-1).roll(-7).view(w.shape), "lie 7 places before the source's"),
+        (lambda w: w.bfloat16().view(torch.float16).float(), "its bits are bf16's, read as fp16"),
+        (
+            lambda w: w.bfloat16().half().view(torch.bfloat16).float(),
+            "its bits are fp16's, read as bf16",
+        ),
+        (bytes_swapped, "the two bytes of each of its elements are swapped"),
     ],
 )
 def test_two_relations_at_once_and_functions(
@@ -135,19 +198,19 @@ def test_a_factor_for_each_column_is_named_by_the_vector_that_it_is(tmp_path: Pa
         stored(tmp_path / "found", wanted * norm), stored(tmp_path / "wanted", wanted)
     )
     assert relation(compared) is None
-    words = str(of_each_row_or_column(compared, {"other": seeded(32), "norm": norm.bfloat16()}))
+    words = str(partly(compared, [], {"other": seeded(32), "norm": norm.bfloat16()}))
     assert words.startswith("each of its columns is another multiple of the source's")
     assert words.endswith(": norm was multiplied into it")
-    inverse = str(of_each_row_or_column(compared, {"norm": 1 / norm}))
+    inverse = str(partly(compared, [], {"norm": 1 / norm}))
     assert inverse.endswith(": the reciprocal of norm was multiplied into it")
-    assert "multiplied" not in str(of_each_row_or_column(compared, {}))
+    assert not str(partly(compared, [], {})).endswith("multiplied into it")
 
 
 def test_weights_of_another_training_have_no_factors_for_each(tmp_path: Path) -> None:
     wanted = seeded(128, 8)
     found = wanted + 0.1 * seeded(128, 8, seed=4)
     compared = compare(stored(tmp_path / "found", found), stored(tmp_path / "wanted", wanted))
-    assert of_each_row_or_column(compared, {"norm": torch.ones(8)}) is None
+    assert partly(compared, [], {"norm": torch.ones(8)}) is None
 
 
 @pytest.mark.parametrize("columns", [True, False])

@@ -83,6 +83,19 @@ def of_each(
             yield Relation(causes.each_multiplied(axis.noun, low, high, vector), share)
 
 
+def of_each_offset(compared: Compared, most_noise: float) -> Iterator[Relation]:
+    """Yield that each row or column is the source's plus an offset of its own."""
+    for axis in filter(None, (compared.sketches.columns, compared.sketches.rows)):
+        if axis.elements < _LEAST_EACH or axis.count < 2:
+            continue
+        sums = axis.sums
+        offsets = (sums.f - sums.w) / axis.elements
+        noise = float((sums.noise - axis.elements * offsets.square()).sum())
+        low, high = (f"{float(one):.3g}" for one in (offsets.min(), offsets.max()))
+        share = max(0.0, noise) / max(float(sums.ww.sum()), 1e-30)
+        yield Relation(causes.each_offset(axis.noun, low, high), share)
+
+
 def _vector(axis: Axis, factors: torch.Tensor, vectors: Mapping[str, torch.Tensor]) -> str:
     """The vector that the factors are, but for one factor; "" if they are none of these."""
     for name, vector in vectors.items():

@@ -21,11 +21,13 @@ _WINDOW_ELEMENTS = 1 << 20  # of weights of more axes than two
 
 @dataclass(frozen=True)
 class Compared:
-    """A weight, its source's, and the sketches of both."""
+    """A weight, its source's, and the sketches of both. other_scales: its codes are the source's
+    with other scales, which no one factor explains."""
 
     weight: WeightOnDisk
     source: WeightOnDisk
     sketches: Sketches
+    other_scales: bool = False
 
     @property
     def most_noise(self) -> float:
@@ -80,9 +82,9 @@ class Compared:
         return self.head if axis is self.sketches.rows else None
 
 
-def compare(weight: WeightOnDisk, source: WeightOnDisk) -> Compared:
+def compare(weight: WeightOnDisk, source: WeightOnDisk, *, other_scales: bool = False) -> Compared:
     """Read a weight and its source's, of one shape. Raises ValueError for codes without a value."""
-    return Compared(weight, source, sketched(weight, source))
+    return Compared(weight, source, sketched(weight, source), other_scales)
 
 
 def share_of(wanted: torch.Tensor, found: torch.Tensor) -> float:

@@ -14,7 +14,7 @@ from mtp_export.verify.diagnosis.causes import relations as causes
 from mtp_export.verify.diagnosis.causes import weights as weight_causes
 from mtp_export.verify.diagnosis.sketches import Axis, Sketches, Sums
 
-_FEW_ELEMENTS = 16  # of rows whose factors are believed in ranges alone
+_NEAR_SCALES = 1.5  # ratio of the scales of like tensors, at most
 _LEAST_RUN = 4  # elements of a vector, or rows of few elements, with a factor of their own
 _MOST_FACTORS = 3
 _OFFSET_NOISE = 2.5e-3  # of the mean of few elements that were rounded
@@ -95,10 +95,15 @@ def _multiple(factor: str) -> str:
     return weight_causes.SIGN_FLIPPED if factor == "-1" else causes.multiple(factor)
 
 
-def of_parts(sketches: Sketches, most_noise: float) -> Iterator[Relation]:
-    """Yield the factors of ranges of rows or columns that explain the weight within a noise."""
-    for axis in (sketches.rows, sketches.columns):
-        if axis is not None and axis.count > 1 and (found := _of_axis(axis, most_noise)):
+def of_parts(sketches: Sketches, most_noise: float, *, other_scales: bool) -> Iterator[Relation]:
+    """Yield the factors of ranges of rows or columns that explain the weight within a noise.
+
+    other_scales: its codes are the source's with other scales. Factors as near to each other as
+    those of any two tensors are then no sign of a factor.
+    """
+    for axis in filter(None, (sketches.rows, sketches.columns)):
+        found = _of_axis(axis, most_noise, other_scales=other_scales)
+        if axis.count > 1 and found is not None:
             yield found
 
 
@@ -119,31 +124,39 @@ def ratios(axis: Axis, most_noise: float) -> torch.Tensor | None:
     return factors
 
 
-def _of_axis(axis: Axis, most_noise: float) -> Relation | None:
+def _of_axis(axis: Axis, most_noise: float, *, other_scales: bool) -> Relation | None:
     factors = ratios(axis, most_noise)
     if factors is None:
         return None
-    fit = math.sqrt(most_noise / axis.elements) if axis.elements > 1 else math.sqrt(most_noise)
-    levels = _levels(factors, max(_PLAIN, min(0.2, 4 * fit)))
+    fit = math.sqrt(most_noise / axis.elements) * (4 if axis.elements > 1 else 1)
+    levels = _levels(factors, max(_PLAIN, min(0.2, fit)))
     if not 2 <= len(levels) <= _MOST_FACTORS:
         return None
-    words, noise = [], 0.0
-    for level, members in levels:
-        factor, left = _left(axis.sums.select(members), level)
-        noise += left
-        if abs(factor - 1) > _PLAIN:
-            places = _range(members)
-            if (
-                axis.elements == 1
-                and abs(abs(factor) - 1) > _PLAIN
-                and not _is_run(places, members)
-            ):
-                return None
-            words.append(_part_words(axis, members, shown(factor, most_noise), places))
-    noise /= float(axis.sums.total.ww)
-    if not words or noise > most_noise:
+    fitted = [_left(axis.sums.select(members), level) for level, members in levels]
+    noise = sum(left for _, left in fitted) / float(axis.sums.total.ww)
+    changed = {
+        shown(factor, most_noise): members
+        for (factor, _), (_, members) in zip(fitted, levels, strict=True)
+    }
+    changed.pop("1", None)
+    if not changed or noise > most_noise:
         return None
+    if other_scales and all(_is_of_scales(float(factor)) for factor in changed):
+        return None
+    if axis.elements == 1 and not all(_is_believed(*one) for one in changed.items()):
+        return None
+    words = (_part_words(axis, members, factor) for factor, members in changed.items())
     return Relation(" and ".join(words), noise)
+
+
+def _is_of_scales(factor: float) -> bool:
+    """True for a factor as near to one as the scales of two tensors are to each other."""
+    return 1 / _NEAR_SCALES < factor < _NEAR_SCALES
+
+
+def _is_believed(factor: str, members: torch.Tensor) -> bool:
+    """True for a factor of some elements of a vector that a few unlike ones do not give."""
+    return factor == "-1" or (_range(members) != "" and len(members) >= _LEAST_RUN)
 
 
 def _left(sums: Sums, level: float) -> tuple[float, float]:
@@ -181,12 +194,8 @@ def _range(members: torch.Tensor) -> str:
     return f"{first} to {last}" if last > first else str(first)
 
 
-def _is_run(places: str, members: torch.Tensor) -> bool:
-    return bool(places) and len(members) >= _LEAST_RUN
-
-
-def _part_words(axis: Axis, members: torch.Tensor, factor: str, places: str) -> str:
-    noun, count, total = axis.noun, len(members), axis.count
+def _part_words(axis: Axis, members: torch.Tensor, factor: str) -> str:
+    noun, count, total, places = axis.noun, len(members), axis.count, _range(members)
     if factor == "0":
         return causes.some_zero(noun, places, count, total)
     if factor == "-1":

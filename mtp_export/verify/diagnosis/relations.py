@@ -5,7 +5,7 @@ makes, and orders confirmed on values."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,25 +14,34 @@ from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.verify.diagnosis import factors
 from mtp_export.verify.diagnosis.causes import relations as causes
 from mtp_export.verify.diagnosis.causes import weights as weight_causes
-from mtp_export.verify.diagnosis.combined import of_both_axes, of_each, of_order_and_factor
+from mtp_export.verify.diagnosis.combined import (
+    of_both_axes,
+    of_each,
+    of_each_offset,
+    of_order_and_factor,
+)
 from mtp_export.verify.diagnosis.compared import LEAST_NOISE, WINDOW_ROWS, Compared, share_of
+from mtp_export.verify.diagnosis.differences import of_rank, of_rounding
 from mtp_export.verify.diagnosis.factors import Relation
-from mtp_export.verify.diagnosis.functions import of_functions, of_limits
+from mtp_export.verify.diagnosis.functions import of_functions, of_limits, of_zeros
 from mtp_export.verify.diagnosis.orders import Order, Subject, find_order, noise_of
+from mtp_export.verify.diagnosis.parts import moved_rows, of_an_offset, part
 from mtp_export.verify.diagnosis.sketches import Axis, values
 
 _HALF = 0.5  # of the difference: a relation that leaves more explains nothing
 _EQUALLY = 2.0  # noise of two relations that explain equally
 _LOOSE_NOISE = 0.25  # of codes that moved while their scales stayed
 _WINDOWS = 4
-_MOST_DAMAGED = 0.75  # of the rows or columns: more in common is needed to say what is not
 _WHOLE_ELEMENTS = 1 << 26
 
 
 def relation(compared: Compared) -> str | None:
     """Return the relation of a weight to its source's in a sentence, None where there is none."""
-    if compared.noise == 0 or not math.isfinite(compared.noise):
+    if compared.noise == 0:
         return None
+    if not math.isfinite(compared.noise):  # other bits than floats, whose squares mean nothing
+        bits = _first(of_functions(compared, 0.0), 0.0)
+        return None if bits is None else bits.words
     most = min(compared.most_noise, _HALF * compared.noise)
     found = [one for kind in _KINDS if (one := _first(kind(compared, most), most)) is not None]
     if found:
@@ -47,11 +56,26 @@ def relation(compared: Compared) -> str | None:
     return None
 
 
-def of_each_row_or_column(compared: Compared, vectors: Mapping[str, torch.Tensor]) -> str | None:
-    """Return a sentence for a weight whose rows or columns are each a multiple of the source's.
+def partly(
+    compared: Compared, others: Sequence[WeightOnDisk], vectors: Mapping[str, torch.Tensor]
+) -> str | None:
+    """Return a sentence for a weight without a relation that has much in common with its source's:
+    a part of it, its rows at other places, a difference of low rank or by rounding, a factor for
+    each row or column. None for others. others: weights of its shape, which a part may be of.
     vectors: those that may have been multiplied into it, by name."""
+    if not math.isfinite(compared.noise):
+        return None
     most = min(compared.most_noise, _HALF * compared.noise)
-    found = _first(of_each(compared, most, vectors), most)
+    for words in (part(compared, others), moved_rows(compared)):
+        if words is not None:
+            return words
+    kinds = (
+        of_each(compared, most, vectors),
+        of_each_offset(compared, most),
+        of_rank(compared, most),
+        of_rounding(compared),
+    )
+    found = next((one for kind in kinds if (one := _first(kind, most)) is not None), None)
     return None if found is None else found.words
 
 
@@ -173,10 +197,11 @@ def _of_values(compared: Compared, most_noise: float) -> Iterator[Relation]:
         yield _best(whole)
     yield from of_limits(compared, most_noise)
     yield from factors.of_both(sketches, most_noise)
-    yield from factors.of_parts(sketches, most_noise)
+    yield from factors.of_parts(sketches, most_noise, other_scales=compared.other_scales)
+    yield from of_zeros(compared, most_noise)
 
 
-_KINDS = (_of_order, _transposed, _of_values)
+_KINDS = (_of_order, _transposed, _of_values, of_an_offset)
 
 
 def _codes_alone(compared: Compared, order: Order) -> Relation | None:
@@ -191,52 +216,3 @@ def _codes_alone(compared: Compared, order: Order) -> Relation | None:
     restored = replace(raw, codes=codes).dequantize().float()
     wanted = values(source, 0, source.rows)
     return Relation(causes.codes_alone(order.words), share_of(wanted, restored))
-
-
-def part(compared: Compared, others: Iterable[WeightOnDisk] = ()) -> str | None:
-    """Return a sentence that names the one range of rows or columns that is not the source's, None
-    where there is none. others: weights of its shape, which that range may be of."""
-    for axis in filter(None, (compared.sketches.rows, compared.sketches.columns)):
-        differs = axis.sums.noise > 4 * compared.most_noise * axis.sums.ww
-        places = differs.nonzero()[:, 0]
-        if axis.elements == 1 or not 0 < len(places) <= _MOST_DAMAGED * axis.count:
-            continue
-        first, last = int(places[0]), int(places[-1])
-        if last - first + 1 != len(places):
-            continue
-        if (start := _written_twice(axis, first, last)) is not None:
-            return causes.part_written_twice(axis.noun, first, last, start)
-        if (other := _of_another(compared, axis, first, last, others)) is not None:
-            return causes.part_of_another(axis.noun, first, last, other)
-        return causes.part_differs(axis.noun, first, last, axis.count)
-    return None
-
-
-def _of_another(
-    compared: Compared, axis: Axis, first: int, last: int, others: Iterable[WeightOnDisk]
-) -> str | None:
-    """The weight whose rows or columns a range is of, None if it is of no other."""
-    of_rows = axis is compared.sketches.rows
-    start = first // WINDOW_ROWS * WINDOW_ROWS if of_rows else 0
-    stop = min(start + WINDOW_ROWS, compared.weight.rows)
-    if len(compared.weight.stored.weight.shape) > 2:
-        return None
-    rows = slice(first - start, last + 1 - start) if of_rows else slice(None)
-    columns = slice(None) if of_rows else slice(first, last + 1)
-    found = values(compared.weight, start, stop)[rows, columns]
-    within = 10 ** (-compared.weight.stored.format.gate.sqnr_db / 10)
-    for other in others:
-        if share_of(values(other, start, stop)[rows, columns], found) <= within:
-            return other.stored.weight.name
-    return None
-
-
-def _written_twice(axis: Axis, first: int, last: int) -> int | None:
-    """The first of the source's rows that a range of rows holds, None if it holds none."""
-    far = (axis.wanted - axis.found[first]).square().sum(1)
-    start = int(far.argmin())
-    theirs = axis.wanted[start : start + last - first + 1]
-    ours = axis.found[first : last + 1]
-    if theirs.shape != ours.shape or share_of(theirs, ours) > _LOOSE_NOISE / 4:
-        return None
-    return start

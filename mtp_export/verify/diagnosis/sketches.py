@@ -100,7 +100,8 @@ class Sketches:
         signal, noise = float(self.total.ww), float(self.total.noise)
         if noise == 0:
             return math.inf
-        return 10 * math.log10(signal / noise) if signal else -math.inf
+        share = signal / noise
+        return 10 * math.log10(share) if 0 < share < math.inf else -math.inf
 
 
 def values(weight: WeightOnDisk, start: int, stop: int) -> torch.Tensor:

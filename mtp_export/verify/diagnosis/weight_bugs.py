@@ -64,7 +64,7 @@ def explain(weight: WeightOnDisk, source: WeightOnDisk, weights: Mapping[str, We
     if of_scales not in (None, causes.SCALES_OF_ANOTHER_TENSOR):
         return of_scales
     try:
-        compared = compare(weight, source)
+        compared = compare(weight, source, other_scales=of_scales is not None)
     except ValueError as error:
         return str(error)
     if (cause := relations.relation(compared) or of_scales) is not None:
@@ -76,9 +76,7 @@ def explain(weight: WeightOnDisk, source: WeightOnDisk, weights: Mapping[str, We
     changed = (found != wanted).float()
     if float(changed.mean()) < _DAMAGED_SHARE or _is_few(changed):
         return _damaged(weight, source)
-    cause = relations.part(compared, alike)
-    if cause is None:
-        cause = relations.of_each_row_or_column(compared, _vectors(source, weights))
+    cause = relations.partly(compared, alike, _vectors(source, weights))
     if cause is not None:
         return cause
     return causes.another_version(level) if level >= _CLOSE_DB else causes.NOTHING_IN_COMMON

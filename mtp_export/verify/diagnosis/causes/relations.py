@@ -141,6 +141,10 @@ def each_multiplied(noun: str, low: str, high: str, other: str) -> str:
     return f"{words}: {other} was multiplied into it" if other else words
 
 
+def each_offset(noun: str, low: str, high: str) -> str:
+    return f"each of its {noun}s is the source's plus an offset of its own, {low} to {high}"
+
+
 def of_a_function(function: str) -> str:
     return f"it is {function} of the source's, element by element"
 
@@ -149,8 +153,38 @@ def clipped(count: int, total: int, low: str, high: str) -> str:
     return f"{count:,} of its {total:,} elements that were looked at are clipped to {low} to {high}"
 
 
-def rounded_before(dtype: str) -> str:
-    return f"it was rounded to {dtype} before it was stored as it is"
+READ_AS_FP16 = "its bits are bf16's, read as fp16"
+READ_AS_BF16 = "its bits are fp16's, read as bf16"
+BYTES_SWAPPED = "the two bytes of each of its elements are swapped"
+
+
+def elements_zero(count: int, total: int) -> str:
+    return (
+        f"{count:,} of its {total:,} elements that were looked at are zero, and the source's are"
+        " not; all others are the source's"
+    )
+
+
+def rounded_to_mantissa(bits: int) -> str:
+    name = {2: " (e5m2)", 3: " (e4m3)"}.get(bits, "")
+    return (
+        f"its mantissas have {counted(bits, 'bit')}: it was rounded, as to fp8{name}, before it was"
+        " stored unquantized"
+    )
+
+
+def rounded_to_four_bits(group: int) -> str:
+    return (
+        f"each {group} of its columns hold 16 values at most: it was rounded to 4 bits before it"
+        " was stored unquantized"
+    )
+
+
+def of_low_rank(rank: int) -> str:
+    return (
+        f"its difference from the source's has rank {rank}, as of an adapter (LoRA) that was merged"
+        " into it"
+    )
 
 
 # --- Parts ----------------------------------------------------------------------------------------
@@ -178,6 +212,28 @@ def both(first: str, second: str) -> str:
 
 def reciprocal_of(tensor: str) -> str:
     return f"the reciprocal of {tensor}"
+
+
+def at_an_offset(by: int) -> str:
+    return (
+        f"its elements lie {abs(by)} places {'after' if by > 0 else 'before'} the source's, across"
+        " the ends of rows: it was read or written at a wrong offset"
+    )
+
+
+def shifted(noun: str, by: int, lost: int) -> str:
+    where = "first" if by > 0 else "last"
+    return (
+        f"its {noun}s are shifted by {by}, and not rolled: its {where} {lost} are not the source's"
+    )
+
+
+def some_of_the_sources(noun: str, count: int, different: int, total: int) -> str:
+    """different: of the count."""
+    words = f"{count:,} of its {total:,} {noun}s are the source's, some at other places"
+    if different < count:
+        return f"{words} and more than once: {different:,} of the source's are there"
+    return f"{words}; the others are not"
 
 
 def explained_equally(first: str, second: str) -> str:
