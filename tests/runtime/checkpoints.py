@@ -369,6 +369,24 @@ MELLUM: dict[str, Any] = PLAIN | {
     "num_nextn_predict_layers": 1,
     **_EXPERTS,
 }
+BAILING_HYBRID: dict[str, Any] = PLAIN | {
+    "architectures": ["BailingHybridForCausalLM"],
+    "model_type": "bailing_hybrid",
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 4,
+    "pad_token_id": 0,
+    "layer_group_size": 2,
+    "first_k_dense_replace": 1,
+    "num_experts": 8,
+    "num_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "short_conv_kernel_size": 4,
+    "num_nextn_predict_layers": 1,
+    **{key: SMALL[key] for key in ("kv_lora_rank", "qk_nope_head_dim")},
+    **{key: SMALL[key] for key in ("qk_rope_head_dim", "v_head_dim")},
+    **_EXPERTS,
+}
 # A small config of every family, with at least one MTP layer; contract tests go by it.
 SMALL_CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": SMALL,
@@ -389,6 +407,7 @@ SMALL_CONFIGS: dict[str, dict[str, Any]] = {
     "longcat_flash": LONGCAT_FLASH,
     "glm_ocr": GLM_OCR,
     "mellum": MELLUM,
+    "bailing_hybrid": BAILING_HYBRID,
     "qwen3_next": QWEN3_NEXT,
     "qwen3_5": QWEN3_5,
     "qwen3_5_moe": QWEN3_5_MOE,

@@ -8,6 +8,7 @@ from typing import Any
 
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families import (
+    bailing_hybrid,
     deepseek_v3,
     deepseek_v32,
     ernie4_5_moe,
@@ -52,6 +53,7 @@ FAMILIES: dict[str, Callable[[Fields], ModelSpec]] = {
     "longcat_flash": longcat_flash.spec,
     "glm_ocr": glm_ocr.spec,
     "mellum": mellum.spec,
+    "bailing_hybrid": bailing_hybrid.spec,
     "qwen3_next": qwen3_next.spec,
     "qwen3_5": qwen3_5.spec,
     "qwen3_5_moe": qwen3_5_moe.spec,
@@ -67,7 +69,7 @@ def family_of(config: Mapping[str, Any], names: Collection[str] = ()) -> ModelSp
     UnsupportedError for a model_type without a family, and what the family raises.
     """
     model_type = config.get("model_type")
-    refuse_without_mtp(str(model_type))
+    refuse_without_mtp(config)
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UnsupportedError(
             "This model type is not supported",

@@ -2,17 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from mtp_checkpoints.errors import UnsupportedError
+from mtp_checkpoints.families.signs import other_draft
 
 # Names by config.json's model_type, with what is known of the release.
 WITHOUT_MTP: dict[str, str] = {
     "kimi_k2": "Kimi-K2: num_nextn_predict_layers is 0, and no layer follows the last",
+    "kimi_k3": "Kimi-K3: no published weights hold an MTP module, though engines have code for one",
     "minimax_m2": "MiniMax-M2: config.json names MTP modules, and no shard holds any",
+    "minimax_m3_vl": "MiniMax-M3: no published weights hold an MTP module, though engines have code"
+    " for one",
+}
+# Drafts that engines call MTP, and that are checkpoints of their own.
+SEPARATE_DRAFTS: dict[str, str] = {
+    "gemma4_assistant": "Gemma-4's assistant",
+    "gemma4_unified_assistant": "Gemma-4's assistant",
 }
 
 
-def refuse_without_mtp(model_type: str) -> None:
-    """Raise UnsupportedError for a model whose release has no MTP tensors."""
+def refuse_without_mtp(config: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError for a model whose release has no MTP tensors, and for a draft that is
+    no MTP module."""
+    model_type = str(config.get("model_type"))
+    if model_type in SEPARATE_DRAFTS:
+        raise UnsupportedError(
+            "This is a draft model in a checkpoint of its own, not an MTP module inside one",
+            expected="a model with MTP layers",
+            found=f"{SEPARATE_DRAFTS[model_type]}, which reads keys and values of its target",
+            todo="There is nothing to split: name this folder as the draft where the target is"
+            " served",
+        )
+    draft = other_draft(config, ())
+    if draft is not None and draft.kind == "DSpark":
+        raise UnsupportedError(
+            "This checkpoint's draft is DSpark, which engines do not run as MTP",
+            expected="MTP layers",
+            found=draft.sign,
+            todo="Serve it as it is, with the engine's own method for DSpark; the release before it"
+            " may have MTP layers",
+        )
     if model_type in WITHOUT_MTP:
         raise UnsupportedError(
             "There are no MTP tensors in this release",

@@ -65,6 +65,10 @@ MTP_MODEL: dict[str, Config] = {
     "glm4_moe": {},
     "hy_v3": {"mtp_mlp_layer_types": ["sparse"]},
     "mellum": {},
+    "bailing_hybrid": {
+        "mtp_layer_types": ["full_attention"],
+        "mtp_mlp_layer_types": ["sparse"],
+    },
     "qwen3_next": {"mtp_layer_types": ["full_attention"]},
     "qwen3_5_text": {"mtp_layer_types": ["full_attention"]},
     "qwen3_5_moe_text": {"mtp_layer_types": ["full_attention"]},
