@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ import pytest
 from benchmarks.make_checkpoint import TINY_CONFIG, make_checkpoint
 from cases import run_program
 from gguf_files import GgufModel, gguf_model, is_of_module
+from mtp_checkpoints.containers.gguf_file import read_header
 from mtp_checkpoints.containers.gguf_values import u32
+from mtp_checkpoints.sources.local_folder import LocalFolder
 
 FIXTURE = Path("fixtures/deepseek-v3-tiny").resolve()
 CONFIG = {key: value for key, value in TINY_CONFIG.items() if key != "quantization_config"}
@@ -72,3 +75,36 @@ def test_a_module_that_was_dropped(source: Path, model: GgufModel, tmp_path: Pat
     model.only(lambda name: not of_module(name)).write(place, uncounted)
     code, said = verified(place, source)
     assert code == 7 and "MTP" in said, said
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ours: of blocks, a file for the main model and one for the module."""
+    folder = tmp_path_factory.mktemp("bundle") / "ours"
+    source = make_checkpoint(folder.parent / "tiny", CONFIG | {"vocab_size": 2048})
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(FIXTURE / name, source / name)
+    options = ("--target", "llama.cpp", "--base-quant", "q4_0", "--pre-tokenizer", "gpt-2")
+    made = run_program("quantize", "--input-dir", source, "--output-dir", folder, *options)
+    assert made.code == 0, made.err
+    return folder
+
+
+def test_a_bundle_passes(bundle: Path) -> None:
+    found = run_program("verify", bundle, "--level", "weights")
+    assert found.code == 0, found.out + found.err
+
+
+def test_damage_in_a_half_is_found(bundle: Path, tmp_path: Path) -> None:
+    """Manifests have the halves by themselves, and what is read is put together of them."""
+    damaged = tmp_path / "damaged"
+    shutil.copytree(bundle, damaged)
+    (path,) = (damaged / "main").glob("*.gguf")
+    header = read_header(LocalFolder(path.parent).file(path.name))
+    half = next(one for one in header.shard.tensors if one.name == "blk.1.attn_v_b.weight")
+    data = bytearray(path.read_bytes())
+    data[half.offset_bytes + 5] ^= 1
+    path.write_bytes(data)
+    found = run_program("verify", damaged, "--level", "files")
+    assert found.code == 7
+    assert "model.layers.1.self_attn.v_b_proj.weight" in found.out.replace("\n  ", " "), found.out

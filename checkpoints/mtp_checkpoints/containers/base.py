@@ -36,7 +36,8 @@ class TensorInfo(NamedTuple):
 class ShardHeader:
     """A shard: its tensors in offset order, its size and version, the hash of its header.
 
-    container is the name of the format that it is in.
+    container is the name of the format that it is in. apart are the tensors as plans have them that
+    write such a file, where some of them are read as one; else none.
     """
 
     container: str
@@ -45,11 +46,17 @@ class ShardHeader:
     version: int | str
     header_sha256: str
     tensors: tuple[TensorInfo, ...]
+    apart: tuple[TensorInfo, ...] = ()
 
     @property
     def path(self) -> Place:
         """Path of the shard."""
         return self.file.path
+
+    @property
+    def written(self) -> tuple[TensorInfo, ...]:
+        """The tensors as plans and manifests have them."""
+        return self.apart or self.tensors
 
 
 # A tensor of a shard that no index names, and the one of its name that another shard holds.

@@ -27,6 +27,8 @@ from mtp_checkpoints.containers.base import (
 from mtp_checkpoints.containers.gguf_architectures import ARCHITECTURES
 from mtp_checkpoints.containers.gguf_architectures.base import (
     ARCHITECTURE,
+    HALVES,
+    LATENT_UP,
     Architecture,
     Change,
     Released,
@@ -193,7 +195,8 @@ class _Model:
                 # Of a module its own copy counts before the one that its file has for it.
                 if tensor.name.startswith(_BLOCKS) or one.name not in in_blocks
             )
-            yield replace(header.shard, tensors=_once(header, tuple(tensors)))
+            apart = chain.from_iterable(map(self._apart, header.shard.tensors))
+            yield replace(header.shard, tensors=_once(header, tuple(tensors)), apart=tuple(apart))
 
     @property
     def _in_blocks(self) -> frozenset[str]:
@@ -205,6 +208,20 @@ class _Model:
     def _released(self, tensor: TensorInfo) -> Released | None:
         experts = tensor.shape[0] if len(tensor.shape) == 3 else 1
         return self.architecture.released(tensor.name, experts, self.module_alone)
+
+    def _apart(self, tensor: TensorInfo) -> Iterator[TensorInfo]:
+        """Yield what a tensor of a file was written of: halves are by themselves, and a module has
+        the norm behind the main model."""
+        released = self._released(tensor)
+        if released is not None and not released.names:
+            released = self.architecture.released(tensor.name)
+        if released is None:
+            yield tensor
+        elif released.change is not None:
+            half = HALVES[released.change]
+            yield tensor._replace(name=released.names[0].replace(LATENT_UP, half))
+        else:
+            yield from _experts(tensor, released.names)
 
     def _tensors(
         self, tensor: TensorInfo, halves: Mapping[str, Mapping[Change, TensorInfo]]
@@ -219,10 +236,8 @@ class _Model:
                 yield tensor
             elif released.change is Change.KEYS:
                 yield joined(released.names[0], tensor, own[Change.VALUES])
-        elif len(tensor.shape) == 3:
-            yield from _apart(tensor, released.names)
         else:
-            yield from (tensor._replace(name=name) for name in released.names)
+            yield from _experts(tensor, released.names)
 
 
 def _once(header: GgufHeader, tensors: tuple[TensorInfo, ...]) -> tuple[TensorInfo, ...]:
@@ -238,8 +253,12 @@ def _once(header: GgufHeader, tensors: tuple[TensorInfo, ...]) -> tuple[TensorIn
     return tensors
 
 
-def _apart(tensor: TensorInfo, names: Sequence[str]) -> Iterator[TensorInfo]:
-    """Yield the matrices of single experts, which lie one after the other."""
+def _experts(tensor: TensorInfo, names: Sequence[str]) -> Iterator[TensorInfo]:
+    """Yield the matrices of single experts, which lie one after the other; a tensor that holds none
+    under its one name, if it has one."""
+    if len(tensor.shape) != 3:
+        yield from (tensor._replace(name=name) for name in names)
+        return
     if len(names) != tensor.shape[0]:
         yield tensor
         return

@@ -100,6 +100,11 @@ class Checkpoint(Opened):
         """Every tensor by name."""
         return {tensor.name: tensor for shard in self.shards for tensor in shard.tensors}
 
+    @cached_property
+    def written(self) -> dict[str, TensorInfo]:
+        """Every tensor by the name that plans and manifests have for it."""
+        return {tensor.name: tensor for shard in self.shards for tensor in shard.written}
+
     def tensor(self, name: str) -> torch.Tensor:
         """Return one tensor, read now into memory of its own (KeyError for an unknown name)."""
         info = self.tensors[name]

@@ -128,7 +128,7 @@ def recorded_checksums(checkpoint: Checkpoint, entry: Mapping[str, Any]) -> dict
     found = {}
     for shard in checkpoint.shards:
         tensors = entry.get("shards", {}).get(shard.path.name, {}).get("tensors") or {}
-        for tensor in shard.tensors:
+        for tensor in shard.written:
             recorded = tensors.get(tensor.name, {}).get("xxh3_128")
             if recorded is not None:
                 found[tensor.name] = recorded

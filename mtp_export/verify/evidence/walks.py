@@ -96,7 +96,7 @@ class Walks:
                     weights = weights_on_disk(layout.stored, layout.checkpoint.tensors)
         hashed = self.checksums(part) if self.options.checksums else {}
         known = {tensor.name for weight in weights for tensor in weight.tensors}
-        tensors = self.checkpoints[part].tensors
+        tensors = self.checkpoints[part].written
         sources = [self.source.find(weight) if self.source else None for weight in weights]
         return WalkPlan(
             weights=list(zip(weights, sources, strict=True)),

@@ -185,7 +185,7 @@ def _shard_problems(
         yield causes.another_header(path.name)
     tensors = facts.get("tensors")
     if tensors is not None:
-        names = {tensor.name for tensor in header.tensors}
+        names = {tensor.name for tensor in header.written}
         for tensor in sorted(names.symmetric_difference(tensors)):
             place = "shard" if tensor in names else "manifest"
             yield causes.tensor_only_in(tensor, path.name, place)
@@ -229,7 +229,7 @@ def _draft_tensors(
     sums, title = recorded_checksums(checkpoint, entry), f"{name}: checksums"
     if not context.options.checksums:
         return not_tested(title, "--no-checksums leaves them out")
-    plan = WalkPlan((), [checkpoint.tensors[tensor] for tensor in sums])
+    plan = WalkPlan((), [checkpoint.written[tensor] for tensor in sums])
     with DiskQueue(disk_depth(context.folder)) as queue:
         found = plan.run(context.options.workers, queue, silent)
     return _hashed(title, sums, checkpoint, found.checksums)
@@ -238,7 +238,7 @@ def _draft_tensors(
 def _hashed(
     name: str, sums: Mapping[str, str], checkpoint: Checkpoint, found: Mapping[str, str]
 ) -> Item:
-    tensors = [checkpoint.tensors[tensor] for tensor in sums]
+    tensors = [checkpoint.written[tensor] for tensor in sums]
     problems = [
         Problem(tensor.name, causes.tensor_changed(tensor.name, tensor.path.name))
         for tensor in tensors

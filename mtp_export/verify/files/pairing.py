@@ -53,7 +53,7 @@ def _of_bundle(context: Context, main: Checkpoint, recorded: str | None) -> Iter
     if not context.options.checksums:
         yield not_tested(_MAIN, _LEFT_OUT)
         return
-    found = model_identity(main.tensors.values())
+    found = model_identity(main.written.values())
     if listed is None:
         yield not_tested(_MAIN, "no manifest records its identity")
     else:

@@ -62,15 +62,15 @@ class Change(StrEnum):
 
 
 HALVES: Mapping[Change, str] = {half: f"self_attn.{half}_proj" for half in Change}
-_LATENT_UP = "self_attn.kv_b_proj"
+LATENT_UP = "self_attn.kv_b_proj"
 
 
 def halves_of(released: str) -> tuple[str, ...]:
     """Return the names of both halves of a projection of latents, keys first; none for another
     tensor."""
-    if f".{_LATENT_UP}." not in released:
+    if f".{LATENT_UP}." not in released:
         return ()
-    return tuple(released.replace(_LATENT_UP, module) for module in HALVES.values())
+    return tuple(released.replace(LATENT_UP, module) for module in HALVES.values())
 
 
 class Place(NamedTuple):
@@ -163,7 +163,7 @@ class Architecture:
             return Released(tuple(f"{prefix}.{_MERGED}{e}.{last}{suffix}" for e in range(experts)))
         for half, module in HALVES.items():
             if own == module:
-                return Released((f"{prefix}.{_LATENT_UP}{suffix}",), half)
+                return Released((f"{prefix}.{LATENT_UP}{suffix}",), half)
         return Released((f"{prefix}.{own}{suffix}",))
 
     @cached_property
