@@ -18,6 +18,8 @@ FORMS = {
     "int4": {"weight_packed": "I32", "weight_scale": "BF16", "weight_shape": "I64"},
     "w4afp8": {"weight": "I8", "weight_scale_inv": "F32"},
     "nvfp4": {"weight_packed": "U8", "weight_scale": "F8_E4M3", "weight_global_scale": "F32"},
+    "mxfp4": {"weight_packed": "U8", "weight_scale": "U8"},
+    "mxfp8": {"weight": "F8_E4M3", "weight_scale": "U8"},
     "nvfp4 of modelopt": {"weight": "U8", "weight_scale": "F8_E4M3", "weight_scale_2": "F32"},
 }
 
@@ -65,11 +67,11 @@ FORMS |= {
 }
 
 
-def nvfp4_part(form: str) -> Part:
+def packed_part(form: str) -> Part:
     return Part(form, form, form, form, "bf16")
 
 
-NVFP4 = nvfp4_part("nvfp4")
+NVFP4 = packed_part("nvfp4")
 BF16 = Part("bf16", "bf16", "bf16", "bf16", "bf16")
 FP8_CT = Part(CT, CT, CT, CT, "bf16")
 WINT4 = ("a8w8_fp8_wint4", "a8w8_fp8")
@@ -117,19 +119,23 @@ ROWS = {
     "nvfp4, mse": Row(
         pair("weight_only_nvfp4", "weight_only_nvfp4", "--scale", "mse"), NVFP4, NVFP4
     ),
+    "mxfp4": Row(
+        pair("weight_only_mxfp4", "weight_only_mxfp4"), packed_part("mxfp4"), packed_part("mxfp4")
+    ),
+    "mxfp8": Row(pair("a8w8_mxfp8", "a8w8_mxfp8"), packed_part("mxfp8"), packed_part("mxfp8")),
     "nvfp4 under nvfp4": Row(
         pair("a4w4_nvfp4", "a4w4_nvfp4"),
-        nvfp4_part("nvfp4 under nvfp4"),
-        nvfp4_part("nvfp4 under nvfp4"),
+        packed_part("nvfp4 under nvfp4"),
+        packed_part("nvfp4 under nvfp4"),
     ),
     "modelopt nvfp4": Row(
         pair("weight_only_nvfp4", "bf16", "--format", "modelopt"),
-        nvfp4_part("nvfp4 of modelopt"),
+        packed_part("nvfp4 of modelopt"),
         BF16,
     ),
     "modelopt nvfp4 under nvfp4": Row(
         pair("a4w4_nvfp4", "bf16", "--format", "modelopt"),
-        nvfp4_part("nvfp4 under nvfp4 of modelopt"),
+        packed_part("nvfp4 under nvfp4 of modelopt"),
         BF16,
     ),
     "bf16": Row(pair("bf16", "bf16"), BF16, BF16),

@@ -326,14 +326,16 @@ def _schemes_in(storages: Collection[str]) -> list[str]:
 
 def _check_storages(target: str, choice: _Choice) -> None:
     """Refuse a bundle with a storage that the engine of --target does not read."""
-    reads = engine_of(target).storages
+    engine = engine_of(target)
+    reads = engine.storages
     unread = sorted(choice.storages - reads)
     if not unread:
         return
+    reasons = "".join(f": {engine.unread[one]}" for one in unread if one in engine.unread)
     schemes = f"--base-quant {' or '.join(_schemes_in(reads))}"
     w4afp8_alone = unread == [W4AFp8.storage] and has_groups(reads)
     raise UnsupportedError(
-        f"Target {target} does not read a bundle with {' or '.join(unread)}",
+        f"Target {target} does not read a bundle with {' or '.join(unread)}{reasons}",
         expected=f"--target {' or '.join(names_that_read(choice.storages))}",
         found=f"{choice.base.name} + {choice.mtp.name}",
         todo=f"Or use {'--format compressed-tensors' if w4afp8_alone else schemes} for {target}",

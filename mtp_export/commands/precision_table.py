@@ -63,7 +63,8 @@ def pairs_table() -> RenderableType:
         heading("Precision of base (above) and MTP module (below)"),
         table,
         "Bits per weight and the size of DeepSeek-V3 are the whole part's, with scales, embedding"
-        " and head.\nint4 and int8 are compressed-tensors' pack-quantized, nvfp4 is its"
-        " nvfp4-pack-quantized; int4 + fp8\nalso --format w4afp8.\nEngines are those whose loaders"
+        " and head.\nint4 and int8 are compressed-tensors' pack-quantized, nvfp4, mxfp4 and"
+        " mxfp8 its layouts\nof these names; int4 + fp8 also --format w4afp8, nvfp4 --format"
+        " modelopt.\nEngines are those whose loaders"
         " read the layout, by their sources.",
     )

@@ -10,6 +10,8 @@ from mtp_checkpoints.formats import (
     Fp8Block,
     Int4Group,
     Int8Channel,
+    MxFp4Packed,
+    MxFp8,
     NvFp4,
     NvFp4A16,
     NvFp4Packed,
@@ -81,6 +83,11 @@ SCHEMES: dict[str, Scheme] = {
         every_linear(NvFp4PackedA4.storage) | _INDEXER_IN_BF16,
         {"format": {"modelopt": every_linear(NvFp4.storage) | _INDEXER_IN_BF16}},
     ),
+    # The same roles in microscaling formats: groups of 32 under a power of two.
+    "weight_only_mxfp4": Scheme(
+        "weight_only_mxfp4", "mxfp4 + bf16", every_linear(MxFp4Packed.storage) | _INDEXER_IN_BF16
+    ),
+    "a8w8_mxfp8": Scheme("a8w8_mxfp8", "mxfp8", every_linear(MxFp8.storage) | _INDEXER_IN_BF16),
     # For hardware without fp8, and the way into engines that quantize at load.
     "bf16": Scheme("bf16", "bf16", every_linear(Unquantized.storage)),
     # Blocks of llama.cpp, which computes with each as it is stored.

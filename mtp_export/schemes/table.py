@@ -42,6 +42,8 @@ PAIRS = (
     Pair("weight_only_nvfp4", "bf16", "TP8"),
     Pair("a4w4_nvfp4", "a4w4_nvfp4", "TP8"),
     Pair("a4w4_nvfp4", "bf16", "TP8"),
+    Pair("weight_only_mxfp4", "weight_only_mxfp4", "TP8"),
+    Pair("a8w8_mxfp8", "a8w8_mxfp8", "TP16 (2×TP8)"),
     Pair("bf16", "bf16", "-"),
     *(Pair(name, GGUF_MTP, "-") for name in GGUF_SCHEMES),
 )

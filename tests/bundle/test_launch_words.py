@@ -23,6 +23,7 @@ from mtp_export.bundle.launch import (
     serving_lines,
 )
 from mtp_export.bundle.options import BundleOptions, ContentOptions, Part
+from mtp_export.schemes.table import GGUF_SCHEMES
 
 FOLDER = Path("/bundles/b")
 INT4 = {"base_quant": "weight_only_int4", "mtp_quant": "weight_only_int8"}
@@ -189,7 +190,7 @@ def changed(bundle: Path, folder: Path, **options: object) -> Path:
 
 SCHEMES = (
     "bf16", "a8w8_fp8", "a8w8_fp8_wint4", "weight_only_int8", "weight_only_int4",
-    "weight_only_nvfp4", "a4w4_nvfp4",
+    "weight_only_nvfp4", "a4w4_nvfp4", "weight_only_mxfp4", "a8w8_mxfp8", *GGUF_SCHEMES,
 )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from compressed_tensors.quantization.quant_scheme import NVFP4A16
 from compressed_tensors.quantization.utils import generate_gparam
 
 from cases import export, make_checkpoint, nightly_but, quantize, read_json, read_tensors
+from mtp_checkpoints.formats import FORMATS
 from mtp_kernels.quantize import (
     Fp8Block,
     Int4Group,
@@ -135,6 +136,11 @@ def check_linear(
     if form in ("int4", "int8"):
         assert config is not None
         check_packed(stored, module, weights, int(form[-1]), config)
+    elif form.startswith("mx"):
+        made = FORMATS["mxfp8" if form == "mxfp8" else "mxfp4_packed"]()
+        wanted, _ = made.quantize(weights, "minmax")
+        for own, name in zip(wanted, names, strict=True):
+            assert same_bytes(stored[name], own), name
     elif form.startswith("nvfp4"):
         check_nvfp4({name: stored[f"{module}.{name}"] for name in FORMS[form]}, source, module)
     elif form == "w4afp8":

@@ -85,6 +85,18 @@ def test_group_sizes(options: BundleOptions) -> None:
             ),
         ),
         (
+            "sglang",
+            ("weight_only_mxfp4", "bf16"),
+            (
+                "Target sglang does not read a bundle with mxfp4_packed: its compressed-tensors"
+                " loader has no linear layers in mxfp4, and skips experts of this name",
+                "--target hf or vllm",
+                "weight_only_mxfp4 + bf16",
+                "Or use --base-quant a4w4_nvfp4 or a8w8_fp8 or a8w8_fp8_wint4 or bf16 or"
+                " weight_only_int4 or weight_only_int8 or weight_only_nvfp4 for sglang",
+            ),
+        ),
+        (
             "lightllm",
             ("weight_only_int8", "a8w8_fp8"),
             (

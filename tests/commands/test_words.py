@@ -174,8 +174,9 @@ REFUSALS = {
     ),
     ("quantize", "--base-quant", "int4"): (
         "'int4' is no scheme for --base-quant. Expected a8w8_fp8_wint4, weight_only_int4, a8w8_fp8,"
-        " weight_only_int8, weight_only_nvfp4, a4w4_nvfp4, bf16, q8_0, q5_1, q5_0, q4_1,"
-        " q4_0, gguf_mxfp4, keep. Did you mean weight_only_int4?"
+        " weight_only_int8, weight_only_nvfp4, a4w4_nvfp4, weight_only_mxfp4,"
+        " a8w8_mxfp8, bf16, q8_0, q5_1, q5_0, q4_1, q4_0, gguf_mxfp4, keep."
+        " Did you mean weight_only_int4?"
     ),
     ("launch", "x", "--engine", "vlm"): (
         "'vlm' is no engine for --engine. Expected vllm, sglang, lightllm, xllm, paddlenlp, eagle,"
@@ -198,7 +199,7 @@ REFUSALS = {
     ),
     ("quantize", "x", "--mtp-quant", "-q"): (
         "Option --mtp-quant has no value. Expected a8w8_fp8, weight_only_int8,"
-        " weight_only_nvfp4, a4w4_nvfp4, bf16, q8_0, keep. Found -q"
+        " weight_only_nvfp4, a4w4_nvfp4, weight_only_mxfp4, a8w8_mxfp8, bf16, q8_0, keep. Found -q"
         " behind it."
     ),
     ("generate", "x", "--prompts"): (
@@ -449,7 +450,7 @@ def test_completion_is_installed_for_the_shell_that_is_named(
         ("mtp-export graft --main s", "s3://"),
         (
             "mtp-export quantize --base-quant weight",
-            "weight_only_int4 weight_only_int8 weight_only_nvfp4",
+            "weight_only_int4 weight_only_int8 weight_only_nvfp4 weight_only_mxfp4",
         ),
     ],
 )

@@ -92,11 +92,11 @@ def test_ranks_read_the_checkpoint_once_together(
 
 
 def test_every_quantized_pair_is_planned() -> None:
-    """But for fp8, as which the release is planned itself, nvfp4, which a GPU holds in bf16, and
-    GGUF files."""
+    """But for fp8, as which the release is planned itself, GGUF files, and nvfp4, mxfp4 and mxfp8,
+    which a GPU holds in bf16."""
     pairs = {(pair.base, pair.mtp) for pair in PAIRS if pair.base not in GGUF_SCHEMES}
     made = {(options["base_quant"], options["mtp_quant"]) for options in SCHEMES.values()}
-    others = {pair for pair in pairs - made if "nvfp4" not in pair[0]}
+    others = {pair for pair in pairs - made if not pair[0].endswith(("fp4", "mxfp8"))}
     assert others == {("a8w8_fp8", "a8w8_fp8"), ("bf16", "bf16")}
 
 

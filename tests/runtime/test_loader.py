@@ -158,6 +158,8 @@ def test_every_format_multiplies(storage: str | None, dtype: torch.dtype) -> Non
         "int8_channel": 0.02,
         "int4_group": 0.2,
         "w4afp8": 0.2,
+        "mxfp4_packed": 0.2,
+        "mxfp8": 0.05,
         **dict.fromkeys(("nvfp4_packed", "nvfp4_packed_a4", "nvfp4", "nvfp4_a16"), 0.2),
         None: 0.05,
     }

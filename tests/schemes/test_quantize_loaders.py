@@ -22,16 +22,17 @@ from runtime.harness import Walk, prompts_of
 FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"
 COMPRESSED = [
     name for name, row in ROWS.items()
-    if name.startswith(("int", "nvfp4")) or name == "wint4, vLLM" or row.head != "bf16"
+    if name.startswith(("int", "nvfp4", "mx")) or name == "wint4, vLLM" or row.head != "bf16"
 ]  # fmt: skip
 # It takes one group for all experts, and one for every other linear, a head too. Of nvfp4 experts,
 # which it joins, it leaves the number of the matrix out.
 READ_BY_TRANSFORMERS = [
     name
     for name in COMPRESSED
-    if name not in ("fp8, int8 head", "bf16, int8 head") and not name.startswith("nvfp4")
+    if name not in ("fp8, int8 head", "bf16, int8 head") and not name.startswith(("nvfp4", "mx"))
 ]
 FORM_OF = {("int", 4): "int4", ("int", 8): "int8", ("float", 8): "fp8 of compressed-tensors"}
+FORM_OF |= {("float", 4, 32): "mxfp4", ("float", 8, 32): "mxfp8"}
 FORM_OF |= {("float", 4): "nvfp4", ("float", 4, "local"): "nvfp4 under nvfp4"}
 # vLLM looks for the copy of the head by the last name.
 ITS_HEADS = (*HEADS, f"model.layers.{MTP_LAYER}.head")
@@ -75,6 +76,8 @@ def form_by_config(config: dict[str, Any], module: str) -> str:
     (group,) = by_name or by_class
     weights, inputs = group["weights"], group.get("input_activations") or {}
     kind = (weights["type"], weights["num_bits"])
+    if weights["type"] == "float" and weights.get("group_size") == 32:
+        return FORM_OF[(*kind, 32)]
     return FORM_OF[(*kind, "local") if inputs.get("dynamic") == "local" else kind]
 
 

@@ -23,6 +23,8 @@ IN_TABLE = [
     ("weight_only_nvfp4", "bf16", "TP8"),
     ("a4w4_nvfp4", "a4w4_nvfp4", "TP8"),
     ("a4w4_nvfp4", "bf16", "TP8"),
+    ("weight_only_mxfp4", "weight_only_mxfp4", "TP8"),
+    ("a8w8_mxfp8", "a8w8_mxfp8", "TP16 (2×TP8)"),
     ("bf16", "bf16", "-"),
     *((name, "q8_0", "-") for name in ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "gguf_mxfp4")),
 ]
@@ -41,6 +43,8 @@ def test_the_table() -> None:
         "weight_only_int8": both,
         "weight_only_nvfp4": both,
         "a4w4_nvfp4": both,
+        "weight_only_mxfp4": ("vLLM",),
+        "a8w8_mxfp8": ("vLLM",),
         "bf16": ("all",),
         **dict.fromkeys(BLOCKS, ("llama.cpp",)),
     }
@@ -82,6 +86,8 @@ def test_storages_of_every_scheme() -> None:
         "weight_only_int8": (bf16, {int8}, int8),
         "weight_only_nvfp4": (nvfp4, {nvfp4}, nvfp4),
         "a4w4_nvfp4": (nvfp4_a4, {nvfp4_a4}, nvfp4_a4),
+        "weight_only_mxfp4": ("mxfp4_packed", {"mxfp4_packed"}, "mxfp4_packed"),
+        "a8w8_mxfp8": ("mxfp8", {"mxfp8"}, "mxfp8"),
         "bf16": (bf16, {bf16}, bf16),
         **{name: (storage, {storage}, storage) for name, storage in BLOCKS.items()},
     }
@@ -91,7 +97,17 @@ def test_storages_of_every_scheme() -> None:
     assert all(name == scheme.name for name, scheme in SCHEMES.items())
     assert {name for name, one in SCHEMES.items() if one.int4_activations_fp8} == {"a8w8_fp8_wint4"}
     words = [scheme.on_disk for scheme in SCHEMES.values()]
-    others = ["int4 + fp8", "int4 + bf16", "fp8", "int8 + bf16", "nvfp4 + bf16", "nvfp4", "bf16"]
+    others = [
+        "int4 + fp8",
+        "int4 + bf16",
+        "fp8",
+        "int8 + bf16",
+        "nvfp4 + bf16",
+        "nvfp4",
+        "mxfp4 + bf16",
+        "mxfp8",
+        "bf16",
+    ]
     assert words == [*others, *(f"{storage}, GGUF" for storage in BLOCKS.values())]
     assert every_linear(bf16) == dict.fromkeys(LINEAR_ROLES, bf16)
 

@@ -28,6 +28,7 @@ from mtp_checkpoints.formats.gptq import GptqInt4, GptqInt8, GptqWords
 from mtp_checkpoints.formats.int_quantized import Int8Unpacked
 from mtp_checkpoints.formats.int_words import CODES_PER_WORD, WHOLE_ROW, InputWords
 from mtp_checkpoints.formats.modelopt import Fp8Tensor, NvFp4, NvFp4A16
+from mtp_checkpoints.formats.mx import MxFp4Packed, MxFp8
 from mtp_checkpoints.formats.nvfp4 import NvFp4Packed, NvFp4PackedA4
 from mtp_checkpoints.formats.pack_quantized import Int4Group, Int8Channel
 from mtp_checkpoints.formats.unquantized import UNQUANTIZED, Unquantized, unquantized
@@ -58,6 +59,8 @@ __all__ = [
     "Int8Channel",
     "Int8Unpacked",
     "Int8ZeroPoints",
+    "MxFp4Packed",
+    "MxFp8",
     "NvFp4",
     "NvFp4A16",
     "NvFp4Packed",
@@ -78,6 +81,8 @@ FORMATS: dict[str, type[WeightFormat]] = {
     "int8_channel": Int8Channel,
     "fp8_channel": Fp8Channel,
     "fp8_block": Fp8Block,
+    "mxfp4_packed": MxFp4Packed,
+    "mxfp8": MxFp8,
     "nvfp4_packed": NvFp4Packed,
     "nvfp4_packed_a4": NvFp4PackedA4,
     "w4afp8": W4AFp8,

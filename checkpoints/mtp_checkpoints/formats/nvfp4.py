@@ -151,11 +151,11 @@ class NvFp4Format(WeightFormat):
         return nvfp4_divisor(self.amax or 0.0)
 
     def decode(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        from mtp_kernels.quantize.block_floats import dequantize_nvfp4
+        from mtp_kernels.quantize.block_floats import dequantize_e2m1
 
         if not scale.isfinite().all():
             raise ValueError("group scale: expected finite numbers")
-        return dequantize_nvfp4(codes, scale).to(dtype)
+        return dequantize_e2m1(codes, scale).to(dtype)
 
     def check_constants(self, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> None:
         check_above_zero(tensors)

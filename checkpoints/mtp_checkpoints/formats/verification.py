@@ -88,6 +88,18 @@ def swapped(codes: torch.Tensor) -> torch.Tensor:
     return (codes << 4) | (codes >> 4)
 
 
+def shifted_exponents() -> tuple[Bug, Bug]:
+    """Return the bugs of exponents that are one too small, or too large."""
+
+    def times(factor: float) -> Undo:
+        return lambda codes, scale: (codes, scale * factor)
+
+    return (
+        Bug("the exponents of its scales (e8m0) are one too small", times(2.0)),
+        Bug("the exponents of its scales (e8m0) are one too large", times(0.5)),
+    )
+
+
 def packing_bugs(bits: int) -> tuple[Bug, ...]:
     """Return bugs of packing integer codes of 4 or 8 bits with an offset into words."""
 

@@ -139,14 +139,15 @@ class DraftReading:
 class Engine:
     """An engine that reads a layout; its name is one that --target takes.
 
-    methods are the quant_methods that its loader reads, quantized_heads the formats, by name, of
+    methods are the quant_methods that its loader reads; of the formats that these describe those in
+    `unread` are not read, with the reason of each. quantized_heads are the formats, by name, of
     heads that it multiplies with; none where that is not known. dialect is how it wants integers
-    described, required for an engine that reads any
-    in files of safetensors. launch makes the shell command that serves a
-    bundle with one draft token; None for an engine that does not take the MTP part as a folder of
-    its own. extra_drafts are those beside the MTP part that it runs. probe is a shell command that
-    succeeds where the engine is installed, if one is known. title is its name in text, and in the
-    precision table beside every pair that its storages allow; without one the table leaves it out.
+    described, required for an engine that reads any in files of safetensors. launch makes the shell
+    command that serves a bundle with one draft token; None for an engine that does not take the MTP
+    part as a folder of its own. extra_drafts are those beside the MTP part that it runs. probe is a
+    shell command that succeeds where the engine is installed, if one is known. title is its name in
+    text, and in the precision table beside every pair that its storages allow; without one the
+    table leaves it out.
     draft_reading is how it finds a draft's precision, which `verify` repeats; None where nothing is
     known of it.
     """
@@ -160,6 +161,7 @@ class Engine:
     probe: str = ""
     title: str = ""
     draft_reading: DraftReading | None = None
+    unread: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert self.dialect is not None or self.methods <= {"fp8", GGUF}, (
@@ -169,7 +171,7 @@ class Engine:
     @property
     def storages(self) -> frozenset[str]:
         """Formats, by name, of linears that its loader reads."""
-        return storages_of(self.methods)
+        return storages_of(self.methods) - self.unread.keys()
 
 
 @dataclass(frozen=True)

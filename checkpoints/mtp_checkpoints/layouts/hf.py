@@ -9,7 +9,7 @@ from shlex import quote
 from typing import Any
 
 from mtp_checkpoints.families.base import SGLANG_DRAFT
-from mtp_checkpoints.formats import GGUF, Int8Channel, NvFp4, NvFp4A16
+from mtp_checkpoints.formats import GGUF, Int8Channel, MxFp4Packed, MxFp8, NvFp4, NvFp4A16
 from mtp_checkpoints.layouts.base import (
     Config,
     Deployment,
@@ -138,6 +138,11 @@ HF = Target(
                 # of its models/*_nextn.py
                 unquantized_beside=frozenset({NvFp4.storage, NvFp4A16.storage}),
             ),
+            unread={
+                MxFp4Packed.storage: "its compressed-tensors loader has no linear layers in mxfp4,"
+                " and skips experts of this name",
+                MxFp8.storage: "its compressed-tensors loader has no mxfp8",
+            },
         ),
         Engine("tensorrt-llm", title="TensorRT-LLM"),
     ),

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mtp_kernels.quantize import cpu_block_floats, cpu_rows
-from mtp_kernels.quantize.block_floats import NVFP4_GROUP
+from mtp_kernels.quantize.block_floats import MX_GROUP, NVFP4_GROUP
 from mtp_kernels.quantize.ggml_blocks import GGML_BLOCKS, quantize_ggml_blocks
 from mtp_kernels.quantize.layouts import (
     BLOCK,
@@ -105,6 +105,26 @@ def quantize_nvfp4(
     return packed, scale, stats
 
 
+def quantize_mxfp4(source: Any, block_scale: Any, sweep: bool) -> tuple[Any, Any, Stats]:
+    """Return pairs of e2m1 codes [N, K/2] and e8m0 scales [N, K/32]."""
+    rows, columns = source.shape
+    packed = np.empty((rows, columns // 2), np.uint8)
+    scale = np.empty((rows, columns // MX_GROUP), np.uint8)
+    stats = _stats(source)
+    cpu_block_floats.quantize_mxfp4(source, block_scale, sweep, packed, scale, *stats)
+    return packed, scale, stats
+
+
+def quantize_mxfp8(source: Any, block_scale: Any, sweep: bool) -> tuple[Any, Any, Stats]:
+    """Return the bits of e4m3 codes [N, K] and e8m0 scales [N, K/32]."""
+    rows, columns = source.shape
+    codes = np.empty((rows, columns), np.uint8)
+    scale = np.empty((rows, columns // MX_GROUP), np.uint8)
+    stats = _stats(source)
+    cpu_block_floats.quantize_mxfp8(source, block_scale, sweep, codes, scale, *stats)
+    return codes, scale, stats
+
+
 def _stats(source: Any) -> Stats:
     rows = source.shape[0]
     return Stats(np.empty(rows), np.empty(rows), np.empty(rows, np.float32))
@@ -173,6 +193,18 @@ def to_nvfp4(rows: Rows, divisor: float, sweep: bool) -> Converted | None:
     return _converted(rows, stats, packed, scale)
 
 
+def to_mxfp4(rows: Rows, sweep: bool) -> Converted | None:
+    """Quantize as block_floats.quantize_mxfp4."""
+    packed, scale, stats = quantize_mxfp4(*rows, sweep)
+    return _converted(rows, stats, packed, scale)
+
+
+def to_mxfp8(rows: Rows, sweep: bool) -> Converted | None:
+    """Quantize as block_floats.quantize_mxfp8."""
+    codes, scale, stats = quantize_mxfp8(*rows, sweep)
+    return _converted(rows, stats, codes, scale)
+
+
 def largest_magnitude(rows: Rows) -> float:
     """Return the largest magnitude of rows; NaN or infinity for damaged ones."""
     maxima = np.empty(rows.values.shape[0], np.float32)
@@ -206,6 +238,8 @@ CONVERSIONS: dict[str, Callable[..., Converted | None]] = {
     "int8_channel": to_int8_channel,
     "int4_group": to_int4_group,
     "w4afp8": to_w4afp8,
+    "mxfp4_packed": to_mxfp4,
+    "mxfp8": to_mxfp8,
     **dict.fromkeys(("nvfp4_packed", "nvfp4_packed_a4", "nvfp4", "nvfp4_a16"), to_nvfp4),
     **{kind: partial(to_ggml_blocks, kind) for kind, one in GGML_BLOCKS.items() if one.is_written},
 }

@@ -27,6 +27,11 @@ _E2M1_NORMAL_BITS = np.uint32(0x3F800000)  # 1.0
 _EXPONENT_SHIFT = np.uint32(126 << 23)  # between the exponent biases of fp32 and e2m1
 _E2M1_ROUNDER = np.float32(2.0**22)  # its spacing is 0.5, the smallest e2m1 subnormal
 _E2M1_ROUNDER_BITS = np.uint32(0x4A800000)
+MX_GROUP = block_floats.MX_GROUP
+_E8M0_BIAS, _E8M0_LAST = block_floats.E8M0_BIAS, block_floats.E8M0_LAST
+# The largest numbers as mantissas from 1 to 2: 6 is 1.5 * 2**2, 448 is 1.75 * 2**8.
+_E2M1_TOP_BITS, _E2M1_TOP_EXPONENT = np.uint32(0x400000), 2
+_E4M3_TOP_BITS, _E4M3_TOP_EXPONENT = np.uint32(0x600000), 8
 _UNDERFLOW = np.uint8(block_floats.UNDERFLOW)
 _LAST_CODE = block_floats.E4M3_CODES[-1]
 _FIRST_NORMAL, _OCTAVE = 8, 8  # e4m3 codes: twice the scale of a normal one is 8 codes further
@@ -156,6 +161,118 @@ def quantize_nvfp4(
             out = packed[row, first // 2 : first // 2 + segment.size // 2]
             for k in range(out.size):
                 out[k] = np.uint8(pairs[k] | pairs[k] >> np.uint16(4))
+            biggest = add_errors(segment, restored, lanes, errors, biggest)
+        end_row(row, lanes, errors, biggest, (signal, error, max_error))
+
+
+@inner
+def _power_of_two(code: Any) -> Any:
+    """Return the number of an exponent e8m0."""
+    bits = np.uint32(np.uint32(code) << np.uint32(23))
+    return float_of(bits if code > 0 else np.uint32(0x400000))
+
+
+@inner
+def _exponent(amax: Any, top_bits: Any, top_exponent: Any) -> Any:
+    """Return the exponent e8m0 of the least power of two under which amax is no larger than a
+    number with these mantissa bits and this exponent."""
+    if amax == np.float32(0):
+        return np.int64(_E8M0_BIAS)
+    scaled, shift = amax, 0
+    if bits_of(amax) < np.uint32(0x800000):  # a subnormal number
+        scaled, shift = np.float32(amax * np.float32(2.0**24)), 24
+    bits = bits_of(scaled)
+    exponent = np.int64(bits >> np.uint32(23)) - 127 - shift - top_exponent
+    if np.uint32(bits & np.uint32(0x7FFFFF)) > top_bits:
+        exponent += 1
+    return min(max(exponent + _E8M0_BIAS, 0), _E8M0_LAST)
+
+
+@inner
+def _e4m3_error(block: Any, multiplier: Any, squares: Any) -> Any:
+    for k in range(block.size):
+        kept = np.float32(from_e4m3(to_e4m3(np.float32(block[k] / multiplier))) * multiplier)
+        difference = np.float64(np.float32(block[k] - kept))
+        squares[k] = difference * difference
+    return halve(squares)
+
+
+@compiled
+def quantize_mxfp4(
+    source: Any,
+    block_scale: Any,
+    sweep: Any,
+    packed: Any,
+    scale: Any,
+    signal: Any,
+    error: Any,
+    max_error: Any,
+) -> None:
+    weights = np.empty(source.shape[1], np.float32)
+    restored, nibbles = np.empty(LANES, np.float32), np.empty(LANES, np.uint8)
+    lanes, errors = np.empty(LANES), np.empty(LANES)
+    squares = np.empty(MX_GROUP)
+    pairs = nibbles.view(np.uint16)
+    for row in range(source.shape[0]):
+        load_row(source, block_scale, row, weights)
+        lanes[:] = 0.0
+        errors[:] = 0.0
+        biggest = np.uint32(0)
+        for first in range(0, weights.size, LANES):
+            prefetch(source, row + 1, first)
+            segment = weights[first : first + LANES]
+            for start in range(0, segment.size, MX_GROUP):
+                block = segment[start : start + MX_GROUP]
+                code = _exponent(largest(block), _E2M1_TOP_BITS, _E2M1_TOP_EXPONENT)
+                if sweep and code > 0:
+                    upper = _block_error(block, _power_of_two(code), squares)
+                    if _block_error(block, _power_of_two(code - 1), squares) < upper:
+                        code -= 1
+                scale[row, (first + start) // MX_GROUP] = np.uint8(code)
+                _block_codes(block, _power_of_two(code), nibbles[start:], restored[start:])
+            out = packed[row, first // 2 : first // 2 + segment.size // 2]
+            for k in range(out.size):
+                out[k] = np.uint8(pairs[k] | pairs[k] >> np.uint16(4))
+            biggest = add_errors(segment, restored, lanes, errors, biggest)
+        end_row(row, lanes, errors, biggest, (signal, error, max_error))
+
+
+@compiled
+def quantize_mxfp8(
+    source: Any,
+    block_scale: Any,
+    sweep: Any,
+    codes: Any,
+    scale: Any,
+    signal: Any,
+    error: Any,
+    max_error: Any,
+) -> None:
+    weights, restored = np.empty(source.shape[1], np.float32), np.empty(LANES, np.float32)
+    lanes, errors = np.empty(LANES), np.empty(LANES)
+    squares = np.empty(MX_GROUP)
+    for row in range(source.shape[0]):
+        load_row(source, block_scale, row, weights)
+        lanes[:] = 0.0
+        errors[:] = 0.0
+        biggest = np.uint32(0)
+        for first in range(0, weights.size, LANES):
+            prefetch(source, row + 1, first)
+            segment = weights[first : first + LANES]
+            for start in range(0, segment.size, MX_GROUP):
+                block = segment[start : start + MX_GROUP]
+                code = _exponent(largest(block), _E4M3_TOP_BITS, _E4M3_TOP_EXPONENT)
+                if sweep and code > 0:
+                    upper = _e4m3_error(block, _power_of_two(code), squares)
+                    if _e4m3_error(block, _power_of_two(code - 1), squares) < upper:
+                        code -= 1
+                scale[row, (first + start) // MX_GROUP] = np.uint8(code)
+                multiplier = _power_of_two(code)
+                out = codes[row, first + start : first + start + MX_GROUP]
+                for k in range(block.size):
+                    number = to_e4m3(np.float32(block[k] / multiplier))
+                    out[k] = number
+                    restored[start + k] = np.float32(from_e4m3(number) * multiplier)
             biggest = add_errors(segment, restored, lanes, errors, biggest)
         end_row(row, lanes, errors, biggest, (signal, error, max_error))
 

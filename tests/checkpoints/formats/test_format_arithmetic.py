@@ -27,6 +27,8 @@ from mtp_checkpoints.formats import (
     Int4ZeroPoints,
     Int8Channel,
     Int8ZeroPoints,
+    MxFp4Packed,
+    MxFp8,
     NvFp4,
     NvFp4Packed,
     W4AFp8,
@@ -152,6 +154,8 @@ CONVERTED = [
     W4AFp8(),
     NvFp4Packed(),
     NvFp4(),
+    MxFp4Packed(),
+    MxFp8(),
 ]
 
 
@@ -196,7 +200,7 @@ def test_ways_to_the_numbers_of_a_weight(one: WeightFormat) -> None:
 
 
 @pytest.mark.parametrize("one", [W4AFp8(), Int4Group(32), Int8Channel(), Fp8Block(),
-                                 NvFp4Packed(amax=5.0), NvFp4(amax=5.0)],
+                                 NvFp4Packed(amax=5.0), NvFp4(amax=5.0), MxFp8()],
                          ids=lambda one: str(one.storage))  # fmt: skip
 @pytest.mark.parametrize("rule", ["minmax", "mse"])
 def test_rows_without_torch_have_the_same_bytes(one: WeightFormat, rule: str) -> None:

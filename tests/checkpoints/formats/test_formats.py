@@ -22,6 +22,8 @@ from mtp_checkpoints.formats import (
     Int4ZeroPoints,
     Int8Channel,
     Int8ZeroPoints,
+    MxFp4Packed,
+    MxFp8,
     NvFp4Packed,
     NvFp4PackedA4,
     W4AFp8,
@@ -44,6 +46,14 @@ TENSORS: dict[str, list[tuple[str, str, tuple[int, ...]]]] = {
         (f"{MODULE}.weight_packed", "U8", (130, 192)),
         (f"{MODULE}.weight_scale", "F8_E4M3", (130, 24)),
         (f"{MODULE}.weight_global_scale", "F32", (1,)),
+    ],
+    "mxfp4_packed": [
+        (f"{MODULE}.weight_packed", "U8", (130, 192)),
+        (f"{MODULE}.weight_scale", "U8", (130, 12)),
+    ],
+    "mxfp8": [
+        (NAME, "F8_E4M3", (130, 384)),
+        (f"{MODULE}.weight_scale", "U8", (130, 12)),
     ],
     "nvfp4_packed_a4": [
         (f"{MODULE}.weight_packed", "U8", (130, 192)),
@@ -86,6 +96,8 @@ OPERATIONS = {
     "bf16": "dequantize_fp8_block",
     "fp8_block": "quantize_fp8_block",
     "fp8_channel": "quantize_fp8_channel",
+    "mxfp4_packed": "quantize_mxfp4",
+    "mxfp8": "quantize_mxfp8",
     **dict.fromkeys(("nvfp4_packed", "nvfp4_packed_a4", "nvfp4", "nvfp4_a16"), "quantize_nvfp4"),
     "int8_channel": "quantize_int8_channel",
     "int4_group": "quantize_int4_group",
@@ -124,6 +136,8 @@ def test_options_name_the_scale_and_the_group() -> None:
         (Int4Group(64), 64, "the group size", 8, 1),
         (W4AFp8(), 128, "the group size", 2, 1),
         (NvFp4Packed(), 16, "the group size", 2, 1),
+        (MxFp4Packed(), 32, "the group size", 2, 1),
+        (MxFp8(), 32, "the group size", 1, 1),
     ],
 )
 def test_what_k_must_be_divisible_by(
@@ -201,12 +215,24 @@ NVFP4: dict[str, Any] = INT8 | {
     "format": "nvfp4-pack-quantized",
 }
 NVFP4_A4 = NVFP4 | {"input_activations": NVFP4["weights"] | {"dynamic": "local"}}
+MXFP4 = INT8 | {
+    "weights": NVFP4["weights"]
+    | {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"},
+    "format": "mxfp4-pack-quantized",
+}
+MXFP8 = INT8 | {
+    "weights": MXFP4["weights"] | {"num_bits": 8},
+    "input_activations": MXFP4["weights"] | {"num_bits": 8, "dynamic": True},
+    "format": "mxfp8-quantized",
+}
 GROUPS: list[tuple[WeightFormat, dict[str, Any], WeightFormat]] = [
     (Int8Channel(), INT8, Int8Channel()),
     (Int4Group(64), INT4, Int4Group(64)),
     (Fp8Block(), FP8, Fp8Block("weight_scale", ("F32", "F8_E8M0"))),
     (NvFp4Packed(), NVFP4, NvFp4Packed()),
     (NvFp4PackedA4(), NVFP4_A4, NvFp4PackedA4()),
+    (MxFp4Packed(), MXFP4, MxFp4Packed()),
+    (MxFp8(), MXFP8, MxFp8()),
 ]
 
 
@@ -243,7 +269,7 @@ def test_int4_may_run_with_activations_in_fp8() -> None:
         W4AFp8().group(activations_fp8=True)
 
 
-@pytest.mark.parametrize("group", [INT8, INT4, FP8, NVFP4, NVFP4_A4])
+@pytest.mark.parametrize("group", [INT8, INT4, FP8, NVFP4, NVFP4_A4, MXFP4, MXFP8])
 @pytest.mark.parametrize(
     "change",
     [
@@ -297,6 +323,8 @@ def test_formats_of_a_config_in_words() -> None:
         "pack-quantized int8 per channel",
         "float-quantized fp8 per channel",
         "float-quantized blocks of 128x128",
+        "mxfp4-pack-quantized",
+        "mxfp8-quantized",
         "nvfp4-pack-quantized",
         "nvfp4-pack-quantized with inputs in nvfp4",
         "int-quantized int8 per channel",
@@ -337,7 +365,7 @@ def test_a_weight_that_was_encoded(storage: str) -> None:
     found = encoded.dequantize()
     assert found.dtype == torch.float32
     assert float((weights - found).abs().max()) == pytest.approx(error.max_error)
-    assert error.max_error < (0.5 if storage.startswith("nvfp4") else 0.3)  # 4 and 6 are neighbours
+    assert error.max_error < (0.5 if "fp4" in storage else 0.3)  # 4 and 6 are neighbours
     assert encoded.dequantize(torch.bfloat16).dtype == torch.bfloat16
 
 
