@@ -387,6 +387,33 @@ BAILING_HYBRID: dict[str, Any] = PLAIN | {
     **{key: SMALL[key] for key in ("qk_rope_head_dim", "v_head_dim")},
     **_EXPERTS,
 }
+GLM5_NEXT: dict[str, Any] = {
+    "architectures": ["Glm5NextForConditionalGeneration"],
+    "model_type": "glm5_next",
+    "tie_word_embeddings": False,
+    "text_config": {
+        **{key: one for key, one in PLAIN.items() if key not in ("head_dim", "attention_bias")},
+        "model_type": "glm5_next_text",
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 5,
+        "mlp_layer_types": ["dense", *["sparse"] * 4],
+        "linear_num_heads": 2,
+        "linear_head_dim": 16,
+        "index_n_heads": 2,
+        "index_head_dim": 16,
+        "index_topk": 32,
+        "index_kpool": 16,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "pad_token_id": 0,
+        "num_nextn_predict_layers": 1,
+        **{key: SMALL[key] for key in ("q_lora_rank", "kv_lora_rank")},
+        **{key: SMALL[key] for key in ("qk_nope_head_dim", "v_head_dim")},
+        **_EXPERTS,
+    },
+    "vision_config": _VISION,
+}
 # A small config of every family, with at least one MTP layer; contract tests go by it.
 SMALL_CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": SMALL,
@@ -407,6 +434,7 @@ SMALL_CONFIGS: dict[str, dict[str, Any]] = {
     "longcat_flash": LONGCAT_FLASH,
     "glm_ocr": GLM_OCR,
     "mellum": MELLUM,
+    "glm5_next": GLM5_NEXT,
     "bailing_hybrid": BAILING_HYBRID,
     "qwen3_next": QWEN3_NEXT,
     "qwen3_5": QWEN3_5,

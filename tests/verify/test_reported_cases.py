@@ -272,14 +272,7 @@ WHOLE = [
     Report("mbridge#145", by_names(QWEN, *QWEN_MAIN, *QWEN_MTP, *FUSED), COMPLETE, "pass"),
     Report(
         "vllm#53906",
-        by_names(
-            {
-                "model_type": "glm5_next",
-                "text_config": {"num_hidden_layers": 2, "num_nextn_predict_layers": 1},
-            },
-            *QWEN_MAIN,
-            *below("model.language_model.layers.2", *LATE),
-        ),
+        whole("glm5_next"),
         PRESENCE,
         "pass",
         ("1 of 1",),

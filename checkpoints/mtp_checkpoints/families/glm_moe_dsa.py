@@ -20,7 +20,7 @@ _KINDS = {"F": "full", "S": "shared"}  # of index_topk_pattern, and of indexer_t
 
 def spec(fields: Fields) -> ModelSpec:
     """Describe a config.json; every MTP layer has an indexer of its own."""
-    types = _indexer_types(fields, main_layers(fields))
+    types = indexer_types(fields, main_layers(fields))
 
     def has_indexer(layer: int) -> bool:
         return layer >= len(types) or types[layer] == "full"
@@ -30,7 +30,7 @@ def spec(fields: Fields) -> ModelSpec:
     )
 
 
-def _indexer_types(fields: Fields, layers: int) -> tuple[str, ...]:
+def indexer_types(fields: Fields, layers: int) -> tuple[str, ...]:
     """Return the kind of every main layer's indexer: as listed, by a pattern, or by a period."""
     listed = fields.values.get("indexer_types") or fields.values.get("index_topk_pattern")
     if listed is None:

@@ -69,8 +69,8 @@ class Attention(FeedForward, Protocol):
 class LayerSpec:
     """One decoder layer, main or MTP: its parts, and the names of its modules under a prefix.
 
-    feed_forward_name is "" for a part whose modules lie in the layer itself. norms are those of
-    the stream; a layer that the runtime computes has two, one before each part.
+    The name of a part is "" where its modules lie in the layer itself. norms are those of the
+    stream; a layer that the runtime computes has two, one before each part.
     """
 
     prefix: str
@@ -86,7 +86,7 @@ class LayerSpec:
 
     @property
     def attention_prefix(self) -> str:
-        return f"{self.prefix}.{self.attention_name}"
+        return f"{self.prefix}.{self.attention_name}".rstrip(".")
 
     @property
     def post_norm(self) -> str:
