@@ -14,7 +14,8 @@ import torch
 from mtp_checkpoints.containers.gguf_architectures import ARCHITECTURE_OF
 from mtp_checkpoints.containers.gguf_architectures.base import HALVES, Change
 from mtp_checkpoints.containers.gguf_file import file_layout, split_name
-from mtp_checkpoints.containers.gguf_values import Keys, Value, i32, i32s, text, texts, u16
+from mtp_checkpoints.containers.gguf_values import Keys, Value, i32, u16
+from mtp_checkpoints.containers.gguf_vocabulary import vocabulary_keys
 from mtp_checkpoints.dtypes import DType, OutputTensor, dtype_name
 from mtp_checkpoints.formats import FORMATS, FormatOptions
 from mtp_checkpoints.quantization.stored import stored_model
@@ -88,14 +89,9 @@ def gguf_model(source: Path, kind: str | None = None, *, modules: int = 1) -> Gg
             assert place is not None
             assert place.expert in (None, len(parts[place.name]))
             parts[place.name].append(own)
-    words = [f"t{number}" for number in range(checkpoint.config["vocab_size"])]
-    keys = {
-        **architecture.keys(stored.family, modules),
-        "tokenizer.ggml.model": text("gpt2"),
-        "tokenizer.ggml.pre": text("deepseek-v3"),
-        "tokenizer.ggml.tokens": texts(words),
-        "tokenizer.ggml.token_type": i32s([1] * len(words)),
-    }
+    files, config = checkpoint.files, checkpoint.config
+    words = vocabulary_keys(files, config, config["vocab_size"], "gpt-2")
+    keys = {**architecture.keys(stored.family, modules), **words}
     tensors = (
         _tensor(name, own[0] if len(own) == 1 else torch.stack(own), kind)
         for name, own in parts.items()

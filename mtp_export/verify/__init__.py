@@ -39,7 +39,7 @@ CHECKS: dict[str, Check] = {
         (
             *("files.checksums:opened", "files.presence", "files.checksums"),
             *("files.config_match", "files.quark_exclude", "files.released_values"),
-            *("files.identity", "files.pairing"),
+            *("files.identity", "files.pairing", "files.gguf_keys"),
         ),
     ),
     "ledger": Check(

@@ -6,15 +6,18 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import struct
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.make_checkpoint import TINY_CONFIG, make_checkpoint
 from cases import run_program
-from gguf_files import GgufModel, gguf_model, is_of_module
+from gguf_files import GgufModel, GgufTensor, gguf_model, is_of_module
 from mtp_checkpoints.containers.gguf_file import read_header
-from mtp_checkpoints.containers.gguf_values import u32
+from mtp_checkpoints.containers.gguf_values import Value, f32, texts, u32
 from mtp_checkpoints.sources.local_folder import LocalFolder
 
 FIXTURE = Path("fixtures/deepseek-v3-tiny").resolve()
@@ -63,18 +66,88 @@ def test_drafts_of_a_file_are_accepted(tmp_path: Path) -> None:
     assert accepted is not None and int(accepted[1]) > 0.5 * int(accepted[2]), found.err
 
 
-def test_a_module_that_was_dropped(source: Path, model: GgufModel, tmp_path: Path) -> None:
+Fault = Callable[[GgufModel], GgufModel]
+MODULE = f"blk.{LAYERS}."
+
+
+def with_tensors(model: GgufModel, *changed: GgufTensor) -> GgufModel:
+    return GgufModel(model.keys, {**model.tensors, **{one.name: one for one in changed}})
+
+
+def with_keys(**changed: Value) -> Fault:
+    keys = {f"deepseek2.{name}": value for name, value in changed.items()}
+    return lambda model: GgufModel({**model.keys, **keys}, model.tensors)
+
+
+def without_module(model: GgufModel) -> GgufModel:
     of_module = is_of_module(model)
-    place = model.only(lambda name: not of_module(name)).write(tmp_path / "tiny.gguf")
-    code, said = verified(place, source)
-    assert code == 7 and "MTP" in said
-    uncounted = {
-        "deepseek2.block_count": u32(LAYERS),
-        "deepseek2.nextn_predict_layers": u32(0),
-    }
-    model.only(lambda name: not of_module(name)).write(place, uncounted)
-    code, said = verified(place, source)
-    assert code == 7 and "MTP" in said, said
+    return model.only(lambda name: not of_module(name))
+
+
+def uncounted(model: GgufModel) -> GgufModel:
+    counted = with_keys(block_count=u32(LAYERS), nextn_predict_layers=u32(0))
+    return counted(without_module(model))
+
+
+def in_another_block(model: GgufModel) -> GgufModel:
+    def moved(name: str) -> str:
+        return name.replace(MODULE, f"blk.{LAYERS + 1}.")
+
+    tensors = {moved(name): replace(one, name=moved(name)) for name, one in model.tensors.items()}
+    return GgufModel(model.keys, tensors)
+
+
+def halves_exchanged(model: GgufModel) -> GgufModel:
+    keys, values = (model.tensors[f"{MODULE}attn_{half}.weight"] for half in ("k_b", "v_b"))
+    turned = values.values.transpose(1, 2).contiguous()
+    return with_tensors(
+        model,
+        replace(keys, values=turned),
+        replace(values, values=keys.values.transpose(1, 2).contiguous()),
+    )
+
+
+def not_transposed(model: GgufModel) -> GgufModel:
+    keys = model.tensors[f"{MODULE}attn_k_b.weight"]
+    rows = keys.values.transpose(1, 2).contiguous()
+    return with_tensors(model, replace(keys, values=rows.view(keys.shape)))
+
+
+def experts_in_another_order(model: GgufModel) -> GgufModel:
+    experts = model.tensors[f"{MODULE}ffn_up_exps.weight"]
+    return with_tensors(model, replace(experts, values=experts.values.roll(1, 0)))
+
+
+def another_vocabulary(model: GgufModel) -> GgufModel:
+    words = [f"word {number}" for number in range(CONFIG["vocab_size"])]
+    return GgufModel({**model.keys, "tokenizer.ggml.tokens": texts(words)}, model.tensors)
+
+
+FAULTS: dict[str, tuple[Fault, str]] = {
+    "module dropped": (without_module, "MTP"),
+    "module dropped and not counted": (uncounted, "MTP"),
+    "another block": (
+        in_another_block,
+        f"begin with model.layers.{LAYERS + 1}, where engines look for model.layers.{LAYERS}",
+    ),
+    "halves exchanged": (halves_exchanged, "its keys' and its values' half are exchanged"),
+    "keys not transposed": (not_transposed, "its keys' half is not transposed"),
+    "experts in another order": (
+        experts_in_another_order,
+        f"it holds model.layers.{LAYERS}.mlp.experts.3.up_proj.weight",
+    ),
+    "another gating function": (with_keys(expert_gating_func=u32(1)), "scoring_func is 'softmax'"),
+    "another scale": (with_keys(expert_weights_scale=f32(1.0)), "routed_scaling_factor is 1.0"),
+    "another vocabulary": (another_vocabulary, "another vocabulary than tokenizer.json"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_named(fault: str, source: Path, model: GgufModel, tmp_path: Path) -> None:
+    plant, says = FAULTS[fault]
+    code, said = verified(plant(model).write(tmp_path / "tiny.gguf"), source)
+    assert code == 7, said
+    assert says in said, said
 
 
 @pytest.fixture(scope="module")
@@ -108,3 +181,18 @@ def test_damage_in_a_half_is_found(bundle: Path, tmp_path: Path) -> None:
     found = run_program("verify", damaged, "--level", "files")
     assert found.code == 7
     assert "model.layers.1.self_attn.v_b_proj.weight" in found.out.replace("\n  ", " "), found.out
+
+
+def test_keys_that_contradict_config_json(bundle: Path, tmp_path: Path) -> None:
+    """llama.cpp reads the keys alone, and everything here config.json."""
+    damaged = tmp_path / "damaged"
+    shutil.copytree(bundle, damaged)
+    (path,) = (damaged / "mtp").glob("*.gguf")
+    data = path.read_bytes()
+    key = b"deepseek2.expert_weights_scale" + struct.pack("<I", 6)
+    assert data.count(key + struct.pack("<f", 2.5)) == 1
+    path.write_bytes(data.replace(key + struct.pack("<f", 2.5), key + struct.pack("<f", 1.0)))
+    found = run_program("verify", damaged, "--level", "files")
+    said = " ".join(found.out.split())
+    assert found.code == 7
+    assert "routed_scaling_factor is 1.0, and config.json has 2.5" in said, said

@@ -16,6 +16,7 @@ from mtp_checkpoints.formats.base import BLOCK
 from mtp_checkpoints.formats.verification import Bug
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.verify.diagnosis.causes import weights as causes
+from mtp_export.verify.diagnosis.latent_halves import undone_halves
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +54,7 @@ def explain(weight: WeightOnDisk, source: WeightOnDisk, weights: Mapping[str, We
         bound = level + _NEARER_DB
     spec = source.stored.weight
     of_heads = (*_of_rope(spec.rotary, found), *_of_heads(spec.head_rows, found))
-    for words, undone in (*of_heads, *_of_codes(raw)):
+    for words, undone in (*of_heads, *undone_halves(weight, found), *_of_codes(raw)):
         try:
             values = undone()
             if _sqnr_db(wanted[: len(values)], values) >= bound:

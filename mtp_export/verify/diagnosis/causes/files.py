@@ -38,6 +38,25 @@ def tensor_only_in(tensor: str, file: str, place: str) -> str:
     return f"tensor {tensor} of {file} is only in the {place}"
 
 
+NO_VOCABULARY = "the GGUF file has no tokens: prompts have to be token ids"
+NO_TOKENIZER_BESIDE = "there is no tokenizer.json to compare with, beside it or in --source"
+
+
+def key_differs(field: str, said: object, wanted: object) -> str:
+    """said: what the keys make of a field of config.json."""
+    return (
+        f"by the keys of the GGUF file {field} is {said}, and config.json has {wanted}: llama.cpp"
+        " reads the keys alone"
+    )
+
+
+def another_vocabulary(count: int, number: int, found: object, wanted: object) -> str:
+    return (
+        f"the GGUF file has another vocabulary than tokenizer.json: {counted(count, 'token')},"
+        f" the first number {number}, {str(found)[:40]!r} where {str(wanted)[:40]!r} belongs"
+    )
+
+
 def tensor_changed(tensor: str, file: str) -> str:
     return f"{tensor} in {file} has other bytes than the export wrote: damaged or replaced since"
 

@@ -265,6 +265,10 @@ COLUMN_HALVES_SWAPPED = (
     "its two halves of columns are swapped: the order of embedding and hidden state, or of two"
     " fused matrices"
 )
+LATENT_HALVES_EXCHANGED = (
+    "its keys' and its values' half are exchanged: the GGUF file has v_b in k_b's place"
+)
+LATENT_KEYS_NOT_TRANSPOSED = "its keys' half is not transposed, as k_b of a GGUF file has to be"
 ROW_HALVES_SWAPPED = "its two halves of rows are swapped"
 TRANSPOSED = "it is transposed"
 SIGN_FLIPPED = "its sign is flipped"

@@ -1,0 +1,117 @@
+"""Keys of GGUF files, which is all that llama.cpp reads of a model: they describe the model of the
+config.json beside them, and have its vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import isclose
+from typing import TYPE_CHECKING, Any
+
+from mtp_checkpoints.containers.base import CONFIG_NAME, ShardHeader
+from mtp_checkpoints.containers.gguf_architectures import ARCHITECTURES
+from mtp_checkpoints.containers.gguf_architectures.base import ARCHITECTURE
+from mtp_checkpoints.containers.gguf_architectures.keys_read import TOKENS
+from mtp_checkpoints.containers.gguf_file import NAME, GgufHeader, read_header
+from mtp_checkpoints.containers.gguf_vocabulary import vocabulary_keys
+from mtp_checkpoints.errors import MtpExportError
+from mtp_checkpoints.families.signs import flattened
+from mtp_checkpoints.sources.byte_source import ByteSource
+from mtp_checkpoints.sources.tokenizer_file import TOKENIZER_NAME
+from mtp_checkpoints.tensors.bundle_folder import MAIN
+from mtp_checkpoints.tensors.reader import Checkpoint
+from mtp_export.progress import counted
+from mtp_export.verify.check import Item, Problem, not_tested, verdict
+from mtp_export.verify.diagnosis.causes import files as causes
+
+if TYPE_CHECKING:
+    from mtp_export.verify.context import Context
+
+_COUNT = "num_nextn_predict_layers"  # a main model's file need not count the modules of another
+_TOLERANCE = 1e-6  # of numbers in single precision
+_ANY_PRE_TOKENIZER = "gpt-2"  # the tokens do not depend on it
+
+
+def run(context: Context) -> Iterator[Item]:
+    """The keys of the first file of each part, or of a checkpoint of both; nothing for files of
+    another format."""
+    seen: set[str] = set()
+    for part in context.parts:
+        if part.checkpoint is None or not part.checkpoint.shards:
+            continue
+        shard = part.checkpoint.shards[0]
+        if shard.container != NAME or str(shard.path) in seen:
+            continue
+        seen.add(str(shard.path))
+        header = read_header(shard.file)
+        yield from _config(part.name, part.checkpoint, shard, header)
+        yield _vocabulary(context, part.name, part.checkpoint, shard, header)
+
+
+def _config(
+    part: str, checkpoint: Checkpoint, shard: ShardHeader, header: GgufHeader
+) -> Iterator[Item]:
+    """The keys say what config.json says, where there is one."""
+    if CONFIG_NAME not in checkpoint.files.names():
+        return
+    names = {tensor.name for one in checkpoint.shards for tensor in _held(one)}
+    architecture = ARCHITECTURES[str(header.keys[ARCHITECTURE].data)]
+    said = flattened(architecture.config(header.keys, names))
+    wanted = flattened(checkpoint.config)
+    fields = sorted(said.keys() & wanted.keys())
+    if part == MAIN and not said.get(_COUNT):
+        fields = [field for field in fields if field != _COUNT]
+    problems = [
+        Problem(str(shard.path), causes.key_differs(field, said[field], wanted[field]))
+        for field in fields
+        if not _alike(said[field], wanted[field])
+    ]
+    yield verdict(
+        f"{part}: keys of the GGUF file", problems, counted(len(fields), "value"), CONFIG_NAME
+    )
+
+
+def _held(shard: ShardHeader) -> list[Any]:
+    return list(read_header(shard.file).shard.tensors)
+
+
+def _alike(said: object, wanted: object) -> bool:
+    numbers = isinstance(said, int | float) and isinstance(wanted, int | float)
+    if numbers and not isinstance(said, bool) and not isinstance(wanted, bool):
+        assert isinstance(said, int | float) and isinstance(wanted, int | float)
+        return isclose(said, wanted, rel_tol=_TOLERANCE)
+    return said == wanted
+
+
+def _vocabulary(
+    context: Context, part: str, checkpoint: Checkpoint, shard: ShardHeader, header: GgufHeader
+) -> Item:
+    """The tokens are those of tokenizer.json beside the file, or of the source's."""
+    name = f"{part}: vocabulary of the GGUF file"
+    tokens = header.keys.get(TOKENS)
+    if tokens is None or not isinstance(tokens.data, tuple):
+        return not_tested(name, causes.NO_VOCABULARY)
+    files = _tokenizer_of(context, checkpoint)
+    if files is None:
+        return not_tested(name, causes.NO_TOKENIZER_BESIDE)
+    try:
+        wanted = _tokens(files, checkpoint.config, len(tokens.data))
+    except MtpExportError as error:
+        return not_tested(name, str(error))
+    unlike = [n for n, pair in enumerate(zip(tokens.data, wanted, strict=True)) if len({*pair}) > 1]
+    problems = []
+    if unlike:
+        first = unlike[0]
+        words = causes.another_vocabulary(len(unlike), first, tokens.data[first], wanted[first])
+        problems.append(Problem(str(shard.path), words))
+    return verdict(name, problems, counted(len(wanted), "token"), TOKENIZER_NAME)
+
+
+def _tokenizer_of(context: Context, checkpoint: Checkpoint) -> ByteSource | None:
+    sources = [checkpoint.files, *([context.source.files] if context.source else [])]
+    return next((files for files in sources if TOKENIZER_NAME in files.names()), None)
+
+
+def _tokens(files: ByteSource, config: Mapping[str, Any], size: int) -> tuple[object, ...]:
+    found = vocabulary_keys(files, config, size, _ANY_PRE_TOKENIZER)[TOKENS].data
+    assert isinstance(found, tuple), "an array"
+    return found
