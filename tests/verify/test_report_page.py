@@ -28,6 +28,11 @@ def checks() -> Iterator[tuple[str, list[Item]]]:
     data = {"role": "attention", "storage": "int8_channel", "sqnr_db_by_layer": by_layer}
     yield "weights", [measured("attention", "40 dB", data)]
     share = {"value": 0.7, "low": 0.6, "high": 0.8, "count": 9}
+    undone = [
+        {"change": f"1 is added to the weights of norm {number}, {LONG}", "gain": share}
+        for number in range(8)
+    ]
+    yield "likelihood", [failed("nothing undone", "it is", data={"undone": undone})]
     yield (
         "acceptance",
         [
@@ -89,7 +94,7 @@ def test_everything_can_be_read(scheme: str, width: int, browser: Browser, tmp_p
     if folder := os.environ.get("PICTURES"):
         browser.picture(Path(folder) / f"report-{scheme}-{width}.png")
     names = browser.run(NAMES)
-    assert len(names) == 5 and all(names) and len(set(names)) == 5, names
+    assert len(names) == 6 and all(names) and len(set(names)) == 6, names
     assert browser.run(FLAWS) == []
     assert browser.run(FITS)
     top = "document.querySelector('pre').getBoundingClientRect().bottom <= 800"

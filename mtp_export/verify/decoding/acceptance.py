@@ -16,10 +16,12 @@ from mtp_export.verify.diagnosis.alternatives import (
     LEAST_GAIN_NATS,
     Alternative,
     alternatives,
+    best_of,
     extra_alternatives,
     first_token,
 )
 from mtp_export.verify.diagnosis.causes import decoding as causes
+from mtp_export.verify.diagnosis.undone import undone
 from mtp_export.verify.diagnosis.variants import LOADING
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.decode import Decoded
@@ -38,9 +40,7 @@ def run(context: Context) -> Iterator[Item]:
     for k in context.options.ks:
         yield from of_k(corpus.speculative(k), k)
     tried = alternatives(corpus)
-    better = best_of(tried)
-    known = None if better is None else better.explained
-    yield _no_collapse(corpus, max(context.options.ks), known)
+    yield _no_collapse(corpus, max(context.options.ks), _explained(best_of(tried)))
     yield from _with_activations(context, max(context.options.ks))
     yield from drafter_items(corpus, max(context.options.ks))
     yield from diagnosed(corpus, tried, damage=context.named_damage)
@@ -109,7 +109,7 @@ def diagnosed(
     if generated:
         yield _sanity_band(corpus, better, damage)
     yield not_tested(_OTHERS, causes.damaged(damage)) if damage else _none_better(_OTHERS, tried)
-    loaded_wrongly = better is not None and better.kind == LOADING and not _drafts(corpus)
+    loaded_wrongly = bool(better) and better[0].kind == LOADING and not _drafts(corpus)
     if damage or loaded_wrongly:
         why = causes.damaged(damage) if damage else causes.loaded_wrongly(_OTHERS)
         yield not_tested(_FIRST_TOKEN, why)
@@ -118,9 +118,9 @@ def diagnosed(
     yield _contract(corpus, tried)
 
 
-def best_of(tried: Sequence[Alternative]) -> Alternative | None:
-    """The best of the alternatives that are better than the module as it is."""
-    return next((a for a in tried if a.better and a.helps), None)
+def _explained(better: Sequence[Alternative]) -> str:
+    """The alternatives that explain a fault equally, as a sentence; "" without any."""
+    return causes.one_of([one.explained for one in better]) if better else ""
 
 
 def conditional(decoded: Decoded, position: int) -> Estimate | None:
@@ -194,15 +194,15 @@ def _drafts(corpus: Corpus) -> bool:
     return found is None or is_in_band(found)
 
 
-def _sanity_band(corpus: Corpus, better: Alternative | None, damage: str) -> Item:
+def _sanity_band(corpus: Corpus, better: Sequence[Alternative], damage: str) -> Item:
     """Acceptance of the first draft at every position of the texts."""
     name, bound = "sanity band of draft 1", f"at least {gates.LEAST_ACCEPTANCE}"
     found = first_draft(corpus)
     if found is None:
         return not_tested(name, "nothing was drafted: the texts are too short")
     cause = causes.damaged(damage) if damage else causes.NO_KNOWN_BUG
-    if better is not None and not damage and (better.other or 0.0) >= gates.LEAST_ACCEPTANCE:
-        cause = better.explained
+    if better and not damage and (better[0].other or 0.0) >= gates.LEAST_ACCEPTANCE:
+        cause = _explained(better)
     return judged(
         name,
         holds=is_in_band(found),
@@ -213,7 +213,7 @@ def _sanity_band(corpus: Corpus, better: Alternative | None, damage: str) -> Ite
     )
 
 
-def _no_collapse(corpus: Corpus, k: int, known: str | None) -> Item:
+def _no_collapse(corpus: Corpus, k: int, known: str) -> Item:
     """Each later draft keeps most of the acceptance of the one before it."""
     name, bound = "later drafts hold", f"each at least {LEAST_KEPT} of the one before"
     if k < 2:
@@ -241,12 +241,14 @@ def _none_better(name: str, tried: Sequence[Alternative]) -> Item:
     if all(a.gain.low is None for a in tried):
         return not_tested(name, "it takes two prompts whose texts have drafts")
     better = best_of(tried)
-    best = better or tried[0]
+    best = better[0] if better else tried[0]
     figure = f"{best.gain.value:+.3f} nats when {best.variant.change}"
-    if better is None:
+    if not better:
         return passed(name, figure=figure, bound=bound)
-    subject = MTP_MODULE if better.kind == LOADING else ""  # which the original's layer mends
-    return failed(name, better.explained, figure=figure, bound=bound, subject=subject)
+    subject = MTP_MODULE if best.kind == LOADING else ""  # which the original's layer mends
+    data = undone((one.variant.change, one.gain) for one in tried)
+    cause = _explained(better)
+    return failed(name, cause, figure=figure, bound=bound, subject=subject, data=data)
 
 
 def _first_token(corpus: Corpus) -> Item:

@@ -13,6 +13,7 @@ from mtp_export.verify.context import Context
 from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.leanings import Leanings
 from mtp_export.verify.diagnosis.suspected import MainEvidence, MainVariant, main_variants
+from mtp_export.verify.diagnosis.undone import undone
 from mtp_export.verify.evidence.likelihood import Likelihood, chance
 from mtp_export.verify.evidence.plain_text import KINDS, PlainTexts
 from mtp_export.verify.evidence.statistics import Estimate
@@ -38,6 +39,21 @@ class Likelier:
         if self.variant.is_proven:
             return high is None or high >= 0
         return low is not None and low > 0 and self.gain.value > LEAST_LIKELIER_NATS
+
+    @property
+    def explained(self) -> str:
+        """The finding as a sentence."""
+        variant = self.variant
+        if variant.is_proven:
+            return variant.cause
+        return causes.likelier(variant.cause, self.gain.value, variant.change)
+
+    def is_as_good_as(self, best: Likelier) -> bool:
+        """True where the intervals of the gains overlap, or something else proves it too."""
+        highest, lowest = self.gain.high, best.gain.low
+        if self.variant.is_proven or highest is None or lowest is None:
+            return True
+        return highest >= lowest
 
 
 def run(context: Context) -> Iterator[Item]:
@@ -103,10 +119,9 @@ def _none_better(own: Likelihood, evidence: MainEvidence, context: Context) -> I
         return passed(name, figure="nothing to be undone", bound=bound)
     best = tried[0]
     figure = f"{best.gain.value:+.3f} nats when {best.variant.change}"
-    better = next((one for one in tried if one.better), None)
-    if better is None:
+    better = [one for one in tried if one.better]
+    if not better:
         return passed(name, figure=figure, bound=bound)
-    cause = better.variant.cause
-    if not better.variant.is_proven:
-        cause = causes.likelier(cause, better.gain.value, better.variant.change)
-    return failed(name, cause, figure=figure, bound=bound)
+    cause = causes.one_of([one.explained for one in better if one.is_as_good_as(better[0])])
+    data = undone((one.variant.change, one.gain) for one in tried)
+    return failed(name, cause, figure=figure, bound=bound, data=data)

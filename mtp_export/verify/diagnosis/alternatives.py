@@ -3,7 +3,7 @@ export bug that it undoes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -35,6 +35,20 @@ LEAST_ACCEPTED = 0.1
 CONFIDENCE = 0.98
 # Texts on which a variant must not be worse before it is tried on all.
 _SAMPLED_TEXTS = 4
+
+
+@dataclass(frozen=True)
+class Gain(Estimate):
+    """A gain, and what it is made of by text: sums in nats, and the drafts that they are of."""
+
+    sums: tuple[float, ...] = ()
+    counts: tuple[float, ...] = ()
+
+    def is_told_from(self, best: Gain) -> bool:
+        """True for one that is less than another of the same drafts, text by text."""
+        lost = [one - other for one, other in zip(best.sums, self.sums, strict=True)]
+        found = ratio(lost, self.counts, CONFIDENCE)
+        return found is not None and found.low is not None and found.low > 0
 
 
 @dataclass(frozen=True)
@@ -73,6 +87,13 @@ class Alternative:
         least = gates.LEAST_RISE if self.own < gates.LEAST_ACCEPTANCE else 0.0
         rises = self.other - self.own > least or isinstance(self.variant, Variant)
         return self.other >= LEAST_ACCEPTED and rises
+
+    def explains_as_well_as(self, best: Alternative) -> bool:
+        """True where the drafts do not tell which of the two is better."""
+        own, other = self.gain, best.gain
+        if isinstance(own, Gain) and isinstance(other, Gain) and own.counts == other.counts:
+            return not own.is_told_from(other)
+        return own.high is not None and other.low is not None and own.high >= other.low
 
     @property
     def kind(self) -> str:
@@ -182,6 +203,13 @@ def _share(hit: torch.Tensor | None, room: torch.Tensor) -> float | None:
     return None if hit is None else float(hit[room].float().mean())
 
 
+def best_of(tried: Sequence[Alternative]) -> list[Alternative]:
+    """The best of the alternatives that are better than the module as it is, and those that explain
+    it as well, best first; none where none is better."""
+    better = [one for one in tried if one.better and one.helps]
+    return [one for one in better if one is better[0] or one.explains_as_well_as(better[0])]
+
+
 def _best_first(tried: Iterable[Alternative]) -> list[Alternative]:
     return sorted(tried, key=lambda alternative: -alternative.gain.value)
 
@@ -237,11 +265,13 @@ def _clamped(scores: torch.Tensor) -> torch.Tensor:
 
 def _gain(
     corpus: Corpus, scores: torch.Tensor, before: torch.Tensor, anchors: Anchors, depth: int
-) -> Estimate | None:
+) -> Gain | None:
     """The mean gain of scores [A] over those before, of tokens at a depth from 1."""
     room, difference = corpus.texts.room(anchors, depth), scores - before
     sums = corpus.by_text(difference, room, anchors)
-    return ratio(sums, corpus.by_text(torch.ones_like(difference), room, anchors), CONFIDENCE)
+    counts = corpus.by_text(torch.ones_like(difference), room, anchors)
+    found = ratio(sums, counts, CONFIDENCE)
+    return None if found is None else Gain(**vars(found), sums=tuple(sums), counts=tuple(counts))
 
 
 @torch.inference_mode()

@@ -7,8 +7,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mtp_export.progress import format_bytes
-from mtp_export.verify.report.plots import MOST_SERIES, Bar, Interval, Line, bars, intervals, lines
+from mtp_export.verify.report.plots import (
+    MOST_SERIES,
+    Bar,
+    Interval,
+    Line,
+    bars,
+    intervals,
+    lines,
+    ranking,
+)
 from mtp_export.verify.report.report import Report, method_of
+from mtp_export.verify.report.undone import gain_text, undone_of
 
 
 @dataclass(frozen=True)
@@ -23,7 +33,21 @@ class Chart:
 
 def charts(report: Report) -> tuple[Chart, ...]:
     """Return the charts of all figures that a report has."""
-    return (*_acceptance(report), *_sqnr(report), *_sizes(report), *_speed(report))
+    return (
+        *_undone(report),
+        *(chart for draw in (_acceptance, _sqnr, _sizes, _speed) for chart in draw(report)),
+    )
+
+
+def _undone(report: Report) -> Iterator[Chart]:
+    """The changes that were undone to explain a failure, best first."""
+    for number, (check, _, rows) in enumerate(undone_of(report), start=1):
+        bars_of = [
+            Bar(row["change"], value=max(0.0, row["gain"]["value"]), text=gain_text(row["gain"]))
+            for row in rows
+        ]
+        title = f"Check {check}: gain in nats per token when a fault is undone, with its interval"
+        yield Chart(f"undone-{number}", title, ranking(bars_of, title))
 
 
 def _acceptance(report: Report) -> Iterator[Chart]:

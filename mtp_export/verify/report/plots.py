@@ -15,6 +15,7 @@ _WIDTH, _LEFT, _RIGHT = 360, 34, 8
 _ROW, _TOP, _BOTTOM = 26, 8, 24
 _HEIGHT = 210
 _LEGEND_ROW = 18
+_LABEL, _VALUE = 54, 130  # characters of a label above its bar, and room for a value behind one
 _DOT = 4  # radius of a series of one point
 MOST_SERIES = 6
 # A chart in a file of its own is seen on pages of any colour: it brings its background.
@@ -100,6 +101,27 @@ def bars(rows: Sequence[Bar], title: str, mark: float | None = None) -> str:
         parts.append(
             f'<line class="grid mark" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{height - _TOP}"/>'
         )
+    return _svg(height, parts, title)
+
+
+def ranking(rows: Sequence[Bar], title: str) -> str:
+    """A chart of horizontal bars from zero, each below its label, which may be long; the best one
+    is of another series."""
+    height = 2 * _TOP + 2 * _ROW * len(rows)
+    most = max((row.value for row in rows), default=0.0) or 1.0
+    span = _WIDTH - 2 * _RIGHT - _VALUE
+    parts = []
+    for number, row in enumerate(rows):
+        y = _TOP + 2 * _ROW * number
+        width = max(1.0, span * row.value / most)
+        label = row.label if len(row.label) <= _LABEL else f"{row.label[: _LABEL - 1]}…"
+        parts.append(_text(_RIGHT, y + 17, text=label, anchor="start"))
+        parts.append(
+            f'<rect class="s{0 if number else 1}" x="{_RIGHT}" y="{y + _ROW}" width="{width:.1f}"'
+            ' height="16" rx="2"/>'
+        )
+        x = _RIGHT + width + 6
+        parts.append(_text(x, y + _ROW + 12, text=row.text, anchor="start", style="strong"))
     return _svg(height, parts, title)
 
 

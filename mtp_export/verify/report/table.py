@@ -14,13 +14,15 @@ from mtp_export.paragraphs import lines_of
 from mtp_export.verify.check import Item
 from mtp_export.verify.report.report import Report
 from mtp_export.verify.report.summary import STYLES
+from mtp_export.verify.report.undone import undone_lines
 
 _MOST_COLUMNS, _LEAST_COLUMNS = 100, 64
 
 
 @dataclass(frozen=True)
 class ItemTable:
-    """Every item by check, with figure and bound; never wider than the terminal."""
+    """Every item by check, with figure and bound, then the changes that were undone to explain
+    failures; never wider than the terminal."""
 
     report: Report
 
@@ -30,10 +32,15 @@ class ItemTable:
         """Yield the table, or its rows as lines."""
         if options.max_width >= _LEAST_COLUMNS:
             yield Constrain(_table(self.report), _MOST_COLUMNS)
-            return
-        for result, item in self.report.items:
-            row = Text.assemble(f"{result.name}, {item.name}: ", *_outcome(item))
-            yield from lines_of(row, console, options.max_width)
+        else:
+            for result, item in self.report.items:
+                row = Text.assemble(f"{result.name}, {item.name}: ", *_outcome(item))
+                yield from lines_of(row, console, options.max_width)
+        undone = list(undone_lines(self.report))
+        for line in undone:
+            yield from lines_of(Text(line), console, options.max_width, 4)
+        if undone:
+            yield Text()
 
 
 def _table(report: Report) -> Table:

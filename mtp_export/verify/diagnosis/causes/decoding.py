@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+_MOST_EQUAL = 3
 # --- The MTP module: tensors that an export mixed up ----------------------------------------------
 
 CONCATENATION_REVERSED = (
@@ -67,6 +70,15 @@ def router_rolled(way: str) -> str:
 
 def expert_negated(expert: str) -> str:
     return f"down_proj of {expert} has the wrong sign"
+
+
+def one_of(explained: Sequence[str]) -> str:
+    """explained: sentences on causes that explain a fault equally, best first."""
+    if len(explained) == 1:
+        return explained[0]
+    more = len(explained) - _MOST_EQUAL
+    shown = "; or ".join(explained[:_MOST_EQUAL])
+    return f"several explain it equally: {shown}" + (f"; or {more} more" if more > 0 else "")
 
 
 def damaged(damage: str) -> str:
