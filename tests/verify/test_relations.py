@@ -149,6 +149,15 @@ def test_what_has_much_in_common_is_said(
     assert words in str(partly(compared, [], {}))
 
 
+@pytest.mark.parametrize("centre", [0, 1])
+def test_vectors_that_are_shifted_or_doubled_here_and_there(centre: int, tmp_path: Path) -> None:
+    wanted = centre + 0.1 * seeded(64)
+    late = torch.cat([torch.zeros(2), wanted[:-2]])
+    assert "its elements are shifted by 2, and not rolled" in str(said(tmp_path, late, wanted))
+    doubled = torch.where(torch.arange(64) % 3 == 0, 2 * wanted, wanted)
+    assert "22 of its 64 elements are 2 times" in str(said(tmp_path, doubled, wanted))
+
+
 @pytest.mark.parametrize("noise_db", [0, 6, 12, 20, 30, 40])
 def test_weights_of_another_training_have_nothing_in_part(noise_db: int, tmp_path: Path) -> None:
     wanted = seeded(128, 128)
@@ -175,6 +184,7 @@ def test_weights_of_another_training_have_nothing_in_part(noise_db: int, tmp_pat
             lambda w: w.bfloat16().half().view(torch.bfloat16).float(),
             "its bits are fp16's, read as bf16",
         ),
+        (lambda w: 1 / w, "it is the reciprocal of the source's"),
         (bytes_swapped, "the two bytes of each of its elements are swapped"),
     ],
 )

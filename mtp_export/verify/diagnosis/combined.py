@@ -15,7 +15,7 @@ from mtp_export.verify.diagnosis.factors import Relation, ratios, shown
 from mtp_export.verify.diagnosis.orders import Subject, find_order, noise_of
 from mtp_export.verify.diagnosis.sketches import Axis, projection, values
 
-_SORTED_ELEMENTS = 1 << 25  # of weights whose rows are sorted, to match them in any order
+_SORTED_ELEMENTS = 1 << 24  # of weights whose rows are sorted, to match them in any order
 _PLAIN = 0.01  # a factor nearer to one is none
 _LEAST_EACH = 4  # elements of a row or column whose factor is of no known vector
 _SAME_FACTORS = 0.02  # spread of the quotients of factors and the vector that they are

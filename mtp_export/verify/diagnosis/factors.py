@@ -12,6 +12,7 @@ import torch
 
 from mtp_export.verify.diagnosis.causes import relations as causes
 from mtp_export.verify.diagnosis.causes import weights as weight_causes
+from mtp_export.verify.diagnosis.compared import LEAST_NOISE
 from mtp_export.verify.diagnosis.sketches import Axis, Sketches, Sums
 
 _NEAR_SCALES = 1.5  # ratio of the scales of like tensors, at most
@@ -143,7 +144,9 @@ def _of_axis(axis: Axis, most_noise: float, *, other_scales: bool) -> Relation |
         return None
     if other_scales and all(_is_of_scales(float(factor)) for factor in changed):
         return None
-    if axis.elements == 1 and not all(_is_believed(*one) for one in changed.items()):
+    is_exact = len(changed) < len(levels) == 2 and noise <= LEAST_NOISE
+    is_believed = is_exact or all(_is_believed(*one) for one in changed.items())
+    if axis.elements == 1 and not is_believed:
         return None
     words = (_part_words(axis, members, factor) for factor, members in changed.items())
     return Relation(" and ".join(words), noise)

@@ -14,7 +14,7 @@ from mtp_export.verify.diagnosis.orders import noise_of
 
 _UNLIKE = 0.1  # of a weight's variance, which a function of the source's does not give
 _LEAST_CLIPPED = 4  # elements at a limit
-_EQUAL = 0.9  # of the elements, where others may not be finite
+_EQUAL = 0.9  # of the elements that differ, where others may not be finite
 
 
 _FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -43,9 +43,10 @@ def of_functions(compared: Compared, most_noise: float) -> Iterator[Relation]:
             yield Relation(words, noise / signal)
     if len(compared.weight.tensors) > 1:
         return
-    for words, changed in _exact(wanted):
-        equal = changed.to(stored_as).float() == found
-        if float(equal.float().mean()) >= _EQUAL:
+    differs = found != wanted
+    for words, changed in (*((w, one(wanted)) for w, one in functions.items()), *_exact(wanted)):
+        equal = (changed.to(stored_as).float() == found)[differs]
+        if len(equal) and float(equal.float().mean()) >= _EQUAL:
             yield Relation(words, 0.0)
 
 

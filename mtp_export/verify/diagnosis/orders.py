@@ -14,6 +14,10 @@ _DISTANCES = 1 << 24  # that are in memory at a time
 # A source is a row's if its squared distance is within this share of the row's square, and of the
 # second nearest's. Scales that stayed while codes moved leave a tenth.
 _NEAR = 0.3
+_EXACT = 1e-6  # of a row's square, of a copy whose sketch was summed in another order
+_BESIDE = 2
+_SAMPLE = 512  # rows that are compared with all, before all are
+_LEAST_MATCHED = 0.05  # of them
 _MATCHED = 0.9  # of the rows, where the others are alike or zero
 _LEAST_BLOCK = 4  # elements of a vector: shorter pieces of it may occur twice
 
@@ -129,18 +133,46 @@ def nearest(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         stays = here <= _NEAR**2 * torch.minimum(found.square().sum(1), wanted.square().sum(1))
         places[stays] = stays.nonzero()[:, 0]
     open_rows = (places < 0).nonzero()[:, 0]
+    places[open_rows] = _exact(found[open_rows], wanted)
+    open_rows = (places < 0).nonzero()[:, 0]
+    some = open_rows[:: len(open_rows) // _SAMPLE + 1]
+    places[some] = _nearest_of_all(found[some], wanted)
+    if int((places[some] >= 0).sum()) >= _LEAST_MATCHED * len(some):
+        rest = (places < 0).nonzero()[:, 0]
+        places[rest] = _nearest_of_all(found[rest], wanted)
+    return places
+
+
+def _exact(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The row of wanted that each row is but for the last bits, -1 for none: one of those whose
+    first elements are next to its own."""
+    order = wanted[:, 0].argsort()
+    at = torch.searchsorted(wanted[order, 0].contiguous(), found[:, 0].contiguous())
+    beside = (at[:, None] + torch.arange(-_BESIDE, _BESIDE)).clamp(0, len(wanted) - 1)
+    places = order[beside]
+    far = (found[:, None] - wanted[places]).square().sum(2)
+    best, index = far.min(1)
+    chosen = places.gather(1, index[:, None])
+    second = far.masked_fill(places == chosen, torch.inf).min(1)[0]
+    squares = found.square().sum(1)
+    near = (best <= _EXACT * squares) & (second > _EXACT * squares)
+    return torch.where(near, chosen[:, 0], -1)
+
+
+def _nearest_of_all(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The row of wanted that each row is nearest to, -1 where none, or more than one, is near."""
+    places = torch.full((len(found),), -1)
     squares = wanted.square().sum(1)
     step = max(1, _DISTANCES // len(wanted))
-    for start in range(0, len(open_rows), step):
-        some = open_rows[start : start + step]
-        rows = found[some]
+    for start in range(0, len(found), step):
+        rows = found[start : start + step]
         own = rows.square().sum(1)
         far = (squares + own[:, None] - 2 * rows @ wanted.t()).clamp_min_(0)
         best, index = far.topk(min(2, len(wanted)), largest=False)
         near = best[:, 0] <= _NEAR * own
         if len(wanted) > 1:
             near &= best[:, 0] <= _NEAR * best[:, 1]
-        places[some] = torch.where(near, index[:, 0], -1)
+        places[start : start + step] = torch.where(near, index[:, 0], -1)
     return places
 
 

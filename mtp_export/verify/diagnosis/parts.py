@@ -10,7 +10,7 @@ from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.verify.diagnosis.causes import relations as causes
 from mtp_export.verify.diagnosis.compared import WINDOW_ROWS, Compared, share_of
 from mtp_export.verify.diagnosis.factors import Relation
-from mtp_export.verify.diagnosis.orders import nearest
+from mtp_export.verify.diagnosis.orders import nearest, noise_of
 from mtp_export.verify.diagnosis.sketches import Axis, values
 
 _MOST_DAMAGED = 0.75  # of the rows or columns: more in common is needed to say what is not
@@ -96,15 +96,22 @@ def _moved_words(axis: Axis, places: torch.Tensor, near: torch.Tensor) -> str:
     return causes.some_of_the_sources(axis.noun, int(near.sum()), kept, axis.count)
 
 
-def of_an_offset(compared: Compared, most_noise: float) -> Iterator[Relation]:
+def of_an_offset(compared: Compared, _: float) -> Iterator[Relation]:
     """Yield that elements lie some places from their own, across the ends of rows."""
     found, wanted = (one.reshape(-1).double() for one in compared.first_rows)
+    squares = float(wanted.square().sum())
+    found, wanted = found - wanted.mean(), wanted - wanted.mean()
     count, columns = len(found), compared.sketches.rows.elements
-    if columns == 1:
-        return
     ours, theirs = (torch.fft.rfft(one, n=2 * count) for one in (found, wanted))
     by = int(torch.fft.irfft(ours * theirs.conj(), n=2 * count).argmax())
     by = by - 2 * count if by > count else by
-    if by % columns and abs(by) <= count // 2:
-        ours, theirs = (found[by:], wanted[:-by]) if by > 0 else (found[:by], wanted[-by:])
-        yield Relation(causes.at_an_offset(by), share_of(theirs, ours))
+    if not by or abs(by) > count // 2:
+        return
+    ours, theirs = (found[by:], wanted[:-by]) if by > 0 else (found[:by], wanted[-by:])
+    if share_of(theirs, ours) > _NEAR_NOISE:
+        return
+    noise = noise_of(ours, theirs) / squares
+    if columns == 1:
+        yield Relation(causes.shifted("element", by, abs(by)), noise)
+    elif by % columns:
+        yield Relation(causes.at_an_offset(by), noise)
