@@ -19,6 +19,8 @@ from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.families.parts.mla import Mla
 from mtp_checkpoints.families.parts.sparse_mla import SparseMla
 from mtp_checkpoints.families.spec import ModelSpec
+from mtp_checkpoints.formats import WeightFormat
+from mtp_checkpoints.formats.ggml_blocks import GgmlBlocks
 from mtp_checkpoints.layouts.base import Target
 from mtp_checkpoints.quantization.stored import StoredModel
 from mtp_checkpoints.tensors.bundle_folder import MTP
@@ -37,6 +39,9 @@ _FILE_TYPES = {
     DType.GGML_Q8_0: 7,
     DType.GGML_Q5_0: 8,
     DType.GGML_Q5_1: 9,
+    DType.GGML_Q4_K: 14,
+    DType.GGML_Q5_K: 16,
+    DType.GGML_Q6_K: 18,
     DType.BF16: 32,
     DType.GGML_MXFP4: 38,
 }
@@ -146,13 +151,18 @@ def _split(step: Step, names: tuple[str, ...], sizes: LatentSizes) -> Step:
     operation = SplitLatentUp(sizes)
     if isinstance(step.operation, Convert):
         own = step.operation
-        operation = SplitLatentUp(sizes, own.format, own.source, own.scale_rule)
-    divisor = operation.format.k_divisor
-    if sizes.nope % divisor:
+        operation = SplitLatentUp(
+            sizes,
+            (own.format.for_columns(sizes.nope), own.format.for_columns(sizes.latent)),
+            own.source,
+            own.scale_rule,
+        )
+    of_keys, of_values = operation.formats
+    if sizes.nope % of_keys.k_divisor:
         raise UnsupportedError(
-            f"Tensor {output.name} cannot become {operation.format.storage}",
-            expected=f"qk_nope_head_dim divisible by {divisor}, as its transposed half has rows of"
-            " so many",
+            f"Tensor {output.name} cannot become {of_keys.storage}",
+            expected=f"qk_nope_head_dim divisible by {of_keys.k_divisor}, as its transposed half"
+            " has rows of so many",
             found=sizes.nope,
             todo="Nothing was written. Choose another scheme",
         )
@@ -161,9 +171,15 @@ def _split(step: Step, names: tuple[str, ...], sizes: LatentSizes) -> Step:
         (sizes.heads, sizes.value, sizes.latent),
     )
     outputs = tuple(
-        OutputTensor(name, output.dtype, shape) for name, shape in zip(names, shapes, strict=True)
+        OutputTensor(name, _dtype_of(own, output.dtype), shape)
+        for name, own, shape in zip(names, operation.formats, shapes, strict=True)
     )
     return step._replace(operation=operation, outputs=outputs)
+
+
+def _dtype_of(one: WeightFormat, plain: DType) -> DType:
+    """Return the dtype of what a format of GGUF files holds; that of unquantized ones is given."""
+    return one.dtype if isinstance(one, GgmlBlocks) else plain
 
 
 def _latent_sizes(family: ModelSpec) -> LatentSizes:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mtp_checkpoints.containers import SAFETENSORS
 from mtp_checkpoints.errors import UnsupportedError, UsageError
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.formats import (
@@ -354,7 +355,9 @@ def _conversion(
     renamed = choice.has_groups and not choice.dialect.native_fp8
     heads = {} if choice.head is None else {Role.HEAD: choice.head}
     blocks_or_plain = (Fp8Block.storage, Unquantized.storage)
-    packs_attention = scheme.storages[Role.ATTENTION] not in blocks_or_plain
+    # llama.cpp multiplies with blocks of what attention absorbs too.
+    is_read_whole = scheme.container == SAFETENSORS.name
+    packs_attention = is_read_whole and scheme.storages[Role.ATTENTION] not in blocks_or_plain
     return Conversion(
         scheme=scheme.name,
         storages={**scheme.with_tables, **heads},

@@ -21,7 +21,10 @@ from mtp_checkpoints.formats import (
 )
 from mtp_checkpoints.formats.ggml_blocks import (
     Q4,
+    Q4K,
     Q5,
+    Q5K,
+    Q6K,
     Q8,
     Mxfp4,
     Q4WithMinimum,
@@ -96,6 +99,9 @@ SCHEMES: dict[str, Scheme] = {
     "q5_0": blocks_of("q5_0", Q5.storage),
     "q4_1": blocks_of("q4_1", Q4WithMinimum.storage),
     "q4_0": blocks_of("q4_0", Q4.storage),
+    "q6_k": blocks_of("q6_k", Q6K.storage),
+    "q5_k": blocks_of("q5_k", Q5K.storage),
+    "q4_k": blocks_of("q4_k", Q4K.storage),
     "gguf_mxfp4": blocks_of("gguf_mxfp4", Mxfp4.storage),
 }
 

@@ -71,7 +71,7 @@ class Conversion(PartStorage):
         if stays:
             return copy_step(tensor, name)
         assert storage is not None, "it stays otherwise"
-        converted = FORMATS[storage].of_options(self.options)
+        converted = FORMATS[storage].of_options(self.options).for_columns(tensor.shape[-1])
         _check(tensor, converted)
         own = [stored.name for stored in one.tensors if stored.name in tensors]
         joined = self._joined_with(one, tensors) if converted.of_whole_matrix else []

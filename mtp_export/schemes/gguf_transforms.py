@@ -55,11 +55,12 @@ class SplitLatentUp:
     """Projection of the latents, by head to [nope key | value], as two tensors: the keys' [h, c, n]
     is transposed in every head, the values' is [h, v, c].
 
-    Where neither format quantizes, the elements are unchanged. scale_rule as of a conversion.
+    formats are those of keys and values. Where neither they nor the source's quantize, the elements
+    are unchanged. scale_rule as of a conversion.
     """
 
     sizes: LatentSizes
-    format: WeightFormat = UNQUANTIZED
+    formats: tuple[WeightFormat, WeightFormat] = (UNQUANTIZED, UNQUANTIZED)
     source: WeightFormat = UNQUANTIZED
     scale_rule: str = "minmax"
 
@@ -67,9 +68,14 @@ class SplitLatentUp:
     uses_torch: ClassVar[bool] = True
 
     @property
+    def format(self) -> WeightFormat:
+        """Format of the first output."""
+        return self.formats[0]
+
+    @property
     def converts(self) -> bool:
         """True where elements change."""
-        return not (self.format is UNQUANTIZED and self.source is UNQUANTIZED)
+        return any(one is not UNQUANTIZED for one in (*self.formats, self.source))
 
     def run(
         self,
@@ -86,7 +92,10 @@ class SplitLatentUp:
                 heads = self._values(inputs, start, stop).view(-1, self._head_rows, latent)
                 keys = heads[:, :nope].transpose(1, 2).reshape(-1, nope)
                 values = heads[:, nope:].reshape(-1, latent)
-                halves = [self._stored(half.contiguous(), errors) for half in (keys, values)]
+                halves = [
+                    self._stored(half.contiguous(), own, errors)
+                    for half, own in zip((keys, values), self.formats, strict=True)
+                ]
             for number, half in enumerate(halves):
                 sink(number, bytes_of(array_of(half)))
         return quality(errors) if errors else {}
@@ -114,9 +123,11 @@ class SplitLatentUp:
         scale = inputs[1].rows(start // per_scale, -(-stop // per_scale))
         return quantize.checked_values(self.source.source(codes, scale))
 
-    def _stored(self, values: torch.Tensor, errors: list[ErrorStats]) -> torch.Tensor:
+    def _stored(
+        self, values: torch.Tensor, own: WeightFormat, errors: list[ErrorStats]
+    ) -> torch.Tensor:
         if not self.converts:
             return values
-        tensors, error = self.format.quantize(values, self.scale_rule)
+        tensors, error = own.quantize(values, self.scale_rule)
         errors.append(error)
         return tensors[0]

@@ -96,6 +96,7 @@ def weigh(family: ModelSpec, scheme: str, in_part: Callable[[TensorSpec], bool])
         if spec.role in storages and len(spec.shape) == 2:
             if (spec.role, spec.shape) not in alike:
                 stored_as = FORMATS[storages[spec.role]].of_options(FormatOptions())
+                stored_as = stored_as.for_columns(spec.shape[-1])
                 tensors = stored_as.tensors(spec.name, spec.shape)
                 alike[spec.role, spec.shape] = sum(tensor.size_bytes for tensor in tensors)
             size_bytes += alike[spec.role, spec.shape]

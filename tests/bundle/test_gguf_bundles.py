@@ -30,6 +30,7 @@ from cases import (
 )
 from mtp_checkpoints.families import family_of
 from mtp_checkpoints.families.base import Role
+from mtp_checkpoints.formats import FORMATS, FormatOptions
 from mtp_export.schemes.table import GGUF_SCHEMES
 from runtime.checkpoints import SMALL_CONFIGS, write_checkpoint
 
@@ -256,6 +257,19 @@ def test_other_families_are_whole(model_type: str, tmp_path: Path) -> None:
 
 TABLES = (Role.EMBEDDING, Role.HEAD)
 TYPES = {"gguf_mxfp4": "MXFP4"}
+# Of rows that 256 does not divide, as nearly all of the miniature's.
+FALLBACK = {"Q6_K": "Q8_0", "Q5_K": "Q5_1", "Q4_K": "Q5_0"}
+FILE_TYPES = {"Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "MXFP4": 38}
+
+
+def coded(values: Any, kind: Any) -> Any:
+    """Values that blocks leave; those of K-quants, which the package does not encode, as they
+    are written, as test_ggml_blocks compares them with llama.cpp's."""
+    if not kind.name.endswith("_K"):
+        return gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind)
+    one = FORMATS[kind.name.lower()].of_options(FormatOptions())
+    (blocks,), _ = one.quantize(torch.from_numpy(values).flatten(0, -2), "minmax")
+    return gguf.quants.dequantize(blocks.numpy(), kind)
 
 
 @pytest.mark.parametrize("base", GGUF_SCHEMES)
@@ -271,18 +285,18 @@ def test_every_linear_is_in_blocks(base: str, pristine: Path, tmp_path: Path) ->
             own = wanted[name if part == "main" else f"mtp/{name}"]
             is_wide = WIDE.search(name)
             expects = "Q8_0" if part == "mtp" or name in tables else kind
+            if own.shape[-1] % 256:
+                expects = FALLBACK.get(expects, expects)
             assert found == ("F32" if is_wide else expects), name
             assert values.shape == own.shape, name
             if is_wide:
                 assert torch.equal(values, own.float()), name
                 continue
             own_type = gguf.GGMLQuantizationType[expects]
-            blocks = gguf.quants.quantize(own.float().contiguous().numpy(), own_type)
-            again = torch.from_numpy(gguf.quants.dequantize(blocks, own_type))
+            again = torch.from_numpy(coded(own.float().contiguous().numpy(), own_type))
             assert torch.equal(values.float(), again.reshape(values.shape)), name
-    numbers = {"Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "MXFP4": 38}
     (reader,) = readers(output / "main")
-    assert keys_of(reader)["general.file_type"] == numbers[kind]
+    assert keys_of(reader)["general.file_type"] == FILE_TYPES[FALLBACK.get(kind, kind)]
     options = read_json(output / "mtp_export.json")["options"]
     assert (options["base_quant"], options["mtp_quant"]) == (base, "q8_0")
 

@@ -115,6 +115,11 @@ class WeightFormat(ABC):
         """Subject that k_divisor is the size of, for messages."""
         return ""
 
+    def for_columns(self, columns: int) -> WeightFormat:
+        """Return the format that takes this one's place for rows of so many columns; itself where
+        none does, whether it holds them or not."""
+        return self
+
     def columns_of(self, codes: int) -> int:
         """Return the number of columns of a weight whose rows have so many codes."""
         return codes * self.elements_per_code

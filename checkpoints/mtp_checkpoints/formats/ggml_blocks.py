@@ -165,8 +165,16 @@ class Mxfp4(GgmlBlocks):
     gate: ClassVar[FormatGate] = FOUR_BIT_GATE
 
 
-class _SuperBlocks(GgmlBlocks, ReadOnlyFormat):
-    """Blocks of 256 elements, with scales of six or eight bits of 16 or 32 of them."""
+class _SuperBlocks(GgmlBlocks):
+    """Blocks of 256 elements, with scales of six or eight bits of 16 or 32 of them.
+
+    fallback takes their place for rows that they do not divide, as in llama-quantize.
+    """
+
+    fallback: ClassVar[type[GgmlBlocks]]
+
+    def for_columns(self, columns: int) -> WeightFormat:
+        return self.fallback() if columns % self.k_divisor else self
 
 
 @dataclass(frozen=True)
@@ -175,6 +183,8 @@ class Q4K(_SuperBlocks):
 
     dtype: ClassVar[DType] = DType.GGML_Q4_K
     storage: ClassVar[str] = "q4_k"
+    operation: ClassVar[str] = "quantize_q4_k"
+    fallback: ClassVar[type[GgmlBlocks]] = Q5
     gate: ClassVar[FormatGate] = FOUR_BIT_GATE
 
 
@@ -184,6 +194,8 @@ class Q5K(_SuperBlocks):
 
     dtype: ClassVar[DType] = DType.GGML_Q5_K
     storage: ClassVar[str] = "q5_k"
+    operation: ClassVar[str] = "quantize_q5_k"
+    fallback: ClassVar[type[GgmlBlocks]] = Q5WithMinimum
     gate: ClassVar[FormatGate] = FIVE_BIT_GATE
 
 
@@ -193,4 +205,6 @@ class Q6K(_SuperBlocks):
 
     dtype: ClassVar[DType] = DType.GGML_Q6_K
     storage: ClassVar[str] = "q6_k"
+    operation: ClassVar[str] = "quantize_q6_k"
+    fallback: ClassVar[type[GgmlBlocks]] = Q8
     gate: ClassVar[FormatGate] = FIVE_BIT_GATE

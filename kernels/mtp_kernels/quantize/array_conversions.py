@@ -241,5 +241,5 @@ CONVERSIONS: dict[str, Callable[..., Converted | None]] = {
     "mxfp4_packed": to_mxfp4,
     "mxfp8": to_mxfp8,
     **dict.fromkeys(("nvfp4_packed", "nvfp4_packed_a4", "nvfp4", "nvfp4_a16"), to_nvfp4),
-    **{kind: partial(to_ggml_blocks, kind) for kind, one in GGML_BLOCKS.items() if one.is_written},
+    **{kind: partial(to_ggml_blocks, kind) for kind in GGML_BLOCKS},
 }

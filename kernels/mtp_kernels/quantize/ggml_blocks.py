@@ -2,7 +2,8 @@
 
 A row of K elements is K / elements blocks, each of codes and of the scale in front of or behind
 them, bytes one after the other. Encoders give the bits of the package `gguf`, whose quantizers are
-those of `ggml/src/ggml-quants.c`; decoders compute in its order.
+those of `ggml/src/ggml-quants.c`, and of K-quants those of llama-quantize without an importance
+matrix; decoders compute in its order.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mtp_kernels.quantize import ggml_decoded, ggml_encoded
+from mtp_kernels.quantize.ggml_encoded import SIZE
+from mtp_kernels.quantize.ggml_k_encoded import encode_k_rows
 
 
 class GgmlBlock(NamedTuple):
-    """A kind of blocks: its number among the kernels, elements and bytes of a block, and whether
-    the kernels write it."""
+    """A kind of blocks: its number among the kernels, elements and bytes of a block."""
 
     number: int
     elements: int
     bytes: int
-    is_written: bool = True
 
 
 GGML_BLOCKS: dict[str, GgmlBlock] = {
@@ -31,9 +32,9 @@ GGML_BLOCKS: dict[str, GgmlBlock] = {
     "q5_0": GgmlBlock(ggml_encoded.Q5_0, 32, 22),
     "q5_1": GgmlBlock(ggml_encoded.Q5_1, 32, 24),
     "mxfp4": GgmlBlock(ggml_encoded.MXFP4, 32, 17),
-    "q4_k": GgmlBlock(ggml_decoded.Q4_K, 256, 144, is_written=False),
-    "q5_k": GgmlBlock(ggml_decoded.Q5_K, 256, 176, is_written=False),
-    "q6_k": GgmlBlock(ggml_decoded.Q6_K, 256, 210, is_written=False),
+    "q4_k": GgmlBlock(ggml_decoded.Q4_K, 256, 144),
+    "q5_k": GgmlBlock(ggml_decoded.Q5_K, 256, 176),
+    "q6_k": GgmlBlock(ggml_decoded.Q6_K, 256, 210),
 }
 
 
@@ -61,7 +62,8 @@ def quantize_ggml_blocks(kind: str, source: Any, block_scale: Any) -> tuple[Any,
     rows, columns = source.shape
     packed = np.empty((rows, columns // block.elements * block.bytes), np.uint8)
     stats = np.empty(rows), np.empty(rows), np.empty(rows, np.float32)
-    ggml_encoded.encode_rows(block.number, source, block_scale, packed, *stats)
+    encode = ggml_encoded.encode_rows if block.elements == SIZE else encode_k_rows
+    encode(block.number, source, block_scale, packed, *stats)
     return packed, stats
 
 

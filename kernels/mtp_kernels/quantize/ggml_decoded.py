@@ -22,7 +22,7 @@ from mtp_kernels.quantize.ggml_encoded import (
 )
 
 Q4_K, Q5_K, Q6_K = range(6, 9)
-_SUPER = 256  # elements of a block of K-quants
+SUPER = 256  # elements of a block of K-quants
 _SCALES = 12  # bytes of its 16 numbers of six bits
 _INFINITY = np.uint32(0x7F800000)
 
@@ -91,12 +91,12 @@ def _scale_and_minimum(scales: Any, group: Any) -> Any:
 
 
 @inner
-def _decode_q45_k(block: Any, has_fifth: Any, out: Any) -> None:
+def decode_q45_k(block: Any, has_fifth: Any, out: Any) -> None:
     scale, least = half_of_bytes(block, 0), half_of_bytes(block, 2)
     scales = block[4 : 4 + _SCALES]
     first = 4 + _SCALES
     codes = first + (SIZE if has_fifth else 0)
-    for group in range(_SUPER // SIZE):
+    for group in range(SUPER // SIZE):
         step, below = _scale_and_minimum(scales, group)
         own, minimum = np.float32(scale * step), np.float32(least * below)
         shift = np.uint8(4 * (group % 2))
@@ -110,9 +110,9 @@ def _decode_q45_k(block: Any, has_fifth: Any, out: Any) -> None:
 
 
 @inner
-def _decode_q6_k(block: Any, out: Any) -> None:
+def decode_q6_k(block: Any, out: Any) -> None:
     scale = half_of_bytes(block, 208)
-    for group in range(_SUPER // SIZE):
+    for group in range(SUPER // SIZE):
         half, quarter = group // 4, group % 4
         low = half * 64 + (quarter % 2) * SIZE
         high = 128 + half * SIZE
@@ -136,7 +136,7 @@ def _is_finite(values: Any) -> Any:
 def decode_rows(kind: Any, packed: Any, block_bytes: Any, out: Any) -> Any:
     """Decode rows; return whether every number is finite."""
     codes = np.empty(SIZE, np.uint8)
-    size = _SUPER if kind >= Q4_K else SIZE
+    size = SUPER if kind >= Q4_K else SIZE
     finite = True
     for row in range(packed.shape[0]):
         for index in range(packed.shape[1] // block_bytes):
@@ -149,8 +149,8 @@ def decode_rows(kind: Any, packed: Any, block_bytes: Any, out: Any) -> Any:
             elif kind < MXFP4:
                 _decode_small(kind, block, codes, part)
             elif kind == Q6_K:
-                _decode_q6_k(block, part)
+                decode_q6_k(block, part)
             else:
-                _decode_q45_k(block, kind == Q5_K, part)
+                decode_q45_k(block, kind == Q5_K, part)
         finite = finite and _is_finite(out[row])
     return finite

@@ -38,7 +38,7 @@ def half_of_bytes(block: Any, at: Any) -> Any:
 
 
 @inner
-def _store_half(value: Any, out: Any, at: Any) -> Any:
+def store_half(value: Any, out: Any, at: Any) -> Any:
     """Store a number in half precision; return it as that is read."""
     bits = to_f16(value)
     out[at] = np.uint8(bits & np.uint16(0xFF))
@@ -63,7 +63,7 @@ def _byte_of(whole: Any) -> Any:
 def _encode_q8_0(part: Any, out: Any, kept: Any) -> None:
     scale = np.float32(largest(part) / _INT8_MAX)
     inverse = _inverse(scale)
-    stored = _store_half(scale, out, 0)
+    stored = store_half(scale, out, 0)
     for k in range(SIZE):
         scaled = np.float32(part[k] * inverse)
         size = float_of(magnitude_bits(scaled))
@@ -129,7 +129,7 @@ def _encode_symmetric(part: Any, bits: Any, codes: Any, out: Any, kept: Any) -> 
     top = np.float32((1 << bits) - 1)
     scale = np.float32(_farthest(part) / -offset)
     inverse = _inverse(scale)
-    stored = _store_half(scale, out, 0)
+    stored = store_half(scale, out, 0)
     for k in range(SIZE):
         shifted = np.float32(np.float32(part[k] * inverse) + np.float32(offset + _HALF))
         floor = np.float32(np.floor(shifted))
@@ -148,7 +148,7 @@ def _encode_above_minimum(part: Any, bits: Any, codes: Any, out: Any, kept: Any)
     least, most = _extremes(part)
     scale = np.float32(np.float32(most - least) / top)
     inverse = _inverse(scale)
-    stored, minimum = _store_half(scale, out, 0), _store_half(least, out, 2)
+    stored, minimum = store_half(scale, out, 0), store_half(least, out, 2)
     for k in range(SIZE):
         steps = np.float32(np.float32(part[k] - least) * inverse)
         floor = np.float32(np.floor(np.float32(steps + _HALF)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from typing import Any, cast
 
 import numpy as np
@@ -33,7 +34,14 @@ BLOCKS: dict[str, GgmlBlocks] = {
     if issubclass(known, GgmlBlocks)
 }
 WRITTEN = [name for name, one in BLOCKS.items() if not isinstance(one, ReadOnlyFormat)]
-READ = [name for name in BLOCKS if name not in WRITTEN]
+K_QUANTS = [name for name in BLOCKS if name.endswith("_k")]
+# SHA-256 of what quantize_row_q4_K_ref and its kin in libggml-base (llama-cpp-python 0.3.36) make
+# of the rows of `drawn` and of `weights`.
+OF_LLAMA_CPP = {
+    "q4_k": "e47923543c06c6c69569b0153e2b818666c80b3c1d4255d400c7902ca5abf9ad",
+    "q5_k": "0b0a5cc7814302697840fa9e6ef60d800c60b09b97d61b42f3d48fbd5b148bf6",
+    "q6_k": "20fdc652483bd16e6497ecd40f4b5d9fae5f7f1f8213440523f2ee55960d4f49",
+}
 NAME = "model.layers.0.mlp.down_proj.weight"
 
 
@@ -61,7 +69,42 @@ def drawn() -> np.ndarray[Any, Any]:
     return rows
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+def weights() -> np.ndarray[Any, Any]:
+    """Rows of several blocks, of weights of very different sizes, and of few that are not zero."""
+    random = np.random.default_rng(7)
+    spread = random.standard_normal((48, 768)) * np.exp(4 * random.standard_normal((48, 768)))
+    sparse = random.standard_normal((16, 768)) * (random.random((16, 768)) < 0.05)
+    return np.concatenate([np.clip(spread, -1e5, 1e5), sparse]).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", K_QUANTS)
+def test_k_quants_have_the_bits_of_llama_cpp(name: str) -> None:
+    digest = sha256()
+    for values in (drawn(), weights()):
+        (blocks,), error = BLOCKS[name].quantize(torch.from_numpy(values), "minmax")
+        digest.update(blocks.numpy().tobytes())
+        found = BLOCKS[name].encoded((blocks,)).dequantize()
+        noise = (torch.from_numpy(values).double() - found.double()).square().sum()
+        assert error.error_energy == pytest.approx(float(noise), rel=1e-6)
+    assert digest.hexdigest() == OF_LLAMA_CPP[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "held_by"),
+    [
+        ("q4_k", 512, "q4_k"),
+        ("q4_k", 128, "q5_0"),
+        ("q5_k", 320, "q5_1"),
+        ("q6_k", 64, "q8_0"),
+        ("q8_0", 33, "q8_0"),
+    ],
+)
+def test_rows_that_blocks_of_256_do_not_divide(name: str, columns: int, held_by: str) -> None:
+    """As tensor_type_fallback of llama-quantize has it."""
+    assert BLOCKS[name].for_columns(columns).storage == held_by
+
+
+@pytest.mark.parametrize("name", sorted({*WRITTEN} - {*K_QUANTS}))
 def test_blocks_have_the_bits_of_the_package(name: str) -> None:
     values = drawn()
     (blocks,), error = BLOCKS[name].quantize(torch.from_numpy(values), "minmax")
@@ -74,7 +117,7 @@ def test_blocks_have_the_bits_of_the_package(name: str) -> None:
     assert error.error_energy == pytest.approx(float(noise), rel=1e-6)
 
 
-@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("name", K_QUANTS)
 def test_super_blocks_are_read_as_the_package_does(name: str) -> None:
     random = np.random.default_rng(5)
     size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name.upper()]][1]
@@ -93,13 +136,13 @@ def test_super_blocks_are_read_as_the_package_does(name: str) -> None:
 @pytest.mark.parametrize("name", WRITTEN)
 def test_compiled_sources_give_the_same_blocks(name: str) -> None:
     one = BLOCKS[name]
-    values = torch.randn(130, 384, generator=torch.Generator().manual_seed(1)).bfloat16()
+    values = torch.randn(130, 768, generator=torch.Generator().manual_seed(1)).bfloat16()
     (wanted,), error = one.quantize(values.float(), "minmax")
     made = one.quantize_rows(Rows(values.view(torch.uint16).numpy()), "minmax")
     assert made is not None and np.array_equal(made.outputs[0], wanted.numpy())
     assert made.error == error
     codes = values.float().to(torch.float8_e4m3fn)
-    scale = torch.rand(2, 3, generator=torch.Generator().manual_seed(2)) + 0.1
+    scale = torch.rand(2, 6, generator=torch.Generator().manual_seed(2)) + 0.1
     (wanted,), error = one.quantize(Fp8Block(codes, scale), "minmax")
     made = one.quantize_rows(Rows(codes.view(torch.uint8).numpy(), scale.numpy()), "minmax")
     assert made is not None and np.array_equal(made.outputs[0], wanted.numpy())
@@ -108,7 +151,7 @@ def test_compiled_sources_give_the_same_blocks(name: str) -> None:
 @pytest.mark.parametrize("name", WRITTEN)
 @pytest.mark.parametrize("number", [torch.inf, -torch.inf, torch.nan])
 def test_numbers_that_are_not_finite_are_refused(name: str, number: float) -> None:
-    values = torch.ones(2, 64)
+    values = torch.ones(2, 256)
     values[1, 40] = number
     assert BLOCKS[name].quantize_rows(Rows(values.numpy()), "minmax") is None
     with pytest.raises(ValueError, match="expected finite numbers"):
@@ -117,7 +160,7 @@ def test_numbers_that_are_not_finite_are_refused(name: str, number: float) -> No
 
 @pytest.mark.parametrize("name", sorted({*WRITTEN} - {"mxfp4"}))
 def test_weights_whose_scale_half_precision_does_not_hold_are_refused(name: str) -> None:
-    values = torch.ones(2, 64)
+    values = torch.ones(2, 256)
     values[1, 40] = -1e9
     assert BLOCKS[name].quantize_rows(Rows(values.numpy()), "minmax") is None
     with pytest.raises(ValueError, match=r"half precision holds, found magnitudes up to 1e\+09"):
@@ -151,18 +194,19 @@ def test_a_format_of_one_tensor(name: str) -> None:
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_window_has_the_numbers_of_the_whole(name: str) -> None:
-    one, shape = BLOCKS[name], (5, 256)
-    (blocks,), _ = one.quantize(torch.from_numpy(drawn()[5:10]), "minmax")
+    one, shape = BLOCKS[name], (5, 512)
+    (blocks,), _ = one.quantize(torch.from_numpy(np.tile(drawn()[5:10], (1, 2))), "minmax")
     values = one.encoded((blocks,)).dequantize()
+    size = one.k_divisor
     (layout,) = one.tensors(NAME, shape)
     info = TensorInfo(*layout, cast(Any, None), 0, 0)
     spec = TensorSpec(NAME, shape, (DType.BF16,), Role.DENSE_MLP)
     stored = StoredWeight(spec, one, (StoredTensor(NAME, shape, (one.dtype,)),))
-    block_bytes = one.tensors(NAME, (1, 32))[0].size_bytes
+    block_bytes = one.tensors(NAME, (1, size))[0].size_bytes
 
     def read(tensor: TensorInfo, rows: range, columns: range | None) -> torch.Tensor:
-        assert columns is not None and columns.start % 32 == 0 == columns.stop % 32
-        at = slice(columns.start // 32 * block_bytes, columns.stop // 32 * block_bytes)
+        assert columns is not None and columns.start % size == 0 == columns.stop % size
+        at = slice(columns.start // size * block_bytes, columns.stop // size * block_bytes)
         return blocks[rows.start : rows.stop, at]
 
     for rows, columns in ((range(1, 3), range(32, 96)), (range(5), range(40, 50))):
