@@ -115,7 +115,7 @@ def _tensor(name: str, values: torch.Tensor, kind: str | None) -> GgufTensor:
     shape = tuple(values.shape)
     if len(shape) == 1 or "ffn_gate_inp" in name:
         return GgufTensor(name, DType.F32, shape, values.contiguous())
-    if kind is None:
+    if kind is None or shape[-1] % FORMATS[kind].of_options(FormatOptions()).k_divisor:
         values = values.bfloat16()
         return GgufTensor(name, dtype_name(values.dtype), shape, values)
     form = FORMATS[kind].of_options(FormatOptions())

@@ -136,6 +136,18 @@ def asked(name: str, value: Any) -> Damage:
     return lambda folder: edit_json(folder / "bundle/.mtp_export.shares/request.json", change)
 
 
+def gguf_bytes(at: int, raw: bytes) -> Damage:
+    """Return the damage that puts bytes at a place of the only GGUF file."""
+
+    def damage(folder: Path) -> None:
+        (path,) = (folder / "source").glob("*.gguf")
+        data = bytearray(path.read_bytes())
+        data[at : at + len(raw)] = raw
+        path.write_bytes(data)
+
+    return damage
+
+
 def rows(change: Callable[[dict[str, Any]], object]) -> Damage:
     """Return the damage that changes the rows on which a training is measured."""
 
@@ -155,6 +167,11 @@ _EXPERT = "model.layers.2.mlp.experts.1.up_proj.weight"
 _LONG_NUMBER = _EXPERT.replace("1", "1" * 5000)
 
 CASES: dict[str, Known] = {
+    "a GGUF file counts 2^64 - 1 tensors": Known("gguf", "gguf", gguf_bytes(8, b"\xff" * 8), 3),
+    "a GGUF file's first key is longer than the file": Known(
+        "gguf", "gguf", gguf_bytes(24, (1 << 62).to_bytes(8, "little")), 3
+    ),
+    "a GGUF file is of the other byte order": Known("gguf", "gguf", gguf_bytes(4, b"\0\0\0\3"), 3),
     "rope_theta is an object": Known("export", "fp8", field(_CONFIG, "rope_theta", {}), 3),
     "a beta is the least float": Known(
         "verify foreign",

@@ -192,6 +192,30 @@ def _foreign(sandbox: Sandbox, random: Random, lab: Lab) -> None:
         read_tensors(sandbox.source)  # which safetensors' own reader must take
 
 
+def _gguf(sandbox: Sandbox, random: Random, lab: Lab) -> None:
+    """Look at a GGUF file of others, or at a bundle of such files, in one of several ways."""
+    place = sandbox.bundle if sandbox.bundle.exists() else sandbox.source
+    files = sorted(place.glob("*.gguf"))
+    if files and random.random() < 0.5:
+        place = files[0]
+    what = random.choice(("inspect", "verify", "verify", "generate"))
+    if what == "inspect" and not sandbox.bundle.exists():
+        outcome = sandbox.run("inspect", place, "--json")
+        if outcome.code == 0:
+            _json_of(outcome)
+    elif what == "generate":
+        sandbox.run("generate", place, "--prompt", "ab", *_GENERATED)
+    else:
+        level = random.choice(("files", "weights"))
+        source = ("--source", lab.input("bf16") / "source") if random.random() < 0.5 else ()
+        options = ("--level", level, *source, "--json", "--quiet", "--workers", "1")
+        outcome = sandbox.run("verify", place, *options)
+        if outcome.code not in _OF_A_VERIFICATION:
+            raise Finding("exit", f"verify {outcome.code}", outcome.err)
+        if outcome.code in (0, 7) and bool(_failures(outcome.out)) != (outcome.code == 7):
+            raise Finding("report", "does not say what the exit code says", outcome.out[:4000])
+
+
 def _generate(sandbox: Sandbox, random: Random, lab: Lab) -> None:
     prompts = sandbox.input / "prompts.jsonl"
     method = random.choice(("mtp", "none", "inference_with_reference"))
@@ -321,6 +345,7 @@ COMMANDS: dict[str, Command] = {
     "verify files": Command(("bundle", "int4", "paddlenlp"), 10, _verify("files")),
     "verify weights": Command(("bundle", "paddlenlp"), 5, _verify("weights")),
     "verify foreign": Command((*_FOREIGN, "fp8", "bf16", "qwen"), 25, _foreign),
+    "gguf": Command(("gguf", "gguf", "gguf bundle"), 20, _gguf),
     "resume": Command(("unfinished",), 10, resuming.resume, writes="bundle"),
     "finish": Command(("shares",), 8, resuming.finish, writes="bundle"),
     "graft": Command(("awq", "gptq", "compressed", "modelopt"), 10, _graft),

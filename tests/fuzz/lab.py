@@ -24,6 +24,7 @@ from cases import (
     run_program,
 )
 from fuzz.tensors import Tensors, read_tensors
+from gguf_files import gguf_model
 from mtp_runtime.loading.draft_folder import MEDUSA_PICKLE
 from quantized_by_others import write
 from runtime.checkpoints import QWEN3_5_MOE, changed, write_checkpoint
@@ -229,6 +230,24 @@ def _quantized(method: str) -> Callable[[Path], None]:
     return make
 
 
+def _gguf(folder: Path) -> None:
+    """A GGUF file of both parts, in blocks, with a tokenizer beside it."""
+    _bf16(folder / "released")
+    source = folder / "source"
+    source.mkdir()
+    released = folder / "released/source"
+    gguf_model(released, "q8_0").write(source / "tiny.gguf")
+    for path in released.glob("tokenizer*"):
+        shutil.copy2(path, source)
+    shutil.rmtree(folder / "released")
+
+
+def _gguf_bundle(folder: Path) -> None:
+    _bf16(folder)
+    pair = ("--base-quant", "q4_0", "--target", "llama.cpp", "--pre-tokenizer", "gpt-2")
+    _done(quantize(folder / "source", folder / "bundle", *pair, "--quiet").code)
+
+
 def _foreign(method: str) -> Callable[[Path], None]:
     """A checkpoint as others publish it: its main model quantized, its MTP layer left out of that,
     and a card that names the model it was made from."""
@@ -279,6 +298,8 @@ SUBJECTS: dict[str, Callable[[Path], None]] = {
     "served": _served,
     "prompts": _prompts,
     "hub": _hub,
+    "gguf": _gguf,
+    "gguf bundle": _gguf_bundle,
     "awq": _quantized("awq"),
     "gptq": _quantized("gptq, permuted"),
     "compressed": _quantized("compressed-tensors, int4"),
