@@ -26,6 +26,7 @@ _REAL = {
     f"{_QUANTIZATION}.compressed_tensors.schemes.compressed_tensors_wNa16",
     f"{_QUANTIZATION}.compressed_tensors.utils",
     f"{_QUANTIZATION}.fp8",
+    f"{_QUANTIZATION}.modelopt_quant",
     f"{_QUANTIZATION}.utils",
     f"{_QUANTIZATION}.w4afp8",
     "sglang.srt.models.deepseek_common.utils",
@@ -133,13 +134,14 @@ def config_of(folder: Path, draft: bool) -> Any:
         CompressedTensorsConfig,
     )
     from sglang.srt.layers.quantization.fp8 import Fp8Config
+    from sglang.srt.layers.quantization.modelopt_quant import ModelOptFp4Config
     from sglang.srt.layers.quantization.w4afp8 import W4AFp8Config
 
     document = json.loads((folder / "config.json").read_text())
     stored = document.get("quantization_config")
     if stored is None:
         return None
-    classes = {"fp8": Fp8Config, "w4afp8": W4AFp8Config}
+    classes = {"fp8": Fp8Config, "w4afp8": W4AFp8Config, "modelopt": ModelOptFp4Config}
     kind = classes.get(stored["quant_method"], CompressedTensorsConfig)
     config = kind.from_config(stored | {"packed_modules_mapping": {}})
     (architecture,) = document["architectures"]
@@ -171,6 +173,8 @@ def resolved(config: Any, module: str) -> dict[str, Any]:
     name = type(method).__name__
     if method is None or name.startswith("Unquantized"):
         return {"method": "unquantized"}
+    if name.startswith("ModelOpt"):
+        return {"method": "W4A16_NVFP4" if config.is_w4a16 else "NVFP4"}
     if not name.startswith("CompressedTensors"):
         return {"method": name}
     scheme = config.get_scheme_dict(layer, module + ".0.gate_proj" if is_experts else module)
@@ -198,6 +202,9 @@ def prepare() -> None:
     compressed_tensors.WNA16_SUPPORTED_BITS = wna16.WNA16_SUPPORTED_BITS
     config = compressed_tensors.CompressedTensorsConfig
     config._check_scheme_supported = lambda *_, **__: True  # as on an H100
+    modelopt = importlib.import_module(f"{_QUANTIZATION}.modelopt_quant")
+    for method in (modelopt.ModelOptFp4LinearMethod, modelopt.ModelOptNvFp4FusedMoEMethod):
+        method.__init__ = _take  # they look for a GPU
 
 
 def main() -> None:

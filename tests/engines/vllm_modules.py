@@ -57,6 +57,13 @@ def resolved(config: Any, layer: Any, prefix: str) -> dict[str, Any]:
     }
 
 
+class NvFp4:
+    """Replacement of vLLM's methods of ModelOpt's nvfp4, which need kernels."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+
 class Fp8:
     """Replacement of vLLM's fp8 methods, which need a device that has them."""
 
@@ -65,15 +72,19 @@ class Fp8:
 
 
 def _method_name(config: Any, layer: Any, prefix: str) -> str:
-    """Fp8 or unquantized, by the class of the method; plain heads and embeddings get none at all,
-    packed ones that of linears."""
+    """Fp8, ModelOpt's algorithm or unquantized, by the class of the method; plain heads and
+    embeddings get none at all, packed ones that of linears."""
     from unittest.mock import patch
 
-    from vllm.model_executor.layers.quantization import fp8
+    from vllm.model_executor.layers.quantization import fp8, modelopt
 
-    with patch.multiple(fp8, Fp8MoEMethod=Fp8, Fp8LinearMethod=Fp8):
+    with (
+        patch.multiple(fp8, Fp8MoEMethod=Fp8, Fp8LinearMethod=Fp8),
+        patch.object(modelopt, "build_linear_method", NvFp4),
+        patch.object(modelopt.ModelOptNvFp4Config, "FusedMoEMethodCls", NvFp4),
+    ):
         method = config.get_quant_method(layer, prefix)
-    name = type(method).__name__
+    name = config.quant_method if isinstance(method, NvFp4) else type(method).__name__
     return "unquantized" if method is None or name.startswith("Unquantized") else name
 
 

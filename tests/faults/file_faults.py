@@ -120,6 +120,10 @@ def scale_missing(bundle: Path) -> None:
     planting.write(bundle / "mtp", {SCALE: None})
 
 
+def input_scale_missing(bundle: Path) -> None:
+    planting.write(bundle / "mtp", {f"{EXPERT}.input_global_scale": None})
+
+
 def scale_without_weight(bundle: Path) -> None:
     planting.write(bundle / "mtp", {f"{EXPERT}.weight": None})
 
@@ -335,6 +339,8 @@ FILE_FAULTS: tuple[Fault, ...] = (
     Fault("config edited after the export", config_edited, "files", "was changed after the export"),
     Fault("scale missing", scale_missing, "files", "is missing, though its weight is there",
           seen_as="fp8_cast_bf16"),
+    Fault("nvfp4 input scale missing", input_scale_missing, "files", "input_global_scale",
+          needs="nvfp4 inputs", seen_as="vLLM 45212"),
     Fault("scale without weight", scale_without_weight, "files", "without its weight"),
     Fault("stray scale on eh_proj", stray_scale, "files", "not a tensor of this model",
           seen_as="KeyError in vLLM"),

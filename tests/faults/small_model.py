@@ -49,6 +49,11 @@ ROWS: dict[str, tuple[str, ...]] = {
     "wint4": ("a8w8_fp8_wint4", "a8w8_fp8"),
     "wint4 for SGLang": ("a8w8_fp8_wint4", "a8w8_fp8", "--target", "sglang"),
     "w4afp8": ("a8w8_fp8_wint4", "a8w8_fp8", "--format", "w4afp8", "--target", "sglang"),
+    "nvfp4": ("weight_only_nvfp4", "weight_only_nvfp4"),
+    "nvfp4 inputs": ("a4w4_nvfp4", "a4w4_nvfp4"),
+    "modelopt": ("a4w4_nvfp4", "bf16", "--format", "modelopt"),
+    "mxfp4": ("weight_only_mxfp4", "weight_only_mxfp4"),
+    "mxfp8": ("a8w8_mxfp8", "a8w8_mxfp8"),
     "bf16": ("bf16", "bf16"),
     "int8 head": (
         *("weight_only_int4", "weight_only_int8", "--group-size", "64"),

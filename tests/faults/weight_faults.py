@@ -18,6 +18,7 @@ from faults.small_model import CONFIG, MTP, write_dense, write_row
 EXPERT = f"{MTP}.mlp.experts.1.gate_proj"
 OTHER = f"{MTP}.mlp.experts.2.gate_proj"
 UP = f"{MTP}.mlp.experts.1.up_proj"
+DOWN = f"{MTP}.mlp.experts.1.down_proj"
 MAIN_EXPERT = "model.layers.5.mlp.experts.1.down_proj"
 Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -290,6 +291,29 @@ WEIGHT_FAULTS: tuple[Fault, ...] = (
           "the groups were taken over rows", needs="int4", source=True),
     Fault("w4afp8 nibbles swapped", main(f"{MAIN_EXPERT}.weight", nibbles_swapped), "weights",
           "nibble order", needs="w4afp8", source=True),
+    Fault("nvfp4 half of an expert under another number",
+          mtp(f"{UP}.weight_global_scale", lambda number: number * 1.25), "ledger",
+          "have unlike numbers of the whole matrix", needs="nvfp4",
+          seen_as="TensorRT-LLM 14199, vLLM 54974"),
+    Fault("nvfp4 latent keys under another number than queries",
+          main("model.layers.5.self_attn.q_a_proj.weight_global_scale", lambda one: one / 2),
+          "ledger", "have unlike numbers of the whole matrix", needs="nvfp4"),
+    Fault("nvfp4 reciprocal number", mtp(f"{DOWN}.weight_global_scale", torch.reciprocal),
+          "ledger", "the reciprocal of what its layout has", needs="nvfp4"),
+    Fault("ModelOpt's nvfp4 reciprocal number",
+          main(f"{MAIN_EXPERT}.weight_scale_2", torch.reciprocal),
+          "ledger", "the reciprocal of what its layout has", needs="modelopt"),
+    Fault("nvfp4 nibbles swapped", mtp(f"{DOWN}.weight_packed", nibbles_swapped), "weights",
+          "nibble order", needs="nvfp4", source=True),
+    Fault("nvfp4 half of an expert under another input scale",
+          mtp(f"{UP}.input_global_scale", lambda number: number * 3), "ledger",
+          "have unlike scales of their inputs", needs="nvfp4 inputs"),
+    Fault("mxfp4 exponents one too large", mtp(f"{DOWN}.weight_scale", lambda one: one + 1),
+          "weights", "exponents of its scales (e8m0) are one too large", needs="mxfp4",
+          source=True),
+    Fault("mxfp8 exponents one too small", main(f"{MAIN_EXPERT}.weight_scale", lambda one: one - 1),
+          "weights", "exponents of its scales (e8m0) are one too small", needs="mxfp8",
+          source=True),
     Fault("int8 words reversed", mtp(f"{EXPERT}.weight_packed", bytes_of_words_reversed), "weights",
           "the order of the codes in a word", needs="int8", source=True),
     Fault("scales of both heads in int8 doubled", scales_of_heads_doubled, "weights",

@@ -36,6 +36,9 @@ class NvFp4(NvFp4Format):
     def multiplier(self, scale: torch.Tensor, of_matrix: torch.Tensor) -> torch.Tensor:
         return scale * of_matrix
 
+    def is_reciprocal(self, number: float) -> bool:
+        return number > 1
+
     def of_matrix(self) -> Any:
         import numpy as np
 

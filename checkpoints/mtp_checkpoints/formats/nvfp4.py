@@ -137,6 +137,11 @@ class NvFp4Format(WeightFormat):
         return converted._replace(outputs=(*converted.outputs, self.of_matrix()))
 
     @abstractmethod
+    def is_reciprocal(self, number: float) -> bool:
+        """Return True for a number of the matrix that only weights above 2688 have, and the
+        reciprocals of others'."""
+
+    @abstractmethod
     def of_matrix(self) -> Any:
         """Return the number of the matrix, as an array of the tensor's shape."""
 
@@ -191,6 +196,9 @@ class NvFp4Packed(NvFp4Format):
 
     def multiplier(self, scale: torch.Tensor, of_matrix: torch.Tensor) -> torch.Tensor:
         return scale / of_matrix
+
+    def is_reciprocal(self, number: float) -> bool:
+        return number < 1
 
     def of_matrix(self) -> Any:
         import numpy as np

@@ -250,6 +250,27 @@ def permutation_passed_over(tensors: str) -> str:
     )
 
 
+def joined_numbers_apart(joined: str, ratio: float) -> str:
+    return (
+        f"{joined} have unlike numbers of the whole matrix: engines join these linears and take one"
+        f" number for all, so some decode {ratio:.4g} times too large or small"
+    )
+
+
+def joined_inputs_apart(joined: str, ratio: float) -> str:
+    return (
+        f"{joined} have unlike scales of their inputs, {ratio:.4g} times apart: engines quantize"
+        " the inputs once for all of them, by one scale"
+    )
+
+
+def reciprocal_number(value: float) -> str:
+    return (
+        f"it is {value:.4g}, the reciprocal of what its layout has for any usual weights: every"
+        " weight of the matrix decodes as another power of its size"
+    )
+
+
 def words_in_plain_order(tensor: str) -> str:
     return (
         f"{tensor}, as the others of its part, is packed in plain nibble order: its codes go with"
