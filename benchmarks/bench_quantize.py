@@ -14,7 +14,8 @@ layer in memory; shares are those of the slower of the two limits (common/limits
 compressed-tensors quantizes and packs one expert's matrix, given the scales, for its seconds per
 element beside the whole runs'. Peak memory is the kernel's figure for the process. Rates of the
 kernels alone: bench_quantize_kernels.
---schemes int8 or int4 measures one of them; a result file that is there keeps the other.
+--schemes measures some of SCHEMES (common/plans.py), int8 and int4 unless they are named; a result
+file that is there keeps the others.
 """
 
 from __future__ import annotations
@@ -39,16 +40,12 @@ from mtp_export.bundle.quantize import plan_quantize
 _RUN = """
 import sys
 from pathlib import Path
+from benchmarks.common.plans import options
 from mtp_export.bundle.build import run_bundle
-from mtp_export.bundle.options import BundleOptions, ContentOptions, Part
+from mtp_export.bundle.quantize import plan_quantize
 from mtp_export.progress import silent
-from mtp_export.bundle.quantize import QuantizeOptions, plan_quantize
 source, output, scheme, group_size = sys.argv[1:]
-bundle = BundleOptions(Path(source), Path(output), content=ContentOptions(part=Part.MTP))
-options = QuantizeOptions(
-    bundle, scheme, scheme, group_size=int(group_size), allow_untested_pair=True
-)
-run_bundle(plan_quantize(options), silent)
+run_bundle(plan_quantize(options(Path(source), Path(output), scheme, int(group_size))), silent)
 """
 
 
@@ -99,7 +96,7 @@ def main() -> None:
     parser.add_argument("scratch", type=Path)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--group-size", type=int, default=128)
-    parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES))
+    parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=["int8", "int4"])
     parser.add_argument("--warm", action="store_true", help="leave the page cache alone")
     parser.add_argument("--result", type=Path, default=Path("benchmarks/results/quantize.json"))
     arguments = parser.parse_args()
@@ -165,10 +162,11 @@ def report(
     for scheme, plan in plans.items():
         ours, copy = seconds[f"fp8 -> {scheme}"], seconds[f"cp, the bytes of fp8 -> {scheme}"]
         ratios[f"{scheme} / cp (at most 1.5)"] = round(ours / copy, 3)
-        each = ours / elements(plan)
-        ratios[f"compressed-tensors in memory / {scheme} with the disk, an element"] = round(
-            oracle[scheme] / each, 3
-        )
+        if scheme in oracle:
+            each = ours / elements(plan)
+            ratios[f"compressed-tensors in memory / {scheme} with the disk, an element"] = round(
+                oracle[scheme] / each, 3
+            )
     return {
         "machine": machine(),
         "elements": {scheme: elements(plan) for scheme, plan in plans.items()},
@@ -177,7 +175,9 @@ def report(
         },
         "runs": {name: [asdict(run) for run in runs] for name, runs in measured.items()},
         "median_seconds": {name: round(value, 2) for name, value in seconds.items()},
-        "compressed_tensors_seconds_per_element": {name: oracle[name] for name in plans},
+        "compressed_tensors_seconds_per_element": {
+            name: seconds for name, seconds in oracle.items() if name in plans
+        },
         "ratios": ratios,
     }
 
