@@ -17,15 +17,18 @@ from pathlib import Path
 import torch
 
 from cases import export, quantize, read_json
+from faults.matrix import no_progress
 from faults.small_model import ROWS, TARGETS
 from faults.sweep import FIXTURE, ROOT, prompts_of
-from mtp_export.verify.check import Item, Status
-from mtp_export.verify.decoding import controls
+from mtp_export.verify.check import Item, Level, Status
+from mtp_export.verify.context import Context
+from mtp_export.verify.decoding import controls, likelihood
 from mtp_export.verify.decoding.acceptance import diagnosed
 from mtp_export.verify.decoding.differential import compared
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.prompts import Prompt
 from mtp_export.verify.gates import RunGate, gate_of
+from mtp_export.verify.options import VerifyOptions
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.models.model import Model
 
@@ -37,6 +40,7 @@ NAMES = (*(row for row in ROWS if row != "w4afp8"), *TARGETS)
 class Good:
     """A loaded good bundle, and its gate."""
 
+    folder: Path
     model: Model
     scheme: str
     gate: RunGate
@@ -53,16 +57,18 @@ class Good:
             outcome = export(FIXTURE, folder, "--target", name)
         assert outcome.code == 0, outcome.err
         recorded = read_json(folder / "mtp_export.json")["options"]
-        return cls(load_model(folder, LoadOptions()).model, *gate_of(recorded))
+        return cls(folder, load_model(folder, LoadOptions()).model, *gate_of(recorded))
 
 
 def items_of(good: Good, source: Model, prompts: Sequence[Prompt], tokens: int) -> list[Item]:
-    """Items of the checks that tell a good bundle from a bad one by its drafts."""
+    """Items of the checks that tell a good bundle from a bad one by drafts and plain text."""
+    context = Context.open(VerifyOptions(good.folder, None, Level.RUN), no_progress)
     corpus = Corpus(good.model, tuple(prompts), tokens)
     return [
         *compared(corpus, source, scheme=good.scheme, gate=good.gate),
         *diagnosed(corpus),
         *controls.items_of(corpus),
+        *likelihood.run(context),
     ]
 
 

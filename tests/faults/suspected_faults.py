@@ -43,6 +43,11 @@ def router_rows_reversed(bundle: Path) -> None:
     planting.change(bundle / "mtp", f"{MTP}.mlp.gate.weight", lambda w: w.flip(0))
 
 
+def shared_scale_times_four(bundle: Path) -> None:
+    name = f"{MTP}.mlp.shared_experts.down_proj.weight_scale_inv"
+    planting.change(bundle / "mtp", name, lambda scale: scale * 4)
+
+
 def main_norm_scaled(factor: float, bundle: Path) -> None:
     planting.change(bundle / "main", "model.norm.weight", lambda w: w * factor)
 
@@ -70,6 +75,8 @@ SUSPECTED_FAULTS: tuple[Fault, ...] = (
     Fault("output of attention negated",
           partial(negated_codes, "mtp", f"{MTP}.self_attn.o_proj.weight"),
           "acceptance", "o_proj of the MTP layer has the wrong sign", **_fields),
+    Fault("shared expert's scale times four", shared_scale_times_four,
+          "acceptance", "the shared expert adds about 2 times what it should", **_fields),
     Fault("one expert negated", partial(negated_codes, "mtp", EXPERT % (3, "down", "weight")),
           "acceptance", "down_proj of expert 3 has the wrong sign", **_fields),
 )  # fmt: skip

@@ -22,4 +22,6 @@ def test_good_bundle_runs_as_its_source(tmp_path: Path) -> None:
         "KL of the target's distribution",
         "top-1 agreement",
         "no other layout drafts better",
+        "temperature of plain text",
+        "no undone fault betters the main model",
     } <= passed

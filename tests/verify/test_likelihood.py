@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from cases import nightly_but, quantize
 from faults.fault import Fault
 from faults.matrix import no_progress
+from faults.small_model import ROWS
 from faults.suspected_faults import SUSPECTED_MAIN_FAULTS, config_value
 from mtp_export.verify.check import Item, Level, Status
 from mtp_export.verify.context import Context
@@ -33,9 +35,17 @@ def judged(folder: Path) -> dict[str, Item]:
     return {item.name: item for item in likelihood.run(context)}
 
 
+@pytest.mark.parametrize("row", ["", *nightly_but(["int8"], ["fp8", "int8", "int4 everywhere"])])
 @pytest.mark.parametrize("name", ["glm4-moe-tiny", "qwen3-5-tiny"])
-def test_a_good_model_passes(name: str) -> None:
-    items = judged(ROOT / "fixtures" / name)
+def test_a_good_model_passes(name: str, row: str, tmp_path: Path) -> None:
+    """As released, and in pairs of the precision table."""
+    folder = ROOT / "fixtures" / name
+    if row:
+        base, mtp, *more = ROWS[row]
+        schemes = ("--base-quant", base, "--mtp-quant", mtp, *more)
+        assert quantize(folder, tmp_path / "bundle", *schemes, "--quiet").code == 0
+        folder = tmp_path / "bundle"
+    items = judged(folder)
     assert [item.status for item in items.values()] == [Status.PASS] * 2
     found = items[TEMPERATURE].data["temperatures"]
     assert found[BUILT_IN_PROMPTS] == pytest.approx(1.0, abs=0.1)

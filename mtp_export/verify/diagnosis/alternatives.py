@@ -78,7 +78,7 @@ class Alternative:
         the many exchanges of experts one is so at any acceptance: more must be accepted by it, and
         by far where most drafts are refused. A variant that makes drafts more certain must have
         more accepted by the interval."""
-        if isinstance(self.variant, Variant) and self.variant.by_acceptance:
+        if self.variant.by_acceptance:
             low = None if self.rise is None else self.rise.low
             if low is None or low <= 0:
                 return False
@@ -196,7 +196,15 @@ def _compared(corpus: Corpus, variants: Iterable[ScoredVariant]) -> Iterator[Alt
         if gain is not None:
             room = corpus.texts.room(anchors, depth)
             own, other = (_share(hit, room) for hit in (variant.hit_before, variant.hit))
-            yield Alternative(variant, gain, own=own, other=other)
+            rise = _rise(corpus, variant) if variant.by_acceptance else None
+            yield Alternative(variant, gain, own=own, other=other, rise=rise)
+
+
+def _rise(corpus: Corpus, variant: ScoredVariant) -> Gain | None:
+    """The acceptance of a variant less that of the draft as it is, over the same drafts."""
+    assert variant.hit is not None and variant.hit_before is not None, "acceptance judges it"
+    hit, before = variant.hit.double(), variant.hit_before.double()
+    return _gain(corpus, hit, before, anchors=corpus.everywhere, depth=variant.depth)
 
 
 def _share(hit: torch.Tensor | None, room: torch.Tensor) -> float | None:

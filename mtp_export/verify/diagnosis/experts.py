@@ -24,6 +24,21 @@ from mtp_runtime.teacher_forcing import WORST_SCORE, DraftInputs, best_and_score
 MOST_EXPERTS = 16
 
 
+# Factors by which what an expert adds is tried.
+SCALES = (0.5, 2.0)
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """A variant: its change and cause in words, and the difference of the feed-forward's output
+    [A, d]. by_acceptance is that of a ScoredVariant."""
+
+    change: str
+    cause: str
+    difference: torch.Tensor
+    by_acceptance: bool = False
+
+
 @dataclass(frozen=True)
 class _AddsNothing:
     """A feed-forward that adds nothing, so that the input of the real one shows."""
@@ -38,7 +53,8 @@ def expert_variant_count(module: MtpModule) -> int:
     if moe is None:
         return 0
     routers = sum(1 for _ in _routers(moe.router))
-    return routers + 2 * len(moe.experts) + 1 + comb(moe.routed_experts, 2)
+    of_one = 2 + len(SCALES)
+    return routers + of_one * len(moe.experts) + 1 + comb(moe.routed_experts, 2)
 
 
 def _small_moe(module: MtpModule) -> Moe | None:
@@ -65,13 +81,23 @@ def expert_variants(
     whole = stream + added
     wanted = corpus.choices[anchors.rows + 1]
     moves = chain(_of_router(moe, normed, added), _of_experts(moe, normed))
-    for change, cause, moved in moves:
+    for move in moves:
+        moved = move.difference
         rows = moved.any(dim=1).nonzero()[:, 0]
         scores, hit = own.clone(), own_hit.clone()
         x, places = module.head.normed(whole[rows] + moved[rows]), rows.cpu()
         best, score = best_and_score(module.head, x, wanted[places])
         scores[places], hit[places] = score.clamp(min=WORST_SCORE), best == wanted[places]
-        yield ScoredVariant("experts", change, cause, scores, own, hit=hit, hit_before=own_hit)
+        yield ScoredVariant(
+            name="experts",
+            change=move.change,
+            cause=move.cause,
+            scores=scores,
+            before=own,
+            hit=hit,
+            hit_before=own_hit,
+            by_acceptance=move.by_acceptance,
+        )
 
 
 def _routers(router: Router) -> Iterator[tuple[str, str, Router]]:
@@ -105,17 +131,14 @@ def _routers(router: Router) -> Iterator[tuple[str, str, Router]]:
         )
 
 
-def _of_router(
-    moe: Moe, normed: torch.Tensor, added: torch.Tensor
-) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Change, cause and difference of the feed-forward's output [A, d], per variant of the router;
-    added [A, d]: the output as it is."""
+def _of_router(moe: Moe, normed: torch.Tensor, added: torch.Tensor) -> Iterator[_Moved]:
+    """The variants of the router; added [A, d]: the feed-forward's output as it is."""
     for change, cause, router in _routers(moe.router):
-        yield change, cause, replace(moe, router=router)(normed) - added
+        yield _Moved(change, cause, replace(moe, router=router)(normed) - added)
 
 
-def _of_experts(moe: Moe, normed: torch.Tensor) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Change, cause and difference of the feed-forward's output [A, d], per variant of experts."""
+def _of_experts(moe: Moe, normed: torch.Tensor) -> Iterator[_Moved]:
+    """The variants of single experts, of all of them, and of pairs."""
     routed = moe.routed_experts
     picked, chosen = moe.router(normed)
     weights = torch.zeros_like(normed[:, :1]).repeat(1, len(moe.experts))  # [A, e]
@@ -128,27 +151,23 @@ def _of_experts(moe: Moe, normed: torch.Tensor) -> Iterator[tuple[str, str, torc
         other = replace(one, gate_up=_output_halves_exchanged(one.gate_up))(normed)
         moved = weights[:, expert, None] * (other - outputs[expert])
         every += moved
-        yield (
-            f"gate and up of {name} are exchanged",
-            causes.gate_and_up_swapped(name),
-            moved,
-        )
-        yield (
-            f"the output of {name} is negated",
-            causes.expert_negated(name),
-            -2 * weights[:, expert, None] * outputs[expert],
-        )
-    yield (
-        "gate and up of every expert are exchanged",
-        causes.gate_and_up_swapped("every expert"),
-        every,
-    )
+        cause = causes.gate_and_up_swapped(name)
+        yield _Moved(f"gate and up of {name} are exchanged", cause, moved)
+        yield from _scaled(name, weights[:, expert, None] * outputs[expert])
+    cause = causes.gate_and_up_swapped("every expert")
+    yield _Moved("gate and up of every expert are exchanged", cause, every)
     for a, b in combinations(range(routed), 2):
-        yield (
-            f"experts {a} and {b} are exchanged",
-            causes.experts_swapped(a, b),
-            (weights[:, a] - weights[:, b])[:, None] * (outputs[b] - outputs[a]),
-        )
+        moved = (weights[:, a] - weights[:, b])[:, None] * (outputs[b] - outputs[a])
+        yield _Moved(f"experts {a} and {b} are exchanged", causes.experts_swapped(a, b), moved)
+
+
+def _scaled(name: str, adds: torch.Tensor) -> Iterator[_Moved]:
+    """The variants of an expert that are multiples of what it adds [A, d]."""
+    yield _Moved(f"the output of {name} is negated", causes.expert_negated(name), -2 * adds)
+    for factor in SCALES:
+        change = f"the output of {name} is multiplied by {factor:g}"
+        cause = causes.expert_scaled(name, 1 / factor)
+        yield _Moved(change, cause, (factor - 1) * adds, by_acceptance=True)
 
 
 def _output_halves_exchanged(linear: Linear) -> Linear:

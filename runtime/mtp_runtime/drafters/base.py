@@ -94,7 +94,8 @@ class ScoredVariant:
     change: the difference, in words that follow "when". cause: what is wrong with a draft whose
     variant drafts better. scores, before: log-probabilities [A] of the target's best tokens at
     every anchor, of the variant and of the draft as it is. depth: of the last token scored, from 1.
-    hit, hit_before [A]: where those tokens are drafted, if that was found out too.
+    hit, hit_before [A]: where those tokens are drafted, if that was found out too. by_acceptance:
+    it makes drafts more or less certain too, so that only more accepted ones speak for it.
     """
 
     name: str
@@ -105,6 +106,7 @@ class ScoredVariant:
     depth: int = 1
     hit: torch.Tensor | None = None
     hit_before: torch.Tensor | None = None
+    by_acceptance: bool = False
 
 
 def _no_variants(texts: ForcedTexts) -> Iterator[ScoredVariant]:

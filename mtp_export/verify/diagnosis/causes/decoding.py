@@ -72,6 +72,11 @@ def expert_negated(expert: str) -> str:
     return f"down_proj of {expert} has the wrong sign"
 
 
+def expert_scaled(expert: str, factor: float) -> str:
+    """factor: that of the stored weights over the right ones."""
+    return f"{expert} adds about {factor:g} times what it should: its scale is off"
+
+
 def one_of(explained: Sequence[str]) -> str:
     """explained: sentences on causes that explain a fault equally, best first."""
     if len(explained) == 1:
