@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from cases import nightly_but
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_kernels.cpu.panel_forms import PANEL
@@ -40,15 +41,8 @@ GREEDY = SamplingParams(max_tokens=10, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=10, ignore_eos=True, temperature=0.8, seed=3)
 DEFAULTS = LoadOptions()
 UNEVEN = {"num_attention_heads": 5, "num_key_value_heads": 5}
-MODEL_TYPES = (
-    "deepseek_v3",
-    "glm4_moe",
-    "glm4_moe_lite",
-    "deepseek_v32",
-    "glm_moe_dsa",
-    "mimo",
-    "hy_v3",
-)
+EVERY_PUSH = ["deepseek_v3", "glm4_moe", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"]
+MODEL_TYPES = (*EVERY_PUSH, "mimo", "hy_v3")
 
 
 @pytest.fixture(
@@ -275,7 +269,7 @@ def test_reduced_sums_are_close_and_always_the_same(
         assert not torch.equal(one, other), "nothing was added in another order"
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", nightly_but(EVERY_PUSH, MODEL_TYPES))
 def test_every_family_has_the_bits_of_one_process(
     group: Group, model_type: str, tmp_path: Path
 ) -> None:
@@ -286,7 +280,7 @@ def test_every_family_has_the_bits_of_one_process(
 
 
 @pytest.mark.parametrize("mode", ["gather", "reduce"])
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", nightly_but(EVERY_PUSH, MODEL_TYPES))
 def test_every_family_by_torch(group: Group, model_type: str, mode: str, tmp_path: Path) -> None:
     """With sparse attention where there is an indexer."""
     config = divisible(model_type, group)
