@@ -414,6 +414,28 @@ GLM5_NEXT: dict[str, Any] = {
     },
     "vision_config": _VISION,
 }
+QWEN4_EXP_TEXT: dict[str, Any] = {
+    **{key: value for key, value in QWEN3_NEXT.items() if key not in _OF_NEXT_ALONE},
+    "architectures": ["Qwen4ExpForCausalLM"],
+    "model_type": "qwen4_exp_text",
+    "pad_token_id": 0,
+    "hc_count": 2,
+    "hc_lowrank": 16,
+    "ple_layer_ids": [1],
+    "ple_embed_dim": 32,
+    "ngram_vocab_size_base": 50,
+    "make_ngram_vocab_size_divisible_by": 8,
+    "split_ngram_parts": 4,
+    "heads_per_ngram": 2,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 32,
+    "indexer_budget": 64,
+    "indexer_compress_ratio": 16,
+    "mtp_num_hidden_layers": 1,
+}
+del QWEN4_EXP_TEXT["partial_rotary_factor"]
+QWEN4_EXP = _with_vision("qwen4_exp", "Qwen4ExpForConditionalGeneration", QWEN4_EXP_TEXT)
 # A small config of every family, with at least one MTP layer; contract tests go by it.
 SMALL_CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": SMALL,
@@ -439,6 +461,8 @@ SMALL_CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_next": QWEN3_NEXT,
     "qwen3_5": QWEN3_5,
     "qwen3_5_moe": QWEN3_5_MOE,
+    "qwen4_exp": QWEN4_EXP,
+    "qwen4_exp_text": QWEN4_EXP_TEXT,
     "qwen3_5_text": QWEN3_5_TEXT,
     "qwen3_5_moe_text": QWEN3_5_MOE_TEXT,
 }
@@ -447,7 +471,7 @@ COMPUTED = tuple(
     name for name, config in SMALL_CONFIGS.items() if not why_not_computed(family_of(config))
 )
 # Families whose layers keep a state per request, which ranks do not divide and nothing trains.
-WITH_STATES = tuple(name for name in SMALL_CONFIGS if name.startswith("qwen"))
+WITH_STATES = tuple(name for name in COMPUTED if name.startswith("qwen"))
 WITHOUT_STATES = tuple(name for name in COMPUTED if name not in WITH_STATES)
 YARN = {
     "type": "yarn",

@@ -73,14 +73,17 @@ def faults_of(model_type: str) -> list[Fault]:
     found = [
         fault("norm at one", mtp(f"{names.hidden_norm}.weight", torch.ones_like), "ledger",
               "constant"),
-        fault("concatenation reversed", mtp(f"{names.projection}.weight", halves_swapped),
-              "weights", "two halves of columns are swapped"),
-        fault("norms swapped",
-              partial(swapped, "mtp", *(f"{one}.weight" for one in names[1:3])),
-              "weights", f"it holds {names.hidden_norm}.weight"),
         fault("one bit", mtp(down, one_bit), "weights",
               "elements differ: damaged"),
     ]  # fmt: skip
+    if module.hidden_width is None:
+        planted = partial(swapped, "mtp", *(f"{one}.weight" for one in names[1:3]))
+        words = f"it holds {names.hidden_norm}.weight"
+        found.append(fault("norms swapped", planted, "weights", words))
+    if names.projection is not None:
+        planted = mtp(f"{names.projection}.weight", halves_swapped)
+        words = "two halves of columns are swapped"
+        found.append(fault("concatenation reversed", planted, "weights", words))
     if (pair := alike(family)) is not None:
         planted = partial(main_weight_for_an_mtp_weight, *pair)
         found.append(fault("layer for layer", planted, "ledger", "one was taken for the other"))
@@ -89,14 +92,19 @@ def faults_of(model_type: str) -> list[Fault]:
         planted = partial(swapped, "mtp", gate, up)
         found.append(fault("gate and up swapped", planted, "weights", f"it holds {up}"))
     if is_sparse:
-        found.append(fault("expert missing", partial(expert_missing, layer), "files", "is missing"))
+        if not moe.is_fused:
+            gone = partial(expert_missing, layer)
+            found.append(fault("expert missing", gone, "files", "is missing"))
         if bias := moe.modules(f"{layer}.mlp").router_bias:
             dropped = mtp(bias, torch.zeros_like)
             found.append(fault("router bias dropped", dropped, "ledger", "dropped and filled"))
     if names.head is not None:
         other = mtp(f"{names.head}.weight", noisy)
         found.append(fault("head of another", other, "ledger", "of another checkpoint"))
-    return [*found, *(_of_gated_delta_nets(family, fault) if model_type.startswith("qwen") else ())]
+    return [
+        *found,
+        *(_of_gated_delta_nets(family, fault) if model_type.startswith("qwen3") else ()),
+    ]
 
 
 def _of_gated_delta_nets(family: ModelSpec, fault: Callable[..., Fault]) -> list[Fault]:

@@ -102,7 +102,7 @@ def test_experts_that_are_not_there_are_named(tmp_path: Path) -> None:
 
 
 QWEN = {
-    "model_type": "qwen4_exp",
+    "model_type": "intern_s2_preview",
     "text_config": {"num_hidden_layers": 2, "mtp_num_hidden_layers": 1, "num_experts": 2},
 }
 MAIN = ("model.language_model.layers.0.norm.weight", "model.language_model.layers.1.norm.weight")
@@ -391,7 +391,7 @@ def test_inspect_counts_what_it_does_not_know(tmp_path: Path) -> None:
     assert outcome.code == 0, outcome.err
     facts = json.loads(outcome.out)
     assert (facts["model_type"], facts["parts"], facts["mtp_layers"]) == (
-        "qwen4_exp",
+        "intern_s2_preview",
         ["main", "mtp"],
         [0],
     )

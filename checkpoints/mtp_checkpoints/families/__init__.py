@@ -28,6 +28,7 @@ from mtp_checkpoints.families import (
     qwen3_5,
     qwen3_5_moe,
     qwen3_next,
+    qwen4_exp,
     step3p5,
     step3p7,
 )
@@ -59,6 +60,8 @@ FAMILIES: dict[str, Callable[[Fields], ModelSpec]] = {
     "qwen3_next": qwen3_next.spec,
     "qwen3_5": qwen3_5.spec,
     "qwen3_5_moe": qwen3_5_moe.spec,
+    "qwen4_exp": qwen4_exp.spec,
+    "qwen4_exp_text": qwen4_exp.text_spec,
     "qwen3_5_text": qwen3_5.text_spec,
     "qwen3_5_moe_text": qwen3_5_moe.text_spec,
 }

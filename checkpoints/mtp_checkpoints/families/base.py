@@ -6,7 +6,7 @@ weight is stored is no matter of a model but of mtp_export.schemes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -30,6 +30,7 @@ class Role(StrEnum):
     SHARED_EXPERT = "shared expert"
     ROUTED_EXPERT = "routed expert"
     MTP_PROJECTION = "mtp projection"
+    MTP_INPUT = "mtp input"  # projection of embedding or hidden state alone; never quantized
     CONVOLUTION = "convolution"
     DELTA_GATES = "delta net gates"  # decay and write strength, by head; never quantized
     INDEXER = "indexer"  # projections of queries and keys
@@ -176,3 +177,13 @@ class ModulePatterns:
 def weight_name(module: str) -> str:
     """Name of a module's weight tensor; a module's is a tensor's without the last component."""
     return f"{module}.weight"
+
+
+def linears_by_role(kinds: Iterable[ModulePatterns]) -> dict[Role, str]:
+    """Return per role the pattern of the linears of some kinds of parts together."""
+    found: dict[Role, list[str]] = {}
+    for kind in kinds:
+        for role, pattern in kind.linears.items():
+            if pattern not in found.setdefault(role, []):
+                found[role].append(pattern)
+    return {role: own[0] if len(own) == 1 else f"({'|'.join(own)})" for role, own in found.items()}

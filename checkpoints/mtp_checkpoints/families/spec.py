@@ -7,7 +7,7 @@ the runtime walks its parts.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -19,6 +19,7 @@ from mtp_checkpoints.families.base import (
     SharedTensor,
     TensorMaker,
     TensorSpec,
+    linears_by_role,
     weight_name,
 )
 from mtp_checkpoints.families.contract import MtpContract
@@ -34,7 +35,10 @@ _LINEARS = {
 }
 PLAIN_HEADS = ("lm_head", "re:.*shared_head.*")
 """Entries of a config that leave out the heads."""
-_PLAIN_ROLES = (Role.ROUTER, Role.DELTA_GATES, Role.CONVOLUTION, Role.MTP_PROJECTION)
+_PLAIN_ROLES = (
+    *(Role.ROUTER, Role.DELTA_GATES, Role.CONVOLUTION, Role.HYPER_CONNECTION),
+    *(Role.MTP_PROJECTION, Role.MTP_INPUT),
+)
 _USUAL = ".eh_proj"  # of most MTP layers' projections
 _EXPERTS = ".experts."
 _ONE_EXPERT = re.compile(r"\.experts\.\d", re.ASCII)
@@ -70,7 +74,8 @@ class LayerSpec:
     """One decoder layer, main or MTP: its parts, and the names of its modules under a prefix.
 
     The name of a part is "" where its modules lie in the layer itself. norms are those of the
-    stream; a layer that the runtime computes has two, one before each part.
+    stream; a layer that the runtime computes has two, one before each part, and no more than these:
+    more are other tensors, by their names under the prefix.
     """
 
     prefix: str
@@ -79,6 +84,7 @@ class LayerSpec:
     attention_name: str = "self_attn"
     feed_forward_name: str = "mlp"
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    more: tuple[Entry, ...] = ()
 
     @property
     def input_norm(self) -> str:
@@ -102,6 +108,7 @@ class LayerSpec:
             yield make.norm(f"{self.prefix}.{norm}", hidden)
         yield from self.attention.tensors(self.attention_prefix, make)
         yield from self.feed_forward.tensors(self.feed_forward_prefix, make)
+        yield from (one.tensor(f"{self.prefix}.", make) for one in self.more)
 
 
 def attention_prefix(layer: str) -> str:
@@ -207,15 +214,16 @@ class ModelSpec:
 
     mtp_contract: inputs of the MTP modules, as config.json records them or else as is usual;
     usual_contract: as they were trained. mtp_names: names that engines have for the MTP layer
-    besides its own. head is the embedding where both are one tensor. count_field: that of
-    config.json which counts the MTP layers. mtp_prefix: that of their tensors, "" where they are
-    the layers after the last. sglang_layer: SGLang's name of the decoder layer of such, where it is
-    another. linear_projection: engines build the projections of MTP modules as any linear.
-    may_fuse: checkpoints store the experts of a layer one by one or fused. uncomputed: why the
-    runtime does not compute a model though it has a layer for every part, "" where it does.
-    engines: names of targets whose engines load its MTP layers, others of the released layout do
-    not. carried: what names of tensors begin with that belong to the main part and are not
-    described, such as those of a vision tower; carried_modules are those that are stored.
+    besides its own. norm is "" in a model without a last one, head the embedding where both are one
+    tensor. count_field: that of config.json which counts the MTP layers. mtp_prefix: that of their
+    tensors, "" where they are the layers after the last. sglang_layer: SGLang's name of the decoder
+    layer of such, where it is another. linear_projection: engines build the projections of MTP
+    modules as any linear. may_fuse: checkpoints store the experts of a layer one by one or fused.
+    uncomputed: why the runtime does not compute a model though it has a layer for every part, ""
+    where it does. engines: names of targets whose engines load its MTP layers, others of the
+    released layout do not. more: other tensors of the main part, by their full names. carried: what
+    names of tensors begin with that belong to the main part and are not described, such as those of
+    a vision tower; carried_modules are those that are stored.
     """
 
     facts: ModelFacts
@@ -234,6 +242,7 @@ class ModelSpec:
     may_fuse: bool = False
     uncomputed: str = ""
     engines: tuple[str, ...] = ("vllm", "sglang")
+    more: tuple[Entry, ...] = ()
     carried: tuple[str, ...] = ()
     carried_modules: tuple[str, ...] = ()
 
@@ -264,7 +273,8 @@ class ModelSpec:
         if not self.mtp_prefix and not any(isinstance(part, Listed) for part in self.parts):
             return ()
         plain = (s for s in self.tensors.values() if s.role in _PLAIN_ROLES and len(s.shape) > 1)
-        return (*(spec.module for spec in plain), *self.carried_modules)
+        modules = (spec.module for spec in plain if spec.name == weight_name(spec.module))
+        return (*modules, *self.carried_modules)
 
     def carries(self, name: str) -> bool:
         """Return whether a tensor belongs to the main part though it is not described."""
@@ -302,11 +312,13 @@ class ModelSpec:
         facts, make = self.facts, TensorMaker(self.facts.dtype)
         table = (facts.vocab, facts.hidden)
         yield make.matrix(self.embedding, table, Role.EMBEDDING)
-        yield make.norm(self.norm, facts.hidden)
+        if self.norm:
+            yield make.norm(self.norm, facts.hidden)
         if self.head != self.embedding:
             yield make.matrix(self.head, table, Role.HEAD)
         for layer in self.layers:
             yield from layer.tensors(facts.hidden, make)
+        yield from (one.tensor("", make) for one in self.more)
         for number, module in zip(self.mtp_layers, self.mtp, strict=True):
             yield from module.tensors(facts, TensorMaker(facts.dtype, number))
 
@@ -328,7 +340,7 @@ class ModelSpec:
         """Module names as engines' quantization configs refer to them."""
         of_parts = [part.patterns for part in self.parts]
         kinds = list({id(patterns): patterns for patterns in of_parts}.values())
-        linears = _LINEARS | _by_role(kinds)
+        linears = _LINEARS | linears_by_role(kinds)
         others = (pattern for kind in kinds for pattern in kind.other_matrices)
         copied = [m.layer.prefix for m in self.mtp if m.modules.head is not None]
         return ModulePatterns(
@@ -365,16 +377,6 @@ class ModelSpec:
     def _mtp_prefixes(self) -> list[tuple[str, int]]:
         modules = zip(self.mtp, self.mtp_layers, strict=True)
         return [(f"{name}.", layer) for module, layer in modules for name in module.names]
-
-
-def _by_role(kinds: Iterable[ModulePatterns]) -> dict[Role, str]:
-    """Return per role the pattern of the linears of some kinds of parts together."""
-    found: dict[Role, list[str]] = {}
-    for kind in kinds:
-        for role, pattern in kind.linears.items():
-            if pattern not in found.setdefault(role, []):
-                found[role].append(pattern)
-    return {role: own[0] if len(own) == 1 else f"({'|'.join(own)})" for role, own in found.items()}
 
 
 def _as_stored(layer: LayerSpec, names: Collection[str], apart: Collection[str]) -> LayerSpec:
