@@ -166,6 +166,51 @@ def rows_of_another(bundle: Path) -> None:
         mtp(f"{EXPERT}.{end}", lambda w, t=theirs, h=half: torch.cat([w[:h], t[h:]]))(bundle)
 
 
+def shifted(by: int, tensor: torch.Tensor) -> torch.Tensor:
+    """Rows, or elements, later, with zeros before them."""
+    return torch.cat([torch.zeros_like(tensor[:by]), tensor[:-by]])
+
+
+def at_an_offset(by: int, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).roll(by).view(tensor.shape)
+
+
+def read_as_fp16(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.float16).to(tensor.dtype)
+
+
+def small_values_zero(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.where(tensor.abs() < tensor.float().std() / 2, 0, tensor)
+
+
+def through_fp8(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.float8_e4m3fn).to(tensor.dtype)
+
+
+def through_four_bits(tensor: torch.Tensor) -> torch.Tensor:
+    groups = tensor.float().view(-1, 32)
+    scale = groups.abs().amax(1, keepdim=True) / 7
+    return ((groups / scale).round() * scale).view(tensor.shape).to(tensor.dtype)
+
+
+def with_adapter(rank: int, tensor: torch.Tensor) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(_GENERATOR)
+    down, up = (torch.randn(size, rank, generator=generator) for size in tensor.shape)
+    return (tensor + 0.3 * tensor.float().std() * down @ up.t()).to(tensor.dtype)
+
+
+def every_other_row_overwritten(tensor: torch.Tensor) -> torch.Tensor:
+    noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(_GENERATOR))
+    changed = (noise * tensor.float().std()).to(tensor.dtype)
+    changed[::2] = tensor[: len(tensor) // 2]
+    return changed
+
+
+def codes_of_another(bundle: Path) -> None:
+    theirs = planting.read(bundle / "mtp", f"{OTHER}.weight")
+    planting.write(bundle / "mtp", {f"{EXPERT}.weight": theirs})
+
+
 def rows_overwritten(tensor: torch.Tensor) -> torch.Tensor:
     noise = torch.randn(tensor[32:64].shape, generator=torch.Generator().manual_seed(_GENERATOR))
     changed = tensor.clone()
@@ -181,6 +226,7 @@ _OF_NORM: tuple[tuple[str, Change, str], ...] = (
     ("interleaved", interleaved, "its elements are interleaved: they come by turns from"),
     ("de-interleaved", taken_apart, "the source's even ones come first, then the odd ones"),
     ("permuted", permuted, "its elements are in another order: 25"),
+    ("shifted by 2", partial(shifted, 2), "its elements are shifted by 2, and not rolled"),
     ("with two elements exchanged", partial(exchanged, 3, 97), "elements 3 and 97 are exchanged"),
     ("with two blocks exchanged", partial(blocks_exchanged, 64), "blocks 1 and 2 are exchanged"),
     ("in blocks in another order", partial(blocks_rolled, 32), "its elements 0 to 95 are rolled"),
@@ -207,6 +253,17 @@ _OF_PROJECTION: tuple[tuple[str, Change, str], ...] = (
     ("in the order of columns", in_order_of_columns, "in the order of the source's columns"),
     ("transposed by blocks", partial(blocks_transposed, 64), "blocks of 64 × 64 are transposed"),
     ("negated", torch.neg, "its sign is flipped"),
+    ("with rows shifted", partial(shifted, 3), "its rows are shifted by 3, and not rolled"),
+    ("at a wrong offset", partial(at_an_offset, 5), "its elements lie 5 places after the source's"),
+    ("read as fp16", read_as_fp16, "its bits are bf16's, read as fp16"),
+    ("with small values zero", small_values_zero, "elements that were looked at are zero"),
+    ("rounded to fp8", through_fp8, "it was rounded, as to fp8 (e4m3), before it was stored"),
+    ("rounded to 4 bits", through_four_bits, "it was rounded to 4 bits before it was stored"),
+    ("with an adapter", partial(with_adapter, 4), "its difference from the source's has rank 4"),
+    ("with every other row lost", every_other_row_overwritten,
+     "128 of its 256 rows are the source's, some at other places; the others are not"),
+    ("with offsets of rows", lambda w: (w.float() + torch.linspace(-1, 1, len(w))[:, None]).to(w),
+     "each of its rows is the source's plus an offset of its own, -1 to 1"),
     ("reversed and negated", lambda w: -w.flip(0),
      "its rows are in reverse order, and its sign is flipped"),
     ("with rows and columns reversed", lambda w: w.flip(0, 1),
@@ -267,6 +324,10 @@ RELATION_FAULTS: tuple[Fault, ...] = (
            "its rows are in reverse order; its scales are not"),
     _fault("embedding rolled by a token", main("model.embed_tokens.weight", partial(rolled, 1)),
            "its rows are rolled by 1"),
+    _fault("an expert's codes are another's", codes_of_another,
+           f"it holds the codes of {OTHER}.weight"),
+    _fault("int8 scales of rows rolled", mtp(f"{EXPERT}.weight_scale", partial(rolled, 9)),
+           "its scales are permuted", needs="int8"),
     _fault("norm multiplied into the router",
            partial(norm_multiplied_in, f"{MTP}.post_attention_layernorm.weight", ROUTER),
            "post_attention_layernorm.weight was multiplied into it"),

@@ -18,6 +18,7 @@ from mtp_export.verify.diagnosis.sketches import Axis, projection, values
 _SORTED_ELEMENTS = 1 << 24  # of weights whose rows are sorted, to match them in any order
 _PLAIN = 0.01  # a factor nearer to one is none
 _LEAST_EACH = 4  # elements of a row or column whose factor is of no known vector
+_LEAST_ALIKE = 0.3  # noise of a weight to which offsets were added, of the source's squares
 _SAME_FACTORS = 0.02  # spread of the quotients of factors and the vector that they are
 
 
@@ -92,8 +93,10 @@ def of_each_offset(compared: Compared, most_noise: float) -> Iterator[Relation]:
         offsets = (sums.f - sums.w) / axis.elements
         noise = float((sums.noise - axis.elements * offsets.square()).sum())
         low, high = (f"{float(one):.3g}" for one in (offsets.min(), offsets.max()))
-        share = max(0.0, noise) / max(float(sums.ww.sum()), 1e-30)
-        yield Relation(causes.each_offset(axis.noun, low, high), share)
+        squares = float(sums.ww.sum())
+        if noise <= _LEAST_ALIKE * squares:
+            share = max(0.0, noise) / max(squares, float(sums.ff.sum()))
+            yield Relation(causes.each_offset(axis.noun, low, high), share)
 
 
 def _vector(axis: Axis, factors: torch.Tensor, vectors: Mapping[str, torch.Tensor]) -> str:

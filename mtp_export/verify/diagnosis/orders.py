@@ -104,17 +104,23 @@ def _candidates(found: torch.Tensor, wanted: torch.Tensor) -> Iterator[torch.Ten
 
 
 def _completed(places: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The order that nearest sources make; those without one keep what is left, in its order."""
-    unmatched = places < 0
-    if int(unmatched.sum()) > (1 - _MATCHED) * len(places):
+    """The order that nearest sources make. Those without one go on from the one before or back from
+    the one behind, and otherwise keep what is left, in its order."""
+    unmatched = (places < 0).nonzero()[:, 0].tolist()
+    if len(unmatched) > (1 - _MATCHED) * len(places):
         return
-    taken = torch.zeros(len(places), dtype=torch.bool)
-    taken[places[~unmatched]] = True
-    left = (~taken).nonzero()[:, 0]
-    if len(left) == int(unmatched.sum()):  # each source is at one place
-        places = places.clone()
-        places[unmatched] = left
-        yield places
+    order = places.tolist()
+    left = set(range(len(order))) - set(order)
+    if len(left) != len(unmatched):  # some source is at several places
+        return
+    for indices, beside, step in ((unmatched, -1, 1), (unmatched[::-1], 1, -1)):
+        for index in indices:
+            near = index + beside
+            if order[index] < 0 and 0 <= near < len(order) and order[near] + step in left:
+                order[index] = order[near] + step
+                left.remove(order[index])
+    rest = iter(sorted(left))
+    yield torch.tensor([next(rest) if place < 0 else place for place in order])
 
 
 def _best_roll(found: torch.Tensor, wanted: torch.Tensor) -> int:

@@ -46,7 +46,11 @@ def relation(compared: Compared) -> str | None:
     found = [one for kind in _KINDS if (one := _first(kind(compared, most), most)) is not None]
     if found:
         return _best(found).words
-    order = _order(compared, compared.sketches.rows, _LOOSE_NOISE)
+    ours, theirs = (
+        one / one.norm(dim=1, keepdim=True).clamp_min(1e-30)  # whatever their scales
+        for one in (compared.sketches.rows.found, compared.sketches.rows.wanted)
+    )
+    order = find_order(ours, theirs, Subject.all_of("row", compared.head), _LOOSE_NOISE)
     alone = None if order is None else _codes_alone(compared, order)
     if alone is not None and alone.noise <= most:
         return alone.words

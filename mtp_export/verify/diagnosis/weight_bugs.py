@@ -27,8 +27,10 @@ _CLOSE_DB = 6.0  # a weight of another version of the model: half its size is th
 # Of a weight that is near already, a bug explains the difference if undoing it brings it this much
 # nearer: one whose undoing has next to no effect, such as an order of equal scales, does not.
 _NEARER_DB = 10.0
+_SLIGHT_DB = 3.0  # by which undoing nothing to speak of may bring a weight nearer
 _NEAR_SCALES = 0.05  # scales that differ by less are those of the same weight, rounded otherwise
 _DAMAGED_SHARE = 0.01  # of the elements: damage of a file, where a conversion changes most of them
+_SAME_SIGNS = 0.99
 _FEW = 3  # elements of a short vector
 _LAYER = re.compile(r"^((?:model|model\.language_model|mtp)\.layers\.)(\d+)(\..*)$")
 
@@ -50,8 +52,7 @@ def explain(weight: WeightOnDisk, source: WeightOnDisk, weights: Mapping[str, We
     if float(found.max()) == float(found.min()):
         return causes.CONSTANT
     level = _sqnr_db(wanted, found)
-    if level >= bound:
-        bound = level + _NEARER_DB
+    bound = level + _NEARER_DB if level >= bound else max(bound, level + _SLIGHT_DB)
     spec = source.stored.weight
     of_heads = (*_of_rope(spec.rotary, found), *_of_heads(spec.head_rows, found))
     for words, undone in (*of_heads, *undone_halves(weight, found), *_of_codes(raw)):
@@ -74,6 +75,8 @@ def explain(weight: WeightOnDisk, source: WeightOnDisk, weights: Mapping[str, We
     for other in alike:
         if _holds(found, other, bound):
             return causes.holds_another(other.stored.weight.name)
+        if raw.scale is not None and _has_signs(found, other):
+            return causes.holds_codes_of(other.stored.weight.name)
     changed = (found != wanted).float()
     if float(changed.mean()) < _DAMAGED_SHARE or _is_few(changed):
         return _damaged(weight, source)
@@ -152,6 +155,13 @@ def _holds(found: torch.Tensor, other: WeightOnDisk, bound: float) -> bool:
         if _sqnr_db(other.encoded(0, rows).dequantize(), found[:rows]) < bound:
             return False
     return True
+
+
+def _has_signs(found: torch.Tensor, other: WeightOnDisk) -> bool:
+    """True if the first rows of a weight have the signs of another's, whatever their scales."""
+    theirs = other.encoded(0, min(BLOCK, len(found))).dequantize()
+    both = found[: len(theirs)] * theirs
+    return float((both > 0).float().mean()) >= _SAME_SIGNS * float((both != 0).float().mean())
 
 
 def _vectors(source: WeightOnDisk, weights: Mapping[str, WeightOnDisk]) -> dict[str, torch.Tensor]:
@@ -270,7 +280,7 @@ def _scales(raw: EncodedWeight, wanted: torch.Tensor, bound: float) -> str | Non
     if _sqnr_db(wanted, fitted) < min(bound, 25.0):
         return None
     exact = isinstance(raw.format, Fp8Block)
-    return _named_scales(own.reshape(-1), best, 0.002 if exact else 0.03)
+    return _named_scales(own, best.view(own.shape), 0.002 if exact else 0.03)
 
 
 def _spread(raw: EncodedWeight, scale: torch.Tensor) -> torch.Tensor:
@@ -286,6 +296,8 @@ def _named_scales(own: torch.Tensor, best: torch.Tensor, tolerance: float) -> st
     """The bug that made the stored scales of those that fit; None if they are the same."""
     import torch
 
+    from mtp_export.verify.diagnosis.orders import Subject, find_order
+
     def alike(ratio: torch.Tensor) -> bool:
         return bool((ratio - 1).abs().max() < tolerance)
 
@@ -296,10 +308,13 @@ def _named_scales(own: torch.Tensor, best: torch.Tensor, tolerance: float) -> st
         return causes.SCALES_LEFT_OUT
     if bool((torch.frexp(own)[0] == 0.5).all()) and not bool((torch.frexp(best)[0] == 0.5).all()):
         return causes.SCALES_ROUNDED_LATE
-    if alike(own.sort()[0] / best.sort()[0]):
+    if alike(own.reshape(-1).sort()[0] / best.reshape(-1).sort()[0]):
         return causes.SCALES_PERMUTED
     if alike(ratio / ratio.median()) and ratio.median() > 0:
         return causes.scales_off_by(float(ratio.median()))
     if bool((ratio - 1).abs().max() < _NEAR_SCALES):
         return None
+    rows = Subject.all_of("row", None)
+    if find_order(own.float(), best.float(), rows, _NEAR_SCALES**2) is not None:
+        return causes.SCALES_PERMUTED
     return causes.SCALES_OF_ANOTHER_TENSOR

@@ -332,6 +332,10 @@ def holds_another(tensor: str) -> str:
     return f"it holds {tensor}"
 
 
+def holds_codes_of(tensor: str) -> str:
+    return f"it holds the codes of {tensor}, and its own scales or another's"
+
+
 def elements_damaged(count: int, total: int) -> str:
     return f"{count} of its {total} elements differ: damaged"
 
