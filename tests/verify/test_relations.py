@@ -58,6 +58,11 @@ def test_weights_of_another_training_have_no_relation(
         assert said(tmp_path, seeded(*shape, seed=seed + 20) * 0.1 + centre, wanted) is None
 
 
+def test_a_function_of_the_elements_that_differ_alone_is_none(tmp_path: Path) -> None:
+    wanted = seeded(64, 64)
+    assert said(tmp_path, wanted + torch.eye(64), wanted) is None
+
+
 def test_equal_weights_have_none(tmp_path: Path) -> None:
     wanted = seeded(ROWS, COLUMNS)
     assert said(tmp_path, wanted, wanted) is None
@@ -172,6 +177,7 @@ def test_weights_of_another_training_have_nothing_in_part(noise_db: int, tmp_pat
         (lambda w: -w.flip(0), "its rows are in reverse order, and its sign is flipped"),
         (lambda w: -3 * w.t(), "it is transposed, and it is -3 times the source's"),
         (lambda w: w.roll(2, 1) / 4, "its columns are rolled by 2, and it is 0.25 times"),
+        (lambda w: w.roll(3, 0) + 0.5, "its rows are rolled by 3, and it is the source's + 0.5"),
         (lambda w: w.flip(0, 1), "its rows are in reverse order, and its columns are in reverse"),
         (lambda w: w.clamp(-1, 1), "of its 16,384 elements that were looked at are clipped to -1"),
         (torch.abs, "it is the absolute value of the source's"),

@@ -11,7 +11,7 @@ import torch
 from mtp_export.verify.diagnosis.causes import relations as causes
 from mtp_export.verify.diagnosis.causes import weights as weight_causes
 from mtp_export.verify.diagnosis.compared import Compared
-from mtp_export.verify.diagnosis.factors import Relation, ratios, shown
+from mtp_export.verify.diagnosis.factors import Relation, ratios, shown, signed
 from mtp_export.verify.diagnosis.orders import Subject, find_order, noise_of
 from mtp_export.verify.diagnosis.sketches import Axis, projection, values
 
@@ -41,6 +41,22 @@ def of_order_and_factor(compared: Compared, most_noise: float) -> Iterator[Relat
             noise = noise_of(rows.found / factor, columns.wanted) / signal
             if noise <= most_noise:
                 yield Relation(causes.both(weight_causes.TRANSPOSED, other), noise)
+
+
+def of_order_and_offset(compared: Compared, most_noise: float) -> Iterator[Relation]:
+    """Yield orders of rows, columns or elements that are the source's with an offset."""
+    sketches = compared.sketches
+    offset = float(sketches.total.f - sketches.total.w) / sketches.elements
+    if sketches.elements * offset**2 <= most_noise * float(sketches.total.ww):
+        return
+    other = causes.plus(signed(offset, most_noise))
+    most = most_noise * max(1.0, float(sketches.total.ff) / max(float(sketches.total.ww), 1e-30))
+    for axis in filter(None, (sketches.rows, sketches.columns)):
+        subject = Subject.all_of(axis.noun, compared.head_on(axis))
+        without = axis.found - axis.found.mean(0) + axis.wanted.mean(0)
+        order = find_order(without, axis.wanted, subject, most)
+        if order is not None:
+            yield Relation(causes.both(order.words, other), order.noise * most_noise / most)
 
 
 def of_both_axes(compared: Compared, most_noise: float) -> Iterator[Relation]:

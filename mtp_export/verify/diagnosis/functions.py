@@ -43,10 +43,10 @@ def of_functions(compared: Compared, most_noise: float) -> Iterator[Relation]:
             yield Relation(words, noise / signal)
     if len(compared.weight.tensors) > 1:
         return
-    differs = found != wanted
     for words, changed in (*((w, one(wanted)) for w, one in functions.items()), *_exact(wanted)):
-        equal = (changed.to(stored_as).float() == found)[differs]
-        if len(equal) and float(equal.float().mean()) >= _EQUAL:
+        rounded = changed.to(stored_as).float()
+        told = (found != wanted) | (rounded != wanted)  # elsewhere the function changes nothing
+        if float((rounded == found)[told].float().mean()) >= _EQUAL:
             yield Relation(words, 0.0)
 
 

@@ -19,6 +19,7 @@ from mtp_export.verify.diagnosis.combined import (
     of_each,
     of_each_offset,
     of_order_and_factor,
+    of_order_and_offset,
 )
 from mtp_export.verify.diagnosis.compared import LEAST_NOISE, WINDOW_ROWS, Compared, share_of
 from mtp_export.verify.diagnosis.differences import of_rank, of_rounding
@@ -54,7 +55,7 @@ def relation(compared: Compared) -> str | None:
     alone = None if order is None else _codes_alone(compared, order)
     if alone is not None and alone.noise <= most:
         return alone.words
-    for two in (of_order_and_factor, of_both_axes):
+    for two in (of_order_and_factor, of_order_and_offset, of_both_axes):
         if (one := _first(two(compared, most), most)) is not None:
             return one.words
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -31,6 +31,7 @@ _SLIGHT_DB = 3.0  # by which undoing nothing to speak of may bring a weight near
 _NEAR_SCALES = 0.05  # scales that differ by less are those of the same weight, rounded otherwise
 _DAMAGED_SHARE = 0.01  # of the elements: damage of a file, where a conversion changes most of them
 _SAME_SIGNS = 0.99
+_MOST_DAMAGED_SHARE = 0.5  # of those of a weight without any relation to its source's
 _FEW = 3  # elements of a short vector
 _LAYER = re.compile(r"^((?:model|model\.language_model|mtp)\.layers\.)(\d+)(\..*)$")
 
@@ -55,13 +56,9 @@ def explain(weight: WeightOnDisk, source: WeightOnDisk, weights: Mapping[str, We
     bound = level + _NEARER_DB if level >= bound else max(bound, level + _SLIGHT_DB)
     spec = source.stored.weight
     of_heads = (*_of_rope(spec.rotary, found), *_of_heads(spec.head_rows, found))
-    for words, undone in (*of_heads, *undone_halves(weight, found), *_of_codes(raw)):
-        try:
-            values = undone()
-            if _sqnr_db(wanted[: len(values)], values) >= bound:
-                return words
-        except (ValueError, RuntimeError):
-            continue
+    bugs = (*of_heads, *undone_halves(weight, found), *_of_codes(raw))
+    if (cause := _first_undone(bugs, wanted, bound)) is not None:
+        return cause
     of_scales = _scales(raw, wanted, bound)
     if of_scales not in (None, causes.SCALES_OF_ANOTHER_TENSOR):
         return of_scales
@@ -72,18 +69,41 @@ def explain(weight: WeightOnDisk, source: WeightOnDisk, weights: Mapping[str, We
     if (cause := relations.relation(compared) or of_scales) is not None:
         return cause
     alike = list(_alike(source, weights))
-    for other in alike:
-        if _holds(found, other, bound):
-            return causes.holds_another(other.stored.weight.name)
-        if raw.scale is not None and _has_signs(found, other):
-            return causes.holds_codes_of(other.stored.weight.name)
+    if (cause := _of_another(raw, found, alike, bound)) is not None:
+        return cause
     changed = (found != wanted).float()
     if float(changed.mean()) < _DAMAGED_SHARE or _is_few(changed):
         return _damaged(weight, source)
     cause = relations.partly(compared, alike, _vectors(source, weights))
     if cause is not None:
         return cause
+    if float(changed.mean()) < _MOST_DAMAGED_SHARE:
+        return _damaged(weight, source)
     return causes.another_version(level) if level >= _CLOSE_DB else causes.NOTHING_IN_COMMON
+
+
+def _first_undone(bugs: Iterable[Undone], wanted: torch.Tensor, bound: float) -> str | None:
+    """The first bug whose undoing brings the values to the bound, None if none does."""
+    for words, undone in bugs:
+        try:
+            values = undone()
+            if _sqnr_db(wanted[: len(values)], values) >= bound:
+                return words
+        except (ValueError, RuntimeError):
+            continue
+    return None
+
+
+def _of_another(
+    raw: EncodedWeight, found: torch.Tensor, alike: Iterable[WeightOnDisk], bound: float
+) -> str | None:
+    """The cause if a weight, or its codes, are another's."""
+    for other in alike:
+        if _holds(found, other, bound):
+            return causes.holds_another(other.stored.weight.name)
+        if raw.scale is not None and _has_signs(found, other):
+            return causes.holds_codes_of(other.stored.weight.name)
+    return None
 
 
 def damaged_elements(weight: WeightOnDisk, original: WeightOnDisk) -> int:
