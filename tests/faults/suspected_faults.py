@@ -91,4 +91,7 @@ SUSPECTED_MAIN_FAULTS: tuple[Fault, ...] = (
     Fault("one expert of a main layer negated",
           partial(negated_codes, "main", "model.layers.20.mlp.experts.5.down_proj.weight"),
           "likelihood", "down_proj of expert 5 of layer 20 has the wrong sign", **_fields),
+    Fault("shared expert of a main layer negated",
+          partial(negated_codes, "main", "model.layers.40.mlp.shared_experts.down_proj.weight"),
+          "likelihood", "down_proj of the shared expert of layer 40 has the wrong sign", **_fields),
 )  # fmt: skip

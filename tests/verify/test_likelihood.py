@@ -101,7 +101,7 @@ def test_the_temperature_of_a_known_distribution(temperature: float) -> None:
 def leanings(*cosines: tuple[float, float]) -> Leanings:
     """Leanings of one layer's experts: means and halves of their intervals."""
     found = [
-        Leaning(0, expert, Estimate(mean, mean - half, mean + half, 100))
+        Leaning(0, range(expert, expert + 1), Estimate(mean, mean - half, mean + half, 100))
         for expert, (mean, half) in enumerate(cosines)
     ]
     return Leanings(Texts(()), found)
@@ -119,4 +119,18 @@ def leanings(*cosines: tuple[float, float]) -> Leanings:
     ],
 )
 def test_experts_that_lean_away(cosines: list[tuple[float, float]], away: list[int]) -> None:
-    assert [one.expert for one in leanings(*cosines).away] == away
+    assert [one.experts.start for one in leanings(*cosines).away] == away
+
+
+def test_a_shared_expert_explains_those_of_its_layer() -> None:
+    """Which lean away from it; of another layer one is still named."""
+    usual, other = Estimate(0.2, 0.1, 0.3, 100), Estimate(-0.2, -0.3, -0.1, 100)
+    found = []
+    for layer in range(3):
+        shared = other if layer == 1 else usual
+        found.append(Leaning(layer, range(8, 9), shared, is_shared=True))
+        for expert in range(8):
+            is_away = layer == 1 or (layer, expert) == (2, 3)
+            found.append(Leaning(layer, range(expert, expert + 1), other if is_away else usual))
+    names = {one.name for one in Leanings(Texts(()), found).away}
+    assert names == {"the shared expert of layer 1", "expert 3 of layer 2"}

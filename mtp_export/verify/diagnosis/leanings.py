@@ -1,6 +1,6 @@
 """Experts of a main model beside their siblings: what an expert adds to a row leans towards what
-the other picked ones and the shared ones add to it. One with the wrong sign leans away from them.
-"""
+the other picked ones and the shared ones add to it, and what the shared ones add towards the sum of
+the routed ones. One with the wrong sign leans away from them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,19 @@ MOST_AWAY = 4
 
 @dataclass(frozen=True)
 class Leaning:
-    """Mean cosine of what an expert adds to its rows with what all others add to them."""
+    """Mean cosine of what an expert adds to its rows with what all others add to them; of the
+    shared ones together with what the routed ones add. experts: their numbers."""
 
     layer: int
-    expert: int
+    experts: range
     cosine: Estimate
+    is_shared: bool = False
+
+    @property
+    def name(self) -> str:
+        """The expert in words."""
+        one = "the shared expert" if self.is_shared else f"expert {self.experts.start}"
+        return f"{one} of layer {self.layer}"
 
     @property
     def is_away(self) -> bool:
@@ -53,16 +61,19 @@ class Leanings:
     def away(self) -> list[Leaning]:
         """Experts that lean away from the others as far as their siblings lean towards each other,
         the farthest first; none where others lean away less far, or so many do that the model was
-        trained so."""
+        trained so. Routed ones of a layer whose shared one does lean away from that."""
         away = sorted((one for one in self.found if one.is_away), key=_cosine)
+        layers = {one.layer for one in away if one.is_shared}
+        away = [one for one in away if one.is_shared or one.layer not in layers]
         return away if len(away) <= MOST_AWAY and all(map(self._stands_out, away)) else []
 
-    def usual(self, layer: int) -> float:
-        """The median of the leanings of a layer's experts."""
-        return median(one.cosine.value for one in self.found if one.layer == layer)
+    def usual(self, one: Leaning) -> float:
+        """The median of the leanings of a layer's experts; of the shared ones, over all layers."""
+        like = (other for other in self.found if other.is_shared == one.is_shared)
+        return median(o.cosine.value for o in like if one.is_shared or o.layer == one.layer)
 
     def _stands_out(self, one: Leaning) -> bool:
-        return one.cosine.value < -self.usual(one.layer) / 2
+        return one.cosine.value < -self.usual(one) / 2
 
 
 def _cosine(one: Leaning) -> float:
@@ -81,20 +92,33 @@ class _Measured:
         """Transform x [T, d] to [T, d]."""
         kept = _KeptExperts(self.moe.experts)
         total = replace(self.moe, experts=kept)(x)
-        texts = self.into.texts
-        sizes = torch.tensor([len(text.tokens) for text in texts.texts])
-        owners = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+        routed = torch.zeros_like(total, dtype=torch.float32)
         for expert, rows, own in kept.added:
-            others = total[rows].float() - own
-            cosines = torch.cosine_similarity(own, others, dim=1).cpu().double()
-            sums = torch.zeros(len(sizes), dtype=torch.float64)
-            mine = owners[rows.cpu()]
-            sums.index_add_(0, mine, cosines)
-            counts = torch.bincount(mine, minlength=len(sizes))
-            cosine = ratio(sums.tolist(), counts.tolist(), CONFIDENCE)
-            if cosine is not None:
-                self.into.found.append(Leaning(self.number, expert, cosine))
+            routed.index_add_(0, rows, own)
+            self._note(range(expert, expert + 1), rows, own, total[rows].float() - own)
+        if self.moe.shared:
+            numbers, rows = range(self.moe.routed_experts, len(kept)), torch.arange(len(x))
+            self._note(numbers, rows, total.float() - routed, routed, is_shared=True)
         return total
+
+    def _note(
+        self,
+        experts: range,
+        rows: torch.Tensor,
+        own: torch.Tensor,
+        others: torch.Tensor,
+        *,
+        is_shared: bool = False,
+    ) -> None:
+        """Note the leaning of experts that add own [n, d] to rows [n], beside others [n, d]."""
+        sizes = torch.tensor([len(text.tokens) for text in self.into.texts.texts])
+        owners = torch.repeat_interleave(torch.arange(len(sizes)), sizes)[rows.cpu()]
+        sums = torch.zeros(len(sizes), dtype=torch.float64)
+        sums.index_add_(0, owners, torch.cosine_similarity(own, others, dim=1).cpu().double())
+        counts = torch.bincount(owners, minlength=len(sizes))
+        cosine = ratio(sums.tolist(), counts.tolist(), CONFIDENCE)
+        if cosine is not None:
+            self.into.found.append(Leaning(self.number, experts, cosine, is_shared))
 
 
 @dataclass(frozen=True)
@@ -132,11 +156,11 @@ class _KeptExperts:
 
 
 @dataclass(frozen=True)
-class _OneNegated:
-    """Experts of which one has the other sign."""
+class _SomeNegated:
+    """Experts of which some have the other sign."""
 
     experts: Experts
-    negated: int
+    negated: range
 
     def __len__(self) -> int:
         return len(self.experts)
@@ -156,22 +180,22 @@ class _OneNegated:
         return expert_by_expert(self, x, picked, weights)
 
     def _changed(self, number: int, expert: Mlp) -> Mlp:
-        if number != self.negated:
+        if number not in self.negated:
             return expert
         return replace(expert, down=columns_scaled(expert.down, slice(None), -1.0))
 
 
 @dataclass(frozen=True)
 class Negated:
-    """The layers of a model, with one expert of one of them negated."""
+    """The layers of a model, with some experts of one of them negated."""
 
     layer: int
-    expert: int
+    negated: range
 
     def __call__(self, number: int, layer: DecoderLayer) -> DecoderLayer:
         """The layer that runs in place of one, by its number."""
         moe = layer.feed_forward
         if number != self.layer or not isinstance(moe, Moe):
             return layer
-        experts = _OneNegated(moe.experts, self.expert)
+        experts = _SomeNegated(moe.experts, self.negated)
         return replace(layer, feed_forward=replace(moe, experts=experts))

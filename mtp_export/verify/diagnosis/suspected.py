@@ -92,12 +92,12 @@ def negated_variants(evidence: MainEvidence) -> Iterator[MainVariant]:
     """The model with one expert negated that leans away from the others."""
     leanings = evidence.leanings
     for one in leanings.away:
-        name, usual = f"expert {one.expert} of layer {one.layer}", leanings.usual(one.layer)
+        usual = leanings.usual(one)
         yield MainVariant(
-            f"the output of {name} is negated",
-            causes.expert_leans_away(name, one.cosine.value, usual),
+            f"the output of {one.name} is negated",
+            causes.expert_leans_away(one.name, one.cosine.value, usual),
             evidence.streamed,
-            Negated(one.layer, one.expert),
+            Negated(one.layer, one.experts),
             is_proven=True,
         )
 

@@ -259,10 +259,10 @@ def unlikely_value(field: str, value: object) -> str:
 
 
 def expert_leans_away(expert: str, cosine: float, usual: float) -> str:
-    """cosine, usual: of what it adds with what the others add, and the median of its layer."""
+    """cosine, usual: of what it adds with what the others add, and the median of its like."""
     return (
         f"{expert_negated(expert)}: what it adds points away from what the others add (mean cosine"
-        f" {cosine:.2f}, where {usual:.2f} is usual in its layer)"
+        f" {cosine:.2f}, where {usual:.2f} is usual)"
     )
 
 
