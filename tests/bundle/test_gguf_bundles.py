@@ -21,10 +21,12 @@ from cases import (
     TINY_CONFIG,
     UNQUANTIZED,
     export,
+    looks_finished,
     make_checkpoint,
     quantize,
     read_json,
     read_tensors,
+    run_in_a_fork,
     run_program,
     tree,
 )
@@ -212,6 +214,18 @@ def test_shares_make_the_same_bytes(bundle: Path, pristine: Path, tmp_path: Path
     assert tree(output) == tree(bundle)
 
 
+@pytest.mark.parametrize("call", [40, 90])
+def test_a_run_that_dies_is_finished_with_the_same_bytes(
+    call: int, bundle: Path, pristine: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    died = run_in_a_fork(lambda: export(pristine, output, *TARGET), call)
+    assert died and not looks_finished(output)
+    outcome = export(pristine, output, *TARGET)
+    assert outcome.code == 0, outcome.err
+    assert tree(output) == tree(bundle)
+
+
 def test_a_pair_of_bf16_makes_the_same_tensors(
     bundle: Path, pristine: Path, tmp_path: Path
 ) -> None:
@@ -339,6 +353,23 @@ def test_other_families_and_several_modules_are_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "two", TINY_CONFIG | {"num_nextn_predict_layers": 2})
     outcome = export(tmp_path / "two", tmp_path / "out", *TARGET)
     assert outcome.code == 4 and "reads one MTP layer" in outcome.err
+
+
+def test_a_finished_bundle_is_served_with_both_files(bundle: Path) -> None:
+    outcome = run_program("launch", bundle)
+    assert outcome.code == 0, outcome.err
+    main, mtp = (next((bundle / part).glob("*.gguf")) for part in ("main", "mtp"))
+    assert f"llama-server -m {main} -md {mtp} --spec-type draft-mtp" in outcome.out
+
+
+def test_the_module_is_made_alone_beside_somebody_s_main_model(
+    pristine: Path, tmp_path: Path
+) -> None:
+    options = ("--base-quant", "q4_0", "--part", "mtp")
+    assert quantize(pristine, tmp_path / "alone", *TARGET, *options).code == 0
+    assert quantize(pristine, tmp_path / "both", *TARGET, *options[:2]).code == 0
+    assert tree(tmp_path / "alone/mtp") == tree(tmp_path / "both/mtp")
+    assert not (tmp_path / "alone/main").exists()
 
 
 def test_the_command_names_both_first_files(pristine: Path, tmp_path: Path) -> None:

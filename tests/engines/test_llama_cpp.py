@@ -1,0 +1,180 @@
+"""llama.cpp runs our GGUF files: its texts are ours up to ties, drafts change none, and as many of
+them are accepted as by our runtime on the same files."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from engine_runs import FIXTURE, GROUPED_FIXTURE, Prompts
+from llama_server import Text, first_file, server, texts_of
+
+from cases import edit_json, export, quantize
+from mtp_runtime import LLM, SamplingParams
+
+TOKENS = 48
+TARGET = ("--target", "llama.cpp", "--pre-tokenizer", "gpt-2", "--quiet")
+# Log-probabilities that two tokens may differ by where rounding decides between them.
+TIE = 0.05
+POINTS = 0.02  # of acceptance
+FIXTURES = {"deepseek2": FIXTURE, "glm4moe": GROUPED_FIXTURE}
+CASES = [
+    ("deepseek2", "bf16", (1, 2, 3)),
+    ("glm4moe", "bf16", (1, 2, 3)),
+    ("deepseek2", "q8_0", (2,)),
+    ("deepseek2", "q4_0", (2,)),
+    ("glm4moe", "q8_0", (2,)),
+]
+
+gguf = pytest.importorskip("gguf")
+pytestmark = pytest.mark.skipif(not server().exists(), reason="llama.cpp was not built")
+
+
+class Ours(NamedTuple):
+    """Our runtime's texts, and its drafts."""
+
+    tokens: list[list[int]]
+    drafted: int
+    accepted: int
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """Bundles of the trained fixtures by architecture and scheme, each made once."""
+
+    @cache
+    def bundle(architecture: str, scheme: str) -> Path:
+        output = tmp_path_factory.mktemp("gguf") / "bundle"
+        source = FIXTURES[architecture]
+        if scheme == "bf16":
+            outcome = export(source, output, *TARGET)
+        else:
+            outcome = quantize(source, output, *TARGET, "--base-quant", scheme)
+        assert outcome.code == 0, outcome.err
+        return output
+
+    return bundle
+
+
+@pytest.fixture(scope="module")
+def plain(
+    bundles: Callable[[str, str], Path], prompts: Prompts, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, str], list[Text]]:
+    """llama.cpp's texts without drafts, each bundle run once."""
+
+    @cache
+    def run(architecture: str, scheme: str) -> list[Text]:
+        log = tmp_path_factory.mktemp("log") / "server"
+        return texts_of(bundles(architecture, scheme), 0, prompts, TOKENS, log)
+
+    return run
+
+
+def ours(bundle: Path, drafts: int, prompts: Prompts) -> Ours:
+    """Our runtime on the same files."""
+    llm = LLM(bundle, speculate_method="mtp", speculate_max_draft_token_num=drafts)
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    outputs = llm.generate(prompts, params)
+    drafted, accepted = (
+        sum(sum(getattr(one.metrics, name)) for one in outputs) for name in ("drafted", "accepted")
+    )
+    return Ours([list(one.token_ids) for one in outputs], drafted, accepted)
+
+
+def faults(plain: list[Text], others: list[list[int]]) -> list[str]:
+    """Texts that differ from plain ones other than at a tie."""
+    found = []
+    for number, (text, other) in enumerate(zip(plain, others, strict=True)):
+        pairs = enumerate(zip(text.tokens, other, strict=True))
+        at = next((at for at, (one, two) in pairs if one != two), None)
+        if at is None:
+            continue
+        best, second = text.best[at][text.tokens[at]], text.best[at].get(other[at], float("-inf"))
+        if best - second > TIE:
+            found.append(f"prompt {number}, token {at}: {best:.3f} against {second:.3f}")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("architecture", "scheme", "drafts"),
+    [(name, scheme, k) for name, scheme, counts in CASES for k in counts],
+)
+def test_drafts_are_accepted_as_ours_and_change_no_text(
+    architecture: str,
+    scheme: str,
+    drafts: int,
+    bundles: Callable[[str, str], Path],
+    plain: Callable[[str, str], list[Text]],
+    prompts: Prompts,
+    tmp_path: Path,
+    figures: dict[str, Any],
+) -> None:
+    bundle = bundles(architecture, scheme)
+    theirs = texts_of(bundle, drafts, prompts, TOKENS, tmp_path / "log")
+    undrafted = plain(architecture, scheme)
+    own = ours(bundle, drafts, prompts)
+    drafted, accepted = (sum(getattr(t, name) for t in theirs) for name in ("drafted", "accepted"))
+    equal = sum(one.tokens == two for one, two in zip(undrafted, own.tokens, strict=True))
+    figures[f"llama.cpp, {architecture} {scheme}, {drafts} drafts"] = {
+        "drafted": drafted,
+        "accepted": accepted,
+        "ours": {"drafted": own.drafted, "accepted": own.accepted, "texts_equal": equal},
+        "texts_equal": sum(
+            one.tokens == two.tokens for one, two in zip(undrafted, theirs, strict=True)
+        ),
+    }
+    assert faults(undrafted, [text.tokens for text in theirs]) == []
+    if scheme == "bf16":  # beside blocks its activations are in int8, which ours are not
+        assert faults(undrafted, own.tokens) == []
+    assert accepted / drafted == pytest.approx(own.accepted / own.drafted, abs=POINTS)
+    assert accepted / drafted > 0.5
+
+
+def contents(path: Path) -> tuple[dict[str, Any], dict[str, tuple[str, list[int], bytes]]]:
+    """Keys and tensors of a GGUF file."""
+    reader = gguf.GGUFReader(path)
+    keys = {name: field.contents() for name, field in reader.fields.items()}
+    tensors = {
+        one.name: (one.tensor_type.name, [int(n) for n in one.shape], one.data.tobytes())
+        for one in reader.tensors
+    }
+    return keys, tensors
+
+
+# Keys that say nothing of the model's arithmetic: names, and how many entries there are.
+OF_NAMES = {"general.name", "general.size_label", "GGUF.kv_count", "GGUF.tensor_count"}
+# Its class for GLM-4.7-Flash is that for DeepSeek-V3, but for keeping the module.
+KEEPS_THE_MODULE = {"DeepseekV3ForCausalLM": "Glm4MoeLiteForCausalLM"}
+
+
+@pytest.mark.parametrize("part", ["main", "mtp"])
+@pytest.mark.parametrize("architecture", FIXTURES)
+def test_files_are_those_of_the_converter(
+    architecture: str, part: str, bundles: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    """Byte for byte, but for copies of embedding and head: the converter writes both twice."""
+    source = Path(shutil.copytree(FIXTURES[architecture], tmp_path / "source"))
+
+    def rename(config: dict[str, Any]) -> None:
+        config["architectures"] = [KEEPS_THE_MODULE.get(n, n) for n in config["architectures"]]
+
+    edit_json(source / "config.json", rename)
+    kind, converted = "mtp" if part == "mtp" else "no-mtp", tmp_path / "converted.gguf"
+    script = Path(__file__).with_name("llama_converter.py")
+    words = [sys.executable, script, server().parents[2], source, converted, kind]
+    run = subprocess.run(list(map(str, words)), capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    keys, tensors = contents(first_file(bundles(architecture, "bf16") / part))
+    their_keys, their_tensors = contents(converted)
+    copies = {n for n in their_tensors if n.endswith((".embed_tokens.weight", "_head_head.weight"))}
+    assert tensors == {n: one for n, one in their_tensors.items() if n not in copies}
+    for one in (keys, their_keys):
+        for name in OF_NAMES | {f"{architecture}.vocab_size"}:
+            one.pop(name, None)
+    assert keys == their_keys
