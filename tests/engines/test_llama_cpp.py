@@ -22,7 +22,8 @@ TOKENS = 48
 TARGET = ("--target", "llama.cpp", "--pre-tokenizer", "gpt-2", "--quiet")
 # Log-probabilities that two tokens may differ by where rounding decides between them.
 TIE = 0.05
-POINTS = 0.02  # of acceptance
+# Acceptance may differ by so much; in Q4_0 llama.cpp's texts are others than ours.
+POINTS = {"bf16": 0.02, "q8_0": 0.02, "q4_0": 0.04}
 FIXTURES = {"deepseek2": FIXTURE, "glm4moe": GROUPED_FIXTURE}
 CASES = [
     ("deepseek2", "bf16", (1, 2, 3)),
@@ -132,7 +133,7 @@ def test_drafts_are_accepted_as_ours_and_change_no_text(
     assert faults(undrafted, [text.tokens for text in theirs]) == []
     if scheme == "bf16":  # beside blocks its activations are in int8, which ours are not
         assert faults(undrafted, own.tokens) == []
-    assert accepted / drafted == pytest.approx(own.accepted / own.drafted, abs=POINTS)
+    assert accepted / drafted == pytest.approx(own.accepted / own.drafted, abs=POINTS[scheme])
     assert accepted / drafted > 0.5
 
 
