@@ -56,12 +56,15 @@ def _models(docstring: str | None) -> str:
 def _oracles(model_type: str) -> tuple[str, str]:
     """Return what the tests compare a family's main model and MTP layers with."""
     from checkpoints.families import test_names as names
+    from engines import family_drafts
     from runtime import test_family_oracles as runs
 
     main = "not confirmed" if model_type in names.UNCONFIRMED else "transformers' class"
     if model_type in names.OTHER_CLASS:
         main = "transformers' class of the same layers"
     mtp = "engines' loaders, read"
+    if model_type in family_drafts.CASES:
+        mtp = "vLLM's loader"
     if model_type in names.MTP_MODEL:
         mtp = "transformers' `MtpModel`"
     if model_type in runs.ORACLES or model_type == "deepseek_v3":

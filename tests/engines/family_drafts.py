@@ -1,0 +1,28 @@
+"""Families whose MTP layers vLLM's own classes load on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# vLLM's class; fields that its classes read and ours do not; the share of the layers that it loads.
+CASES: dict[str, tuple[str, dict[str, Any], int]] = {
+    "hy_v3": ("HYV3MTP", {}, 1),
+    "ernie4_5_moe": ("ErnieMTP", {}, 1),
+    "exaone_moe": ("ExaoneMoeMTP", {}, 1),
+    "longcat_flash": (
+        "LongCatFlashMTP",
+        # 512 + 64 is what vLLM's latent attention takes on a CPU.
+        {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "rope_theta": 1e6}
+        | {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 32},
+        1,
+    ),
+    # vLLM loads the first of its three layers.
+    "mimo_v2_flash": (
+        "MiMoV2MTP",
+        {"layernorm_epsilon": 1e-5, "hybrid_layer_pattern": [0, 1, 1], "moe_layer_freq": [0, 1, 1]}
+        | {"swa_num_attention_heads": 8, "swa_num_key_value_heads": 4, "swa_head_dim": 16}
+        | {"swa_v_head_dim": 8, "add_swa_attention_sink_bias": True, "attention_value_scale": 0.7}
+        | {"swa_rope_theta": 10000, "partial_rotary_factor": 0.5, "sliding_window_size": 32},
+        3,
+    ),
+}

@@ -1,0 +1,57 @@
+"""vLLM's own classes load every tensor of the MTP layers of families that our runtime may not
+compute: names and shapes as exported, and nothing is left as it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_runs import process
+from family_drafts import CASES
+from safetensors.torch import load_file
+
+from cases import export
+from faults.small_model import family_config, write_dense
+
+# The target's, which vLLM puts in their place.
+SHARED = {"model.embed_tokens.weight", "lm_head.weight", "model.layers.3.shared_head.head.weight"}
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("families")
+    for model_type, (_, more, _) in CASES.items():
+        source = write_dense(folder / model_type, config=family_config(model_type) | more)
+        made = export(source, folder / f"{model_type}-bundle", "--target", "vllm", "--quiet")
+        assert made.code == 0, made.err
+    return {model_type: folder / f"{model_type}-bundle" for model_type in CASES}
+
+
+@pytest.fixture(scope="module")
+def loadings(
+    bundles: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
+    job = {
+        model_type: {"main": str(bundle / "main"), "draft": str(bundle / "mtp"), "method": "mtp"}
+        for model_type, bundle in bundles.items()
+    }
+    script = Path(__file__).with_name("vllm_drafts.py")
+    status, log, result = process(script, job, tmp_path_factory.mktemp("vllm"))
+    assert status == 0, log[-3000:]
+    found: dict[str, dict[str, Any]] = json.loads(result.read_text())
+    return found
+
+
+@pytest.mark.parametrize("model_type", CASES)
+def test_vllm_loads_every_tensor(
+    model_type: str, bundles: dict[str, Path], loadings: dict[str, dict[str, Any]]
+) -> None:
+    name, _, layers = CASES[model_type]
+    found = loadings[model_type]
+    assert found["class"] == name
+    assert set(found["untouched"]) <= SHARED
+    files = (bundles[model_type] / "mtp").glob("*.safetensors")
+    stored = sum(tensor.numel() for path in files for tensor in load_file(path).values())
+    assert found["elements"] * layers == stored
