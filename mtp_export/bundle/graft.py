@@ -30,6 +30,7 @@ from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_checkpoints.tensors.untied_head import with_head_like
 from mtp_export.bundle.bundle_plan import BundlePlan, Recipe
 from mtp_export.bundle.export import open_source, plan_bundle, viewed
+from mtp_export.bundle.gguf_module import refuse_gguf_main
 from mtp_export.bundle.options import PlannerOptions
 from mtp_export.bundle.run_folder import check_output
 from mtp_export.bundle.same_model import check_same_model, with_mtp_layers
@@ -61,6 +62,7 @@ def plan_graft(options: GraftOptions, *, dry_run: bool = False) -> BundlePlan:
     """Check both checkpoints against each other, and plan the bundle (MtpExportError)."""
     _check_places(options)
     host = open_checkpoint(options.bundle.input_dir)
+    refuse_gguf_main(host.path, host.config, options.mtp_source, options.bundle.output_dir)
     opened = open_source(options.mtp_source)
     donor, donated = viewed(with_head_like(opened[0], host), opened)
     config = with_mtp_layers(host.config, donor.config)

@@ -103,6 +103,13 @@ def native_fp8(quantization: object) -> NativeFp8 | None:
         return None
     if not isinstance(quantization, dict):
         raise not_an_object(quantization)
+    if is_gguf(quantization):
+        raise UnsupportedError(
+            "Nothing is exported or quantized from GGUF files",
+            expected="the checkpoint that they were made from",
+            found="a GGUF file",
+            todo="Start from the original checkpoint",
+        )
     block = quantization.get("weight_block_size")
     method, fmt = quantization.get("quant_method"), quantization.get("fmt", "e4m3")
     if method != "fp8" or fmt != "e4m3" or block != [BLOCK, BLOCK]:

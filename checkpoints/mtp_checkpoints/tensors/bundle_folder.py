@@ -101,7 +101,7 @@ def open_checkpoint(place: Place) -> Checkpoint:
                 "The two parts of the bundle cannot be read as one checkpoint",
                 where=folder,
                 expected=f"the same {key} in main/config.json and mtp/config.json",
-                found=f"{main.config.get(key)!r} and {mtp.config.get(key)!r}",
+                found=" and ".join(repr(one.config.get(key))[:100] for one in (main, mtp)),
                 todo="Start from the original checkpoint, or from a bundle of --target hf",
             )
     for name in mtp.tensors:
