@@ -15,7 +15,7 @@ from mtp_checkpoints.layouts import target_of, target_of_bundle
 from mtp_checkpoints.layouts.base import Deployment, Engine, Launch, Placement
 from mtp_checkpoints.quantization.stored import stored_source
 from mtp_checkpoints.sources.strict_json import read_json_object
-from mtp_checkpoints.tensors.bundle_folder import MAIN, open_parts
+from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP, open_parts
 from mtp_checkpoints.tensors.manifest import MANIFEST_NAME, read_manifest
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.options import Part
@@ -60,8 +60,11 @@ class Served:
 def serving_lines(recorded: Mapping[str, Any], *, wanted: str, bundle: Served) -> dict[str, str]:
     """Return the shell command that serves a bundle, per engine that a name of --target stands for.
 
-    recorded are the options as the manifest keeps them.
+    recorded are the options as the manifest keeps them. There is none for files of one part, where
+    an engine is given the files of both.
     """
+    if target_of(wanted).rewrites_main and not bundle.files.keys() >= {MAIN, MTP}:
+        return {}
     deployment, engines = _deployed(recorded, wanted=wanted, bundle=bundle)
     return {engine.name: engine.launch(deployment) for engine in engines if engine.launch}
 

@@ -76,11 +76,14 @@ def _metadata(content: Content, base: BaseModel | None) -> ModelCardData:
     """Return the card's metadata; no library is named that could not load the repository."""
     options = content.manifest["options"]
     schemes = {str(options[key]) for key in ("base_quant", "mtp_quant") if key in options}
-    tags = [*_TAGS, str(content.config["model_type"]), *sorted(schemes - {"keep"})]
+    target = TARGETS[options.get("target", RELEASED)]
+    form = (target.container,) if target.rewrites_main else ()
+    tags = [*_TAGS, *form, str(content.config["model_type"]), *sorted(schemes - {"keep"})]
+    by_transformers = content.parts == (MAIN,) and not target.rewrites_main
     return ModelCardData(
         base_model=None if base is None else base.name,
         base_model_relation="quantized" if base is not None and _is_converted(content) else None,
-        library_name="transformers" if content.parts == (MAIN,) else "mtp-export",
+        library_name="transformers" if by_transformers else "mtp-export",
         pipeline_tag="text-generation" if MAIN in content.parts else None,
         tags=tags,
         **({} if base is None else base.license),

@@ -40,7 +40,7 @@ class StoredFile:
     @property
     def is_large(self) -> bool:
         """True for what the Hub keeps in its storage instead of git."""
-        return self.name.endswith((".safetensors", "tokenizer.json"))
+        return self.name.endswith((".safetensors", ".gguf", "tokenizer.json"))
 
     def entry(self, *, is_xet: bool = False) -> dict[str, Any]:
         """Return the file as a tree lists it."""

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from .server import HubServer
 
 LARGE_BYTES = 10 << 20  # what the Hub keeps in its storage, whatever its name
-ATTRIBUTES = b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"
+_LARGE = b"filter=lfs diff=lfs merge=lfs -text\n"
+ATTRIBUTES = b"*.safetensors " + _LARGE + b"*.gguf " + _LARGE
 # upload: of bytes to the storage; commit lost: it is made, and the answer is an error; other
 # listing: trees list another checksum for a large file.
 UPLOAD_FAULTS = (

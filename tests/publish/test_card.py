@@ -48,6 +48,21 @@ def test_card_of_a_verified_bundle(hub: HubServer, exported: Path) -> None:
     assert str(exported) not in text  # nothing of this machine
 
 
+def test_card_of_gguf_files(hub: HubServer, exported: Path, tmp_path: Path) -> None:
+    bundle, options = tmp_path / "bundle", ("--target", "llama.cpp", "--pre-tokenizer", "none")
+    assert export(exported / "source", bundle, *options, "--quiet").code == 0
+    assert run_program("push", bundle, NAME, "--unverified", "--quiet").code == 0
+    metadata, text = card_of(hub)
+    assert "gguf" in metadata["tags"]
+    files = ("main/source.gguf", "-md /models/name/mtp/mtp-source.gguf")
+    assert all(words in text for words in ("llama-server -m /models/name/main", *files))
+    main = tmp_path / "main"
+    assert export(exported / "source", main, *options, "--part", "main", "--quiet").code == 0
+    assert run_program("push", main, "org/main", "--unverified", "--quiet").code == 0
+    metadata, _ = card_of(hub, "org/main")
+    assert metadata["library_name"] == "mtp-export"  # transformers reads no such folder
+
+
 def test_card_of_a_draft_that_nothing_verified(
     hub: HubServer, exported: Path, tmp_path: Path
 ) -> None:
