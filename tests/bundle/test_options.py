@@ -104,7 +104,7 @@ def test_choices_are_written_as_the_command_takes_them() -> None:
         ["keep", "drop"],
         ["written", "all"],
         ["auto", "reflink", "hardlink", "copy"],
-        ["compressed-tensors", "w4afp8"],
+        ["compressed-tensors", "w4afp8", "modelopt"],
         ["experts", "all", "linears"],
         ["mlps", "linears"],
         ["keep", "weight_only_int8"],
