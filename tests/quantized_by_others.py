@@ -264,7 +264,7 @@ def nvfp4(weight: torch.Tensor) -> Encoded:
     """Codes packed by compressed-tensors, which shares them with ModelOpt."""
     from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8
 
-    second = weight.abs().max() / (6 * 448)
+    second = torch.tensor(2.0**-9)  # one for all weights: engines join some
     groups = weight.unflatten(1, (-1, 16))
     scale = (groups.abs().amax(-1) / 6 / second).clamp(min=2**-6).to(torch.float8_e4m3fn)
     numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])

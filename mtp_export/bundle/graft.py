@@ -14,7 +14,7 @@ from mtp_checkpoints.errors import InvalidInputError, UnsupportedError, UsageErr
 from mtp_checkpoints.families import family_of
 from mtp_checkpoints.formats import FORMATS
 from mtp_checkpoints.formats.base import ReadOnlyFormat
-from mtp_checkpoints.layouts import engine_of, target_names, target_of
+from mtp_checkpoints.layouts import engine_of, names_that_read, target_names, target_of
 from mtp_checkpoints.quantization.method import VLLM
 from mtp_checkpoints.quantization.native import (
     DTYPE_KEYS,
@@ -152,8 +152,15 @@ def _check_tensors(host: Checkpoint, main: StoredModel, tensors: Mapping[str, Te
 
 def _check_draft_is_read(options: GraftOptions, draft: Draft, main: StoredModel) -> None:
     """Refuse a quantized draft where the target's engine builds every draft unquantized beside such
-    a main model (UnsupportedError)."""
+    a main model, or does not read its precision (UnsupportedError)."""
     engine = engine_of(options.bundle.target)
+    for storage, reason in engine.unread.items():
+        if storage in draft.storages:
+            raise UnsupportedError(
+                f"{engine.title} does not read a draft in {storage}: {reason}",
+                expected=f"--target {' or '.join(names_that_read(draft.storages))}",
+                found=f"--mtp-quant {options.mtp_quant}",
+            )
     unquantized_beside = engine.draft_reading.unquantized_beside if engine.draft_reading else set()
     storages = {str(weight.storage) for weight in main.weights.values()} & unquantized_beside
     if storages and draft.storages:

@@ -36,12 +36,16 @@ ROWS = (
     ("compressed-tensors, int4", "a8w8_fp8", "vllm", "vllm"),
     ("compressed-tensors, fp8", "a8w8_fp8", "hf", "vllm"),
     ("compressed-tensors, int4", "a8w8_fp8", "sglang", "sglang"),
+    ("compressed-tensors, int4", "weight_only_nvfp4", "hf", None),
+    ("compressed-tensors, fp8", "a4w4_nvfp4", "sglang", None),
+    ("compressed-tensors, int4", "a8w8_mxfp8", "vllm", None),
+    ("gptq", "weight_only_nvfp4", "sglang", "sglang"),
     ("awq", "weight_only_int8", "sglang", "sglang"),
     ("gptq", "a8w8_fp8", "sglang", "sglang"),
     ("fp8", "weight_only_int8", "sglang", "sglang"),
     ("modelopt fp8, in a file", "a8w8_fp8", "sglang", "sglang"),
 )
-EVERY_PUSH = (ROWS[0], ROWS[2], ROWS[5])
+EVERY_PUSH = (ROWS[0], ROWS[2], ROWS[5], ROWS[9])
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +85,7 @@ def test_both_parts_are_described(
     assert (mtp == main) == (reader != "sglang")
     stored = read_tensors(output / "mtp")
     expert, plain = f"{LAYER}.mlp.experts.1.up_proj", f"{LAYER}.eh_proj.weight"
-    assert (f"{expert}.weight_packed" in stored) == (scheme == "weight_only_int8")
+    assert (f"{expert}.weight_packed" in stored) == (scheme not in ("a8w8_fp8", "a8w8_mxfp8"))
     assert stored[plain].dtype == torch.bfloat16
     verified = run_program("verify", output, "--level", "weights", "--quiet", "--json")
     assert verified.code == 0, verified.out
@@ -139,6 +143,17 @@ def test_a_main_config_that_leaves_the_draft_s_linears_out(
     )
     outcome = graft(folder, original, tmp_path / "output", "weight_only_int8")
     assert (outcome.code, "in another precision" in outcome.err) == (4, True), outcome.err
+
+
+@pytest.mark.parametrize("name", ["compressed-tensors, int4", "gptq"])
+def test_sglang_reads_no_draft_in_mxfp(
+    name: str, mains: Callable[[str], Path], original: Path, tmp_path: Path
+) -> None:
+    for scheme in ("weight_only_mxfp4", "a8w8_mxfp8"):
+        refused = graft(mains(name), original, tmp_path / "o", scheme, "--target", "sglang")
+        assert refused.code == 4
+        assert "SGLang does not read a draft in mxfp" in refused.err
+        assert "its compressed-tensors loader has no" in refused.err
 
 
 def test_sglang_builds_every_draft_unquantized_beside_nvfp4(

@@ -99,9 +99,8 @@ def quantize_nvfp4(
     packed = np.empty((rows, columns // 2), np.uint8)
     scale = np.empty((rows, columns // NVFP4_GROUP), np.uint8)
     stats = _stats(source)
-    cpu_block_floats.quantize_nvfp4(
-        source, block_scale, np.float32(divisor), sweep, packed, scale, *stats
-    )
+    cpu_block_floats.nvfp4_scales(source, block_scale, np.float32(divisor), sweep, scale)
+    cpu_block_floats.quantize_nvfp4(source, block_scale, np.float32(divisor), scale, packed, *stats)
     return packed, scale, stats
 
 

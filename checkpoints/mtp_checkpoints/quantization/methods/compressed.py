@@ -21,6 +21,8 @@ from mtp_checkpoints.families.spec import PLAIN_HEADS, ModelSpec
 from mtp_checkpoints.formats import (
     Fp8Block,
     Int8Channel,
+    MxFp4Packed,
+    MxFp8,
     NvFp4Packed,
     NvFp4PackedA4,
     Unquantized,
@@ -331,7 +333,8 @@ COMPRESSED_TENSORS = Method(
     leave_out=_leave_out,
     describe=_describe,
     describes=frozenset(
-        (Int8Channel.storage, Fp8Block.storage, NvFp4Packed.storage, NvFp4PackedA4.storage)
+        form.storage
+        for form in (Int8Channel, Fp8Block, NvFp4Packed, NvFp4PackedA4, MxFp4Packed, MxFp8)
     ),
     write=_write,
     in_groups=True,
