@@ -219,3 +219,21 @@ def test_what_is_not_made_of_gguf_files(source: Path, model: GgufModel, tmp_path
     shutil.copy(made, tmp_path)
     facts = json.loads(run_program("inspect", tmp_path, "--json").out)
     assert facts["parts"] == ["main", "mtp"] and not facts["problems"]
+
+
+def test_parts_of_a_bundle_are_inspected_and_judged_alone(bundle: Path) -> None:
+    for part in ("main", "mtp"):
+        found = run_program("inspect", bundle / part, "--json")
+        facts = json.loads(found.out)
+        assert (facts["parts"], facts["layout"], facts["problems"]) == ([part], "llama.cpp", [])
+        assert not [amount for amount in facts["amounts"] if amount["role"] == "unexpected"]
+    assert run_program("verify", bundle / "mtp", "--level", "files").code == 0
+    found = run_program("inspect", bundle / "mtp")
+    assert "a draft as --target llama.cpp writes it" in " ".join(found.out.split())
+
+
+def test_a_file_of_grouped_query_attention(tmp_path: Path) -> None:
+    released = FIXTURE.parent / "glm4-moe-tiny"
+    place = gguf_model(released, "q5_1").write(tmp_path / "glm.gguf")
+    code, said = verified(place, released)
+    assert code == 0, said
