@@ -63,6 +63,20 @@ def test_a_function_of_the_elements_that_differ_alone_is_none(tmp_path: Path) ->
     assert said(tmp_path, wanted + torch.eye(64), wanted) is None
 
 
+@pytest.mark.parametrize("drift", [0.985, 1.01])
+def test_a_norm_that_drifted_with_its_training_has_none(drift: float, tmp_path: Path) -> None:
+    wanted = 1 + 0.1 * seeded(256)
+    found = wanted * drift + 1e-3 * seeded(256, seed=1)
+    assert said(tmp_path, found, wanted) is None
+
+
+def test_one_element_of_a_few_that_differs_has_no_factor(tmp_path: Path) -> None:
+    wanted = seeded(8)
+    found = wanted.clone()
+    found[3] = 0.7 * wanted[3]
+    assert said(tmp_path, found, wanted) is None
+
+
 def test_equal_weights_have_none(tmp_path: Path) -> None:
     wanted = seeded(ROWS, COLUMNS)
     assert said(tmp_path, wanted, wanted) is None
@@ -159,6 +173,7 @@ def test_vectors_that_are_shifted_or_doubled_here_and_there(centre: int, tmp_pat
     wanted = centre + 0.1 * seeded(64)
     late = torch.cat([torch.zeros(2), wanted[:-2]])
     assert "its elements are shifted by 2, and not rolled" in str(said(tmp_path, late, wanted))
+    assert said(tmp_path, wanted.roll(2), wanted) == "its elements are rolled by 2"
     doubled = torch.where(torch.arange(64) % 3 == 0, 2 * wanted, wanted)
     assert "22 of its 64 elements are 2 times" in str(said(tmp_path, doubled, wanted))
 
@@ -244,6 +259,26 @@ def test_a_part_that_differs_is_named(columns: bool, tmp_path: Path) -> None:
     other = stored(tmp_path / "other", whole.t() if columns else whole)
     unlike = stored(tmp_path / "unlike", wanted)
     assert str(part(compared, [unlike, other])) == f"its {noun}s 8 to 23 are those of {NAME}"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda row: seeded(128, seed=4), "its row 7 is not the source's, and all others of 128"),
+        (lambda row: seeded(128, 128)[9], "its row 7 holds the source's row 9"),
+        (lambda row: 3 * row, "its row 7 is 3 times the source's"),
+        (lambda row: -row, "the sign of its row 7 is flipped"),
+        (torch.zeros_like, "its row 7 is zero, and the source's is not"),
+    ],
+)
+def test_a_row_alone_is_named(
+    change: Callable[[torch.Tensor], torch.Tensor], words: str, tmp_path: Path
+) -> None:
+    wanted = seeded(128, 128)
+    found = wanted.clone()
+    found[7] = change(wanted[7])
+    compared = compare(stored(tmp_path / "found", found), stored(tmp_path / "wanted", wanted))
+    assert words in str(relation(compared) or part(compared))
 
 
 def test_scattered_parts_are_not_named_as_one(tmp_path: Path) -> None:

@@ -18,6 +18,9 @@ from mtp_export.verify.diagnosis.sketches import Axis, Sketches, Sums
 _NEAR_SCALES = 1.5  # ratio of the scales of like tensors, at most
 _LEAST_RUN = 4  # elements of a vector, or rows of few elements, with a factor of their own
 _MOST_FACTORS = 3
+_DRIFT = 0.02  # of a retrained norm's mean, and of the factor that it would be
+_UNLIKE_ONE = 0.1  # of the factor beside an offset
+_LEAST_OF_BOTH = 16  # elements, of which a factor and an offset leave next to no noise by chance
 _OFFSET_NOISE = 2.5e-3  # of the mean of few elements that were rounded
 _PLAIN = 0.01  # a factor nearer to one is none
 # Squared, of a weight with the source's that it is plus an offset. Norms of any layers are alike in
@@ -37,13 +40,14 @@ def of_the_whole(sketches: Sketches, most_noise: float) -> Iterator[Relation]:
     """Yield the factor, or the offset, that explains the weight within a noise."""
     t = _Total.of(sketches)
     factor = t.wf / t.ww if t.ww else 0.0
-    if factor and abs(factor - 1) > _PLAIN / 10:
+    if factor and abs(factor - 1) > _DRIFT:
         noise = (t.ff / factor**2 - 2 * t.wf / factor + t.ww) / t.ww
         if noise <= most_noise:
             yield Relation(_multiple(shown(factor, most_noise)), max(noise, 0.0))
     offset = (t.f - t.w) / t.elements
     noise = t.noise - t.elements * offset**2
-    if t.varies and noise <= min(most_noise * max(t.ww, t.ff), t.unlike * t.spread):
+    is_far = t.elements * offset**2 > _DRIFT**2 * t.ww
+    if t.varies and is_far and noise <= min(most_noise * max(t.ww, t.ff), t.unlike * t.spread):
         share = max(noise, 0.0) / max(t.ww, t.ff)
         yield Relation(causes.plus(signed(offset, most_noise)), share)
 
@@ -51,14 +55,14 @@ def of_the_whole(sketches: Sketches, most_noise: float) -> Iterator[Relation]:
 def of_both(sketches: Sketches, most_noise: float) -> Iterator[Relation]:
     """Yield the factor and the offset that explain the weight within a noise together."""
     t = _Total.of(sketches)
-    if not t.varies:
+    if not t.varies or t.elements < _LEAST_OF_BOTH:
         return
     shared = t.wf - t.w * t.f / t.elements
     factor = shared / t.spread
     offset = (t.f - factor * t.w) / t.elements
     noise = t.ff - t.f**2 / t.elements - factor * shared
     most = min(most_noise * max(t.ww, t.ff), t.unlike * factor**2 * t.spread)
-    if factor and noise <= most:
+    if abs(factor - 1) > _UNLIKE_ONE and noise <= most:
         words = causes.multiple_plus(shown(factor, most_noise), signed(offset, most_noise))
         yield Relation(words, max(noise, 0.0) / max(factor**2 * t.ww, t.ff))
 
@@ -145,6 +149,7 @@ def _of_axis(axis: Axis, most_noise: float, *, other_scales: bool) -> Relation |
     if other_scales and all(_is_of_scales(float(factor)) for factor in changed):
         return None
     is_exact = len(changed) < len(levels) == 2 and noise <= LEAST_NOISE
+    is_exact = is_exact and all(len(members) >= _LEAST_RUN for members in changed.values())
     is_believed = is_exact or all(_is_believed(*one) for one in changed.items())
     if axis.elements == 1 and not is_believed:
         return None

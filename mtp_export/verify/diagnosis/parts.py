@@ -17,18 +17,21 @@ _MOST_DAMAGED = 0.75  # of the rows or columns: more in common is needed to say 
 _NEAR_NOISE = 0.06  # of a row that is another: rounding to 4 bits leaves a fifth of it
 _LEAST_MOVED = 0.2  # of the rows or columns
 _LEAST_COUNT = 8
+_APART = 10.0  # ratio of the noise of what differs to that of what does not
 
 
 def part(compared: Compared, others: Iterable[WeightOnDisk] = ()) -> str | None:
     """Return a sentence that names the one range of rows or columns that is not the source's, None
     where there is none. others: weights of its shape, which that range may be of."""
     for axis in filter(None, (compared.sketches.rows, compared.sketches.columns)):
-        differs = axis.sums.noise > 4 * compared.most_noise * axis.sums.ww
+        shares = axis.sums.noise / axis.sums.ww.clamp_min(1e-30)
+        differs = shares > 4 * compared.most_noise
         places = differs.nonzero()[:, 0]
         if axis.elements == 1 or not 0 < len(places) <= _MOST_DAMAGED * axis.count:
             continue
         first, last = int(places[0]), int(places[-1])
-        if last - first + 1 != len(places):
+        apart = shares[differs].min() >= _APART * shares[~differs].max()
+        if last - first + 1 != len(places) or not bool(apart):
             continue
         if (start := _written_twice(axis, first, last)) is not None:
             return causes.part_written_twice(axis.noun, first, last, start)
@@ -63,7 +66,7 @@ def _written_twice(axis: Axis, first: int, last: int) -> int | None:
     start = int(far.argmin())
     theirs = axis.wanted[start : start + last - first + 1]
     ours = axis.found[first : last + 1]
-    if theirs.shape != ours.shape or share_of(theirs, ours) > _NEAR_NOISE:
+    if start == first or theirs.shape != ours.shape or share_of(theirs, ours) > _NEAR_NOISE:
         return None
     return start
 
@@ -111,7 +114,8 @@ def of_an_offset(compared: Compared, _: float) -> Iterator[Relation]:
     if share_of(theirs, ours) > _NEAR_NOISE:
         return
     noise = noise_of(ours, theirs) / squares
-    if columns == 1:
+    ends = (found[:by], wanted[-by:]) if by > 0 else (found[by:], wanted[:-by])
+    if columns == 1 and share_of(ends[1], ends[0]) > _NEAR_NOISE:  # else it is rolled
         yield Relation(causes.shifted("element", by, abs(by)), noise)
     elif by % columns:
         yield Relation(causes.at_an_offset(by), noise)

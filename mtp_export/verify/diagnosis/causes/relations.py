@@ -115,23 +115,32 @@ def constant_of_constant(found: str, wanted: str) -> str:
     )
 
 
+def _in_places(noun: str, places: str) -> str:
+    """places: a number, or a range of them."""
+    return f"its {noun}{'s' if ' ' in places else ''} {places}"
+
+
 def signs_flipped(noun: str, places: str, count: int, total: int) -> str:
     """places: the range of one run, else ""."""
     if places:
-        return f"the sign of its {noun}s {places} is flipped"
+        return f"the sign of {_in_places(noun, places)} is flipped"
     return f"the sign of {counted(count, noun)} of {total:,} is flipped"
 
 
 def some_multiplied(noun: str, places: str, count: int, total: int, factor: str) -> str:
     """places: the range of one run, else ""."""
     if places:
-        return f"its {noun}s {places} are {factor} times the source's"
+        verb = "are" if " " in places else "is"
+        return f"{_in_places(noun, places)} {verb} {factor} times the source's"
     return f"{count:,} of its {total:,} {noun}s are {factor} times the source's"
 
 
 def some_zero(noun: str, places: str, count: int, total: int) -> str:
     if places:
-        return f"its {noun}s {places} are zero, and the source's are not"
+        is_zero = "are zero, and the source's are not"
+        if " " not in places:
+            is_zero = "is zero, and the source's is not"
+        return f"{_in_places(noun, places)} {is_zero}"
     return f"{count:,} of its {total:,} {noun}s are zero, and the source's are not"
 
 
@@ -191,18 +200,25 @@ def of_low_rank(rank: int) -> str:
 
 
 def part_of_another(noun: str, first: int, last: int, other: str) -> str:
+    if first == last:
+        return f"its {noun} {first} is that of {other}"
     return f"its {noun}s {first} to {last} are those of {other}"
 
 
 def part_written_twice(noun: str, first: int, last: int, start: int) -> str:
+    if first == last:
+        return f"its {noun} {first} holds the source's {noun} {start}"
     end = start + last - first
     return f"its {noun}s {first} to {last} hold the source's {noun}s {start} to {end}"
 
 
 def part_differs(noun: str, first: int, last: int, total: int) -> str:
+    what = f"{noun}s {first} to {last} are"
+    if first == last:
+        what = f"{noun} {first} is"
     return (
-        f"its {noun}s {first} to {last} are not the source's, and all others of {total:,} are:"
-        " that part was overwritten or damaged"
+        f"its {what} not the source's, and all others of {total:,} are: that part was overwritten"
+        " or damaged"
     )
 
 
@@ -222,10 +238,9 @@ def at_an_offset(by: int) -> str:
 
 
 def shifted(noun: str, by: int, lost: int) -> str:
-    where = "first" if by > 0 else "last"
-    return (
-        f"its {noun}s are shifted by {by}, and not rolled: its {where} {lost} are not the source's"
-    )
+    lost_ones = f"{lost} are" if lost > 1 else f"{noun} is"
+    where = f"{'first' if by > 0 else 'last'} {lost_ones}"
+    return f"its {noun}s are shifted by {by}, and not rolled: its {where} not the source's"
 
 
 def some_of_the_sources(noun: str, count: int, different: int, total: int) -> str:
