@@ -58,7 +58,7 @@ class Context:
 
     files are those of the folder or repository. manifest is a bundle's alone. given: the texts of
     --prompts, kept since a pipe can be read only once. group: processes that take part in what is
-    divided among several.
+    divided among several. failures: those of the checks that are done.
     """
 
     options: VerifyOptions
@@ -76,7 +76,7 @@ class Context:
     _layouts: dict[str, PartLayout] = field(default_factory=dict)
     _loaded: dict[LoadOptions, Loaded] = field(default_factory=dict)
     _drafts: dict[str, ExtraDraft] = field(default_factory=dict)
-    _failed: dict[str, list[Item]] = field(default_factory=dict)
+    failures: dict[str, list[Item]] = field(default_factory=dict)
 
     @classmethod
     def open(
@@ -364,7 +364,7 @@ class Context:
 
     def note_failures(self, check: str, items: Iterable[Item]) -> None:
         """Keep the failures of a finished check, for those after it."""
-        self._failed[check] = [item for item in items if item.status is Status.FAIL]
+        self.failures[check] = [item for item in items if item.status is Status.FAIL]
 
     @property
     def named_damage(self) -> str:
@@ -373,7 +373,7 @@ class Context:
         if self.is_bundle or self.mtp is None:
             return ""
         for check in ("ledger", "weights"):
-            for item in self._failed.get(check, ()):
+            for item in self.failures.get(check, ()):
                 if item.subject in self.mtp.tensors or item.name.startswith(f"{MTP}: "):
                     return f"check {check}, {item.name}"
         return ""

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from mtp_export.progress import ShowCount, uncounted
-from mtp_export.verify.check import Item, Status
+from mtp_export.verify.check import MTP_MODULE, Item, Status, failed
 from mtp_export.verify.decoding import controls
-from mtp_export.verify.decoding.acceptance import first_draft, is_in_band
+from mtp_export.verify.decoding.acceptance import first_draft, is_in_band, loaded_wrongly
 from mtp_export.verify.decoding.controls import Control
 from mtp_export.verify.evidence.corpus import Corpus, Drafts
+from mtp_runtime.layers.norm import RmsNorm
 
 PER_TEXT = 100
 
@@ -64,3 +65,24 @@ def test_both_sides_of_the_band_are_there(monkeypatch: pytest.MonkeyPatch) -> No
     assert controlled([30, 60] * 5, monkeypatch)[1]
     item, is_in_band = controlled([44, 46] * 5, monkeypatch)
     assert not is_in_band and "only 0.45 of the drafts are accepted" in item.cause
+
+
+def test_no_contract_is_blamed_for_a_module_that_is_loaded_wrongly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other side of a norm may be better for it; other controls fail all the same."""
+    corpus, better = cast(Corpus, Drafted([40, 60] * 5)), Drafted([60, 80] * 5).drafts(1)
+    norm = RmsNorm(torch.tensor([0.5, 1.0, 2.0]), 1e-6)
+    names = {"other side": norm, "shifted": None}
+    spoilt = [Control(n, better, 1, "a cause", one) for n, one in names.items()]
+    monkeypatch.setattr(controls, "_controls", lambda corpus: iter(spoilt))
+    found_by = loaded_wrongly(
+        [failed("sanity band of draft 1", "low", subject=MTP_MODULE),
+         failed("no other layout drafts better", "a half is scaled", subject=MTP_MODULE)]
+    )  # fmt: skip
+    assert [item.status for item in controls.items_of(corpus)] == [Status.FAIL] * 2
+    side, shifted = controls.items_of(corpus, found_by)
+    assert (side.status, shifted.status) == (Status.NOT_TESTED, Status.FAIL)
+    assert "loaded wrongly, as item 'no other layout drafts better' says" in side.cause
+    of_contract = failed("no other layout drafts better", "before the norm")
+    assert loaded_wrongly([of_contract]) == ""

@@ -39,18 +39,24 @@ def test_another_value_is_reported_and_fails_on_demand(glm: Path) -> None:
     edit_json(glm / "config.json", lambda c: c.update(rope_theta=2e6, norm_topk_prob=False))
     code, item = judged(glm)
     assert (code, item["status"], item["bound"]) == (0, "pass", "reported")
-    words = "rope_theta is 2000000.0, and no release of the family has it: theirs 1000000.0"
-    assert words in item["figure"]
-    assert "norm_topk_prob is false" in item["figure"] and "theirs true" in item["figure"]
+    words = "rope_theta 2000000.0 (releases: 1000000.0)"
+    assert item["figure"] == f"norm_topk_prob false (releases: true); {words}"
     assert [one["field"] for one in item["data"]["unreleased"]] == ["norm_topk_prob", "rope_theta"]
     code, item = judged(glm, "--strict-config")
     assert (code, item["status"]) == (7, "fail")
-    assert words in item["cause"] and item["subject"].endswith("config.json")
+    assert f"no release of the family has this value: {words}" in item["cause"] and item[
+        "subject"
+    ].endswith("config.json")
     assert item["figure"] == "2 wrong of 9 values"
 
 
 def test_miniatures_pass() -> None:
-    """Theirs are sized for them."""
+    """Theirs are sized for them; of an object, what differs is shown."""
+    figures = {}
     for name in ("deepseek-v3-tiny", "qwen3-5-tiny"):
         code, item = judged(ROOT / "fixtures" / name)
         assert (code, item["status"]) == (0, "pass")
+        figures[name] = item["figure"]
+    scaling = '{"factor": 4.0, "original_max_position_embeddings": 1024}'
+    assert figures["deepseek-v3-tiny"].startswith(f"rope_scaling {scaling} (releases: ")
+    assert figures["qwen3-5-tiny"] == "3 values"

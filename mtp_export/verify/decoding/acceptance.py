@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -109,13 +109,19 @@ def diagnosed(
     if generated:
         yield _sanity_band(corpus, better, damage)
     yield not_tested(_OTHERS, causes.damaged(damage)) if damage else _none_better(_OTHERS, tried)
-    loaded_wrongly = bool(better) and better[0].kind == LOADING and not _drafts(corpus)
-    if damage or loaded_wrongly:
+    is_mixed_up = bool(better) and better[0].kind == LOADING and not _drafts(corpus)
+    if damage or is_mixed_up:
         why = causes.damaged(damage) if damage else causes.loaded_wrongly(_OTHERS)
         yield not_tested(_FIRST_TOKEN, why)
     else:
         yield _first_token(corpus)
     yield _contract(corpus, tried)
+
+
+def loaded_wrongly(failures: Iterable[Item]) -> str:
+    """The item among the check's failures that found the MTP module to draft better with its
+    tensors in other places; "" where none did."""
+    return next((i.name for i in failures if i.name == _OTHERS and i.subject == MTP_MODULE), "")
 
 
 def _explained(better: Sequence[Alternative]) -> str:

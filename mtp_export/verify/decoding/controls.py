@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from mtp_export.progress import CountCallback
-from mtp_export.verify.check import Item, Shown, failed, judged, not_tested, passed
+from mtp_export.verify.check import Item, Shown, Status, failed, judged, not_tested, passed
 from mtp_export.verify.context import Context
-from mtp_export.verify.decoding.acceptance import first_draft, is_in_band
+from mtp_export.verify.decoding.acceptance import first_draft, is_in_band, loaded_wrongly
 from mtp_export.verify.diagnosis.alternatives import acceptance, drafts_of
 from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.variants import contract_variants, layout_variants
@@ -50,12 +50,13 @@ class Control:
 
 def run(context: Context) -> Iterator[Item]:
     """Each control compared with the module as it is, then causality of target and module."""
-    yield from items_of(context.corpus)
+    yield from items_of(context.corpus, loaded_wrongly(context.failures.get("acceptance", ())))
     yield from _causality(context.corpus)
 
 
-def items_of(corpus: Corpus) -> Iterator[Item]:
-    """The loss of acceptance under each control."""
+def items_of(corpus: Corpus, found_by: str = "") -> Iterator[Item]:
+    """The loss of acceptance under each control. found_by: the item of check `acceptance` that
+    found the module to be loaded wrongly, for which the other side of a norm may be better."""
     with corpus.show_count("controls, with spoilt input", _DRAFTINGS, "draftings") as advance:
         own, first = corpus.drafts(2), first_draft(corpus)
         advance(1)
@@ -68,7 +69,11 @@ def items_of(corpus: Corpus) -> Iterator[Item]:
         share = f"{first.value:.2f}"
         too_low = f"only {share} of the drafts are accepted as it is: check acceptance says why"
     for control in controls:
-        yield _lowers(corpus, own, control, too_low)
+        item = _lowers(corpus, own, control, too_low)
+        if found_by and control.norm is not None and item.status is Status.FAIL:
+            why = causes.loaded_wrongly(found_by)
+            item = not_tested(item.name, why, figure=item.figure, bound=item.bound)
+        yield item
 
 
 def _controls(corpus: Corpus) -> Iterator[Control]:

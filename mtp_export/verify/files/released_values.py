@@ -25,13 +25,14 @@ def run(context: Context) -> Iterator[Item]:
             return
         name, bound = "config values of the releases", "those of the releases"
         found = unreleased_values(config, layout.stored.family)
-        words = [causes.not_released(one.field, one.found, one.released) for one in found]
         figure = counted(len(known), "value")
         if context.options.strict_config:
             subject = str(layout.checkpoint.folder / CONFIG_NAME)
+            words = [causes.not_released(one.field, one.found, one.released) for one in found]
             yield verdict(name, [Problem(subject, one) for one in words], figure, bound)
         elif not found:
             yield passed(name, figure=figure, bound=bound)
         else:
             data = {"unreleased": [{"field": one.field, "found": one.found} for one in found]}
+            words = [causes.beside_released(one.field, one.found, one.released) for one in found]
             yield measured(name, "; ".join(words), data)

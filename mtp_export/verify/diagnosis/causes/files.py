@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mtp_export.progress import counted
 
@@ -99,8 +99,18 @@ def repeated_alike(compared: int, total: int) -> str:
 
 
 def not_released(field: str, found: object, released: Sequence[object]) -> str:
-    values = " or ".join(json.dumps(value) for value in released)
-    return f"{field} is {json.dumps(found)}, and no release of the family has it: theirs {values}"
+    """As beside_released, in a sentence."""
+    return f"no release of the family has this value: {beside_released(field, found, released)}"
+
+
+def beside_released(field: str, found: object, released: Sequence[object]) -> str:
+    """A value beside those of the releases; of two objects, the entries that differ."""
+    if isinstance(found, Mapping) and isinstance(released[0], Mapping):
+        keys = [key for key, value in released[0].items() if found.get(key) != value]
+        released = [{key: released[0][key] for key in keys}]
+        found = {key: found.get(key) for key in keys}
+    theirs = " or ".join(json.dumps(value) for value in released)
+    return f"{field} {json.dumps(found)} (releases: {theirs})"
 
 
 # --- config.json compared with the tensors --------------------------------------------------------
