@@ -24,6 +24,9 @@ _PAIRS = (
     ("weight_only_int4", "weight_only_int8"),
     ("a8w8_fp8_wint4", "a8w8_fp8"),
     ("weight_only_nvfp4", "weight_only_nvfp4"),
+    ("a4w4_nvfp4", "bf16"),
+    ("weight_only_mxfp4", "weight_only_mxfp4"),
+    ("a8w8_mxfp8", "a8w8_mxfp8"),
 )
 _FOREIGN = tuple(f"foreign {method}" for method in FOREIGN)
 _OF_A_VERIFICATION = (0, 3, 4, 6, 7)  # exit codes

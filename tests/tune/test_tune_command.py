@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,16 @@ def refusal(*arguments: object) -> tuple[int, str]:
     assert outcome.out == ""
     assert len(outcome.err.strip().splitlines()) == 1
     return outcome.code, outcome.err
+
+
+def test_mtp_layers_in_nvfp4_are_not_trained(
+    row_bundle: Callable[[str, str], Path], prompts: Path, tmp_path: Path
+) -> None:
+    """Each step would change a number that several linears share."""
+    places = ("--data", prompts, "--output-dir", tmp_path / "output")
+    code, words = refusal("--bundle", row_bundle("nvfp4", "fp8"), *places)
+    assert code == 4 and "MTP layers in nvfp4_packed are not trained" in words
+    assert not (tmp_path / "output").exists()
 
 
 def test_bad_input_is_one_paragraph(bundle: Path, prompts: Path, tmp_path: Path) -> None:

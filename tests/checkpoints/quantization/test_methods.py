@@ -174,7 +174,8 @@ def test_weights_that_are_not_read() -> None:
     assert error.what.startswith("config_groups.g of config.json describes weights that this tool")
     assert error.expected == (
         "pack-quantized int4 in groups of 32, 64 or 128, pack-quantized int8 per channel,"
-        " float-quantized fp8 per channel, float-quantized blocks of 128x128, nvfp4-pack-quantized,"
+        " float-quantized fp8 per channel, float-quantized blocks of 128x128, mxfp4-pack-quantized,"
+        " mxfp8-quantized, nvfp4-pack-quantized,"
         " nvfp4-pack-quantized with inputs in nvfp4,"
         " int-quantized int8 per channel, pack-quantized int4 with zero points, or pack-quantized"
         " int8 with zero points; without actorder group"
