@@ -6,10 +6,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.dtypes import DType, OutputTensor
-from mtp_checkpoints.formats import UNQUANTIZED, WeightFormat
+from mtp_checkpoints.formats import UNQUANTIZED, Fp8Block, WeightFormat
+from mtp_checkpoints.tensors.tensor_reader import as_array, as_rows
 from mtp_checkpoints.tensors.tensor_stream import TensorStream
 from mtp_export.plan import Facts, Resources, Sink
 from mtp_export.schemes.transforms import array_of, bytes_of, converting, quality
@@ -19,8 +21,35 @@ if TYPE_CHECKING:
     import torch
 
     from mtp_kernels.quantize import ErrorStats
+    from mtp_kernels.quantize.array_conversions import Rows
 
 _PIECE_ELEMENTS = 1 << 20
+_COMPILED_SOURCES = (UNQUANTIZED.storage, Fp8Block.storage)
+# Bytes of an array, and the error of its conversion; None where nothing was converted.
+Half = tuple[Any, "ErrorStats | None"]
+
+
+class RowPiece(NamedTuple):
+    """Bytes of some rows of a tensor."""
+
+    info: TensorInfo
+    data: memoryview
+    rows: int
+
+    def array(self) -> Any:
+        """Return the rows as an array of the dtype's array_name."""
+        return as_array(self.info, self.data, self.rows)
+
+    def elements(self) -> Any:
+        """Return the rows of floats as the kernels take them: float32, or the bits of others."""
+        import numpy as np
+
+        own = "<f4" if self.info.dtype == DType.F32 else "<u2"
+        return np.frombuffer(self.data, own).reshape(self.rows, -1)
+
+    def tensor(self) -> torch.Tensor:
+        """Return the rows as a tensor."""
+        return as_rows(self.info, self.data, self.rows)
 
 
 @dataclass(frozen=True)
@@ -65,7 +94,12 @@ class SplitLatentUp:
     scale_rule: str = "minmax"
 
     name: ClassVar[str] = "split_latent_up"
-    uses_torch: ClassVar[bool] = True
+
+    @property
+    def uses_torch(self) -> bool:
+        in_blocks = all("bf16" in one.compiled_sources for one in self.formats)
+        plain = all(one is UNQUANTIZED for one in self.formats)
+        return self.source.storage not in _COMPILED_SOURCES or not (in_blocks or plain)
 
     @property
     def format(self) -> WeightFormat:
@@ -85,19 +119,15 @@ class SplitLatentUp:
         resources: Resources,
     ) -> Facts:
         """Pass on both halves, some heads at a time (InvalidInputError for damaged values)."""
-        nope, latent = self.sizes.nope, self.sizes.latent
         errors: list[ErrorStats] = []
+        compiles = resources.device == "cpu" and not self.uses_torch
         for start, stop in self._pieces():
             with converting(inputs[0].info, (start, stop)):
-                heads = self._values(inputs, start, stop).view(-1, self._head_rows, latent)
-                keys = heads[:, :nope].transpose(1, 2).reshape(-1, nope)
-                values = heads[:, nope:].reshape(-1, latent)
-                halves = [
-                    self._stored(half.contiguous(), own, errors)
-                    for half, own in zip((keys, values), self.formats, strict=True)
-                ]
-            for number, half in enumerate(halves):
-                sink(number, bytes_of(array_of(half)))
+                rows = self._rows(inputs, start, stop)
+                halves = (self._by_arrays(rows) if compiles else None) or self._by_tensors(rows)
+            for number, (half, error) in enumerate(halves):
+                sink(number, bytes_of(half))
+                errors += [] if error is None else [error]
         return quality(errors) if errors else {}
 
     @property
@@ -112,22 +142,76 @@ class SplitLatentUp:
         for start in range(0, rows, step):
             yield start, min(start + step, rows)
 
-    def _values(self, inputs: Sequence[TensorStream], start: int, stop: int) -> torch.Tensor:
-        """Return rows as they are stored, or those of codes and scales as float32 values."""
+    def _rows(self, inputs: Sequence[TensorStream], start: int, stop: int) -> list[RowPiece]:
+        per_scale = self.source.scale_rows
+        spans = ((start, stop), (start // per_scale, -(-stop // per_scale)))
+        return [
+            RowPiece(stream.info, stream.row_data(*span), span[1] - span[0])
+            for stream, span in zip(inputs, spans, strict=False)
+        ]
+
+    def _by_arrays(self, rows: Sequence[RowPiece]) -> Sequence[Half] | None:
+        """Return both halves by compiled code; None for rows that it does not know."""
+        from mtp_kernels.quantize.array_conversions import Rows
+
+        error: ErrorStats | None = None
+        if len(rows) == 1:
+            values = rows[0].elements()
+        elif rows[1].info.dtype != DType.F32:
+            return None
+        else:
+            fp8 = Rows(*(piece.array() for piece in rows))
+            if self.format is UNQUANTIZED:
+                dense = self.format.quantize_rows(fp8, self.scale_rule)
+                if dense is None:
+                    return None
+                (values,), error = dense
+            else:
+                values = _float32(fp8)
+        halves: list[Half] = []
+        for half, own in zip(self._halves(values), self.formats, strict=True):
+            if own is UNQUANTIZED:
+                halves.append((half, None))
+                continue
+            converted = own.quantize_rows(Rows(half), self.scale_rule)
+            if converted is None:
+                return None
+            halves.append((converted[0][0], converted[1]))
+        return halves if error is None else [(halves[0][0], error), halves[1]]
+
+    def _by_tensors(self, rows: Sequence[RowPiece]) -> Sequence[Half]:
+        """Return both halves by torch (ValueError for damaged values)."""
         from mtp_kernels import quantize
 
-        codes = inputs[0].rows(start, stop)
-        if len(inputs) == 1:
-            return quantize.checked_values(codes) if self.converts else codes
-        per_scale = self.source.scale_rows
-        scale = inputs[1].rows(start // per_scale, -(-stop // per_scale))
-        return quantize.checked_values(self.source.source(codes, scale))
+        values, *scale = (piece.tensor() for piece in rows)
+        if scale:
+            values = quantize.checked_values(self.source.source(values, *scale))
+        elif self.converts:
+            values = quantize.checked_values(values)
+        heads = values.view(-1, self._head_rows, self.sizes.latent)
+        keys, rest = heads[:, : self.sizes.nope], heads[:, self.sizes.nope :]
+        halves: list[Half] = []
+        for half, own in zip((keys.transpose(1, 2), rest), self.formats, strict=True):
+            matrix = half.reshape(-1, half.shape[-1]).contiguous()
+            if not self.converts:
+                halves.append((array_of(matrix), None))
+                continue
+            tensors, error = own.quantize(matrix, self.scale_rule)
+            halves.append((array_of(tensors[0]), error))
+        return halves
 
-    def _stored(
-        self, values: torch.Tensor, own: WeightFormat, errors: list[ErrorStats]
-    ) -> torch.Tensor:
-        if not self.converts:
-            return values
-        tensors, error = own.quantize(values, self.scale_rule)
-        errors.append(error)
-        return tensors[0]
+    def _halves(self, values: Any) -> tuple[Any, Any]:
+        """Return the matrices of keys, transposed by head, and of values, of an array of rows."""
+        heads = values.reshape(-1, self._head_rows, self.sizes.latent)
+        keys = heads[:, : self.sizes.nope].transpose(0, 2, 1)
+        rest = heads[:, self.sizes.nope :]
+        return keys.reshape(-1, self.sizes.nope), rest.reshape(-1, self.sizes.latent)
+
+
+def _float32(fp8: Rows) -> Any:
+    """Return the values of fp8 blocks."""
+    import numpy as np
+
+    from mtp_kernels.quantize.array_conversions import dequantize_fp8_block
+
+    return dequantize_fp8_block(*fp8, np.float32)[0]

@@ -25,10 +25,13 @@ from cases import (
     make_checkpoint,
     quantize,
     read_json,
+    read_shard,
     read_tensors,
     run_in_a_fork,
     run_program,
+    shard_of,
     tree,
+    write_shard,
 )
 from mtp_checkpoints.families import family_of
 from mtp_checkpoints.families.base import Role
@@ -270,6 +273,22 @@ def test_other_families_are_whole(model_type: str, tmp_path: Path) -> None:
 
 
 TABLES = (Role.EMBEDDING, Role.HEAD)
+KV_B = "model.layers.1.self_attn.kv_b_proj.weight"
+
+
+@pytest.mark.parametrize("base", ["bf16", "q8_0"])
+def test_damaged_halves_are_named(base: str, source: Path, tmp_path: Path) -> None:
+    scale = f"{KV_B}_scale_inv"
+    shard = shard_of(source, scale)
+    header, data = read_shard(shard)
+    start = header[scale]["data_offsets"][0]
+    write_shard(shard, header, data[:start] + b"\0\0\xc0\x7f" + data[start + 4 :])  # NaN
+    pair = ("--base-quant", base, "--mtp-quant", "bf16" if base == "bf16" else "q8_0")
+    outcome = quantize(source, tmp_path / "out", *TARGET, *pair)
+    assert outcome.code == 3 and f"{KV_B} cannot be converted (rows 0 to " in outcome.err
+    assert not [*(tmp_path / "out").rglob("*.gguf")]
+
+
 TYPES = {"gguf_mxfp4": "MXFP4"}
 # Of rows that 256 does not divide, as nearly all of the miniature's.
 FALLBACK = {"Q6_K": "Q8_0", "Q5_K": "Q5_1", "Q4_K": "Q5_0"}
