@@ -106,6 +106,15 @@ def test_inspect_and_verify(source: Path, bundle: Path) -> None:
     assert outcome.code == 0, outcome.out + outcome.err
 
 
+def test_graft(source: Path, bundle: Path, tmp_path: Path) -> None:
+    """The MTP layers come back to a main model that lost them, by the names that the family has."""
+    parts = ("--main", bundle / "main", "--mtp", source)
+    outcome = run_program("graft", *parts, "--output-dir", tmp_path / "graft", "--quiet")
+    assert outcome.code == 0, outcome.err
+    outcome = run_program("verify", tmp_path / "graft", "--level", "files", "--quiet")
+    assert outcome.code == 0, outcome.err
+
+
 def test_generate(bundle: Path, model_type: str) -> None:
     """Drafts change no token; a model that the runtime does not compute is refused by name."""
     if model_type not in COMPUTED:

@@ -15,12 +15,11 @@ from mtp_checkpoints.families.gated_delta_decoder import at_most_one_mtp_layer
 from mtp_checkpoints.families.listed_decoder import listed_decoder
 from mtp_checkpoints.families.moe_decoder import check_expert_count, main_layers
 from mtp_checkpoints.families.parts.feed_forward import Router
-from mtp_checkpoints.families.parts.listed import Entry, Listed, grouped, matrix, norm
+from mtp_checkpoints.families.parts.listed import NOTHING, Entry, Listed, grouped, matrix, norm
 from mtp_checkpoints.families.spec import LayerSpec, ModelSpec, MtpModules, MtpSpec
 from mtp_checkpoints.families.text_part import TextPart
 
 _CONTRACT = MtpContract(source="vLLM and SGLang")
-_NOTHING = Listed("nothing", "", ())
 _WORDS = {
     "M": "linear_attention",
     "*": "full_attention",
@@ -51,7 +50,7 @@ def spec(fields: Fields) -> ModelSpec:
 
 
 def _layer(prefix: str, part: Listed) -> LayerSpec:
-    return LayerSpec(prefix, part, _NOTHING, part.name, feed_forward_name="", norms=("norm",))
+    return LayerSpec(prefix, part, NOTHING, part.name, feed_forward_name="", norms=("norm",))
 
 
 def _kinds(fields: Fields, pattern: str, listed: str, layers: int) -> list[str]:

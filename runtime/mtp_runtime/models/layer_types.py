@@ -92,7 +92,8 @@ def load_layer(loader: LayerLoader, layer: LayerSpec) -> DecoderLayer:
 
 def why_not_computed(spec: ModelSpec) -> str:
     """Return why the runtime does not compute a model, "" where it has a layer for every part."""
-    lacking = sorted({_title(part) for part in spec.parts if type(part) not in LAYERS})
+    unknown = (part for part in spec.parts if type(part) not in LAYERS)
+    lacking = sorted(_title(part) for part in unknown if part != parts.NOTHING)
     if lacking:
         return f"it has no layer for {', '.join(lacking)}"
     return spec.uncomputed

@@ -6,12 +6,13 @@ A part is frozen, has no weights, and needs no torch; the runtime maps its type 
 from mtp_checkpoints.families.parts.feed_forward import GatedMlp, Moe, Router
 from mtp_checkpoints.families.parts.gated_delta import GatedDeltaNet
 from mtp_checkpoints.families.parts.gqa import Gqa
-from mtp_checkpoints.families.parts.listed import Entry, Listed
+from mtp_checkpoints.families.parts.listed import NOTHING, Entry, Listed
 from mtp_checkpoints.families.parts.mla import Mla
 from mtp_checkpoints.families.parts.rope import PLAIN, Rope, Yarn
 from mtp_checkpoints.families.parts.sparse_mla import Indexer, SparseMla
 
 __all__ = [
+    "NOTHING",
     "PLAIN",
     "Entry",
     "GatedDeltaNet",

@@ -141,3 +141,7 @@ def _with_fused(modules: Sequence[str]) -> Iterator[str]:
             parent, _, last = module.rpartition(".")
             if last == parts[0]:
                 yield f"{parent}.{whole}".lstrip(".")
+
+
+NOTHING = Listed("nothing", "", ())
+"""The second part of layers that have one alone."""
