@@ -12,6 +12,7 @@ from mtp_checkpoints.sources.byte_source import OpenFile
 
 MAX_HEAD_BYTES = 48_000_000  # some times that of the largest vocabulary
 _PIECE_BYTES = 1 << 20
+_LENGTH_BYTES = 8  # of a text
 _LEAST_KEY_BYTES = 8 + 4 + 1  # its name's length, its type and a value
 _CODES = {
     ValueType.UINT8: "B",
@@ -52,9 +53,9 @@ class Head:
 
     def take(self, count: int, what: str) -> bytearray:
         """Take the next bytes (HeaderError where the file ends before them)."""
-        self.check_room(count, what)
         end = self._at + count
         if end > len(self._data):
+            self.check_room(count, what)
             stop = max(end, len(self._data) + max(_PIECE_BYTES, len(self._data)))
             stop = min(stop, self._file.size_bytes, MAX_HEAD_BYTES)
             self._data += self._file.read(len(self._data), stop)
@@ -85,11 +86,19 @@ class Head:
     def number(self, code: str, what: str) -> Any:
         return self.numbers(code, 1, what)[0]
 
-    def text(self, what: str, *, strict: bool = True) -> str:
-        """Take a text; without strict, bytes that are no UTF-8 become replacement characters."""
+    def texts(self, count: int, what: str) -> Iterator[str]:
+        """Take texts, of which a vocabulary has hundreds of thousands; bytes that are no UTF-8
+        become replacement characters."""
+        length_of = struct.Struct("<Q").unpack
+        for _ in range(count):
+            (length,) = length_of(self.take(_LENGTH_BYTES, what))
+            yield self.take(length, what).decode(errors="replace")
+
+    def text(self, what: str) -> str:
+        """Take a text (HeaderError for bytes that are no UTF-8)."""
         raw = self.take(self.number("Q", what), what)
         try:
-            return raw.decode(errors="strict" if strict else "replace")
+            return raw.decode()
         except UnicodeDecodeError:
             raise HeaderError(
                 f"A GGUF file has bytes that are no UTF-8 in {what}", "text", repr(raw)[:80]
@@ -140,8 +149,8 @@ def _type(head: Head, key: str) -> ValueType:
 def _items(head: Head, kind: ValueType, count: int, what: str) -> tuple[Scalar, ...]:
     if kind is not ValueType.STRING:
         return head.numbers(_CODES[kind], count, what)
-    head.check_room(struct.calcsize("Q") * count, what)
-    return tuple([head.text(what, strict=False) for _ in range(count)])
+    head.check_room(_LENGTH_BYTES * count, what)
+    return tuple(head.texts(count, what))
 
 
 def written_text(words: str) -> bytes:
