@@ -27,6 +27,8 @@ WRITTEN = tuple(
     for name, known in FORMATS.items()
     if not issubclass(known, ReadOnlyFormat) and GGUF not in known.methods
 )
+# Options that exports of these checkpoints need for a layout, beside --target.
+TARGET_OPTIONS = {"llama.cpp": ("--pre-tokenizer", "none")}
 # Names of the layouts whose folders are safetensors files.
 SAFETENSORS_TARGETS = tuple(name for name, one in TARGETS.items() if not one.rewrites_main)
 MTP_LAYER = TINY_CONFIG["num_hidden_layers"]
@@ -226,6 +228,7 @@ def add_tensor(folder: Path, like: str, name: str, *, to_index: bool = True) -> 
 __all__ = [
     "MTP_LAYER",
     "SAFETENSORS_TARGETS",
+    "TARGET_OPTIONS",
     "TINY_CONFIG",
     "UNQUANTIZED",
     "WHOLE_TILES",

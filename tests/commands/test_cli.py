@@ -16,6 +16,7 @@ from benchmarks.make_checkpoint import REAL_CONFIG
 from cases import (
     MTP_LAYER,
     SAFETENSORS_TARGETS,
+    TARGET_OPTIONS,
     TINY_CONFIG,
     drop_tensor,
     export,
@@ -27,6 +28,7 @@ from cases import (
     run_program,
     tree,
 )
+from mtp_checkpoints.layouts import TARGETS
 from mtp_checkpoints.sources.disk_queue import DiskQueue
 from mtp_export.bundle.options import DEFAULT_WORKERS
 from mtp_export.commands.names import COMMANDS
@@ -131,10 +133,12 @@ def test_inspect_tells_whether_embedding_and_head_are_stored_twice(tmp_path: Pat
     assert len(states) == 2
 
 
-@pytest.mark.parametrize("target", SAFETENSORS_TARGETS)
+@pytest.mark.parametrize("target", TARGETS)
 def test_inspect_reads_the_parts_of_a_bundle(target: str, pristine: Path, output: Path) -> None:
-    assert export(pristine, output, "--target", target).code == 0
-    for part, layout in (("main", "hf"), ("mtp", target)):
+    options = ("--target", target, *TARGET_OPTIONS.get(target, ()))
+    assert export(pristine, output, *options).code == 0
+    of_main = target if TARGETS[target].rewrites_main else "hf"
+    for part, layout in (("main", of_main), ("mtp", target)):
         outcome = run_program("inspect", output / part, "--json")
         assert outcome.code == 0, outcome.err
         facts = json.loads(outcome.out)

@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cases import SAFETENSORS_TARGETS, Outcome, edit_json, export, run_program, tree
+from cases import TARGET_OPTIONS, Outcome, edit_json, export, run_program, tree
 from hub_server import HubServer
+from mtp_checkpoints.layouts import TARGETS
 from quantized_by_others import read_all
 from verify.foreign import (
     DEEPSEEK,
@@ -168,9 +169,10 @@ def test_other_drafts_are_named_not_judged(
     assert f"the draft here is {kind}, not MTP" in items["MTP modules"]["cause"]
 
 
-@pytest.mark.parametrize("target", SAFETENSORS_TARGETS)
+@pytest.mark.parametrize("target", TARGETS)
 def test_draft_folders_of_every_target_are_judged_alone(tmp_path: Path, target: str) -> None:
-    assert export(DEEPSEEK, tmp_path / "bundle", "--target", target, "--quiet").code == 0
+    options = ("--target", target, *TARGET_OPTIONS.get(target, ()))
+    assert export(DEEPSEEK, tmp_path / "bundle", *options, "--quiet").code == 0
     outcome, items = verified(tmp_path / "bundle/mtp")
     assert (outcome.code, failures(items)) == (0, set())
     assert items["mtp: tensors"]["status"] == "pass"
