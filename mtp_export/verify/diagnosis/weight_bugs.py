@@ -71,7 +71,7 @@ def explain(weight: WeightOnDisk, source: WeightOnDisk, weights: Mapping[str, We
     alike = list(_alike(source, weights))
     if (cause := _of_another(raw, found, alike, bound)) is not None:
         return cause
-    changed = (found != wanted).float()
+    changed = _differs(raw, wanted).float()
     if float(changed.mean()) < _DAMAGED_SHARE or _is_few(changed):
         return _damaged(weight, source)
     cause = relations.partly(compared, alike, _vectors(source, weights))
@@ -148,9 +148,16 @@ def _unequal(one: WeightOnDisk, other: WeightOnDisk) -> int:
     """Return the number of elements whose values differ (ValueError for codes without a value)."""
     count = 0
     for start, stop in one.pieces():
-        ours, theirs = (weight.encoded(start, stop).dequantize() for weight in (one, other))
-        count += int((ours != theirs).count_nonzero())
+        theirs = other.encoded(start, stop).dequantize()
+        count += int(_differs(one.encoded(start, stop), theirs).count_nonzero())
     return count
+
+
+def _differs(ours: EncodedWeight, theirs: torch.Tensor) -> torch.Tensor:
+    """True where values differ, of an unquantized weight from others in its dtype."""
+    if ours.scale is None:
+        theirs = theirs.to(ours.codes.dtype)
+    return ours.dequantize() != theirs.float()
 
 
 def _alike(source: WeightOnDisk, weights: Mapping[str, WeightOnDisk]) -> Iterator[WeightOnDisk]:
