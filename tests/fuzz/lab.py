@@ -243,7 +243,8 @@ def _gguf(folder: Path) -> None:
 
 
 def _gguf_bundle(folder: Path) -> None:
-    _bf16(folder)
+    """A bundle of such files; both halves of kv_b_proj have rows of whole blocks."""
+    make_checkpoint(folder / "source", UNQUANTIZED | {"qk_nope_head_dim": 32}, own_copies=False)
     pair = ("--base-quant", "q4_0", "--target", "llama.cpp", "--pre-tokenizer", "gpt-2")
     _done(quantize(folder / "source", folder / "bundle", *pair, "--quiet").code)
 
