@@ -98,7 +98,7 @@ class SplitLatentUp:
     @property
     def uses_torch(self) -> bool:
         in_blocks = all("bf16" in one.compiled_sources for one in self.formats)
-        plain = all(one is UNQUANTIZED for one in self.formats)
+        plain = all(one == UNQUANTIZED for one in self.formats)
         return self.source.storage not in _COMPILED_SOURCES or not (in_blocks or plain)
 
     @property
@@ -109,7 +109,7 @@ class SplitLatentUp:
     @property
     def converts(self) -> bool:
         """True where elements change."""
-        return any(one is not UNQUANTIZED for one in (*self.formats, self.source))
+        return any(one != UNQUANTIZED for one in (*self.formats, self.source))
 
     def run(
         self,
@@ -161,7 +161,7 @@ class SplitLatentUp:
             return None
         else:
             fp8 = Rows(*(piece.array() for piece in rows))
-            if self.format is UNQUANTIZED:
+            if self.format == UNQUANTIZED:
                 dense = self.format.quantize_rows(fp8, self.scale_rule)
                 if dense is None:
                     return None
@@ -170,7 +170,7 @@ class SplitLatentUp:
                 values = _float32(fp8)
         halves: list[Half] = []
         for half, own in zip(self._halves(values), self.formats, strict=True):
-            if own is UNQUANTIZED:
+            if own == UNQUANTIZED:
                 halves.append((half, None))
                 continue
             converted = own.quantize_rows(Rows(half), self.scale_rule)
