@@ -205,7 +205,7 @@ def test_read_speed_is_that_of_large_tensors_far_apart(monkeypatch: pytest.Monke
     monkeypatch.setattr(
         TensorReader,
         "rows",
-        lambda reader, *_: read.append(reader._info.name) or torch.empty(16384, dtype=torch.uint8),
+        lambda reader, *_: read.append(reader.info.name) or torch.empty(16384, dtype=torch.uint8),
     )
     monkeypatch.setattr("mtp_runtime.loading.read_speed.PROBE_BYTES", 5 * 16384)
     speed = read_speed(tensors, least_bytes=16384)

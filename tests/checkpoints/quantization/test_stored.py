@@ -38,6 +38,12 @@ STORAGE = {
     "int8": "int8_channel",
     "int4": "int4_group",
     "w4afp8": "w4afp8",
+    "nvfp4": "nvfp4_packed",
+    "nvfp4 under nvfp4": "nvfp4_packed_a4",
+    "nvfp4 of modelopt": "nvfp4_a16",
+    "nvfp4 under nvfp4 of modelopt": "nvfp4",
+    "mxfp4": "mxfp4_packed",
+    "mxfp8": "mxfp8",
 }
 # SGLang's names: make_expert_input_scale_params_mapping in fused_moe_triton/layer.py gives w1 and
 # w3 to w13 and w2 to w2; make_expert_params_mapping has w1 for gate, w2 for down, w3 for up.
