@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from importlib import import_module
 from pathlib import Path
-from typing import Any, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, get_args, get_type_hints
 
 from mtp_checkpoints.sources.addresses import place_of
 from mtp_checkpoints.sources.byte_source import Address, Place
@@ -113,6 +114,9 @@ def _from_json(kind: Any, value: Any) -> Any:
         raise ValueError("a null byte, which no path has")
     if kind is Place:
         return place_of(value)
+    if isinstance(kind, UnionType):
+        (kind,) = (each for each in get_args(kind) if each is not NoneType)
+        return None if value is None else _from_json(kind, value)
     if isinstance(kind, type) and issubclass(kind, Path | Enum):
         return kind(value)
     if isinstance(kind, type) and type(value) is not kind:

@@ -120,6 +120,7 @@ def test_paths_that_mean_the_same_everywhere(
         lambda recorded: recorded["options"]["content"].update(max_shard_bytes="7"),
         lambda recorded: recorded["options"]["content"].update(max_shard_bytes=True),
         lambda recorded: recorded["options"]["content"].update(allow_untied=1),
+        lambda recorded: recorded["options"]["content"].update(pre_tokenizer=7),
         lambda recorded: recorded["options"].update(content=[]),
     ],
 )
