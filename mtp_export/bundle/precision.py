@@ -118,7 +118,7 @@ class Precision:
     )
     scale: ScaleRule = field(
         default=ScaleRule.MINMAX,
-        metadata=option("Choice of a group's scale: {names}.", Panel.PRECISION, metavar="RULE"),
+        metadata=option("Choice of the scale of a group: {names}.", Panel.PRECISION, metavar="RULE"),
     )
     device: Device = field(
         default=Device.CPU,

@@ -131,7 +131,7 @@ def reads_of(weight: WeightOnDisk, ranks: int, mode: str) -> tuple[tuple[int, in
     if weight.stored.storage == "fp8_block":
         return once, (1, 2), by_all  # of a block that two ranks share
     of_rows = weight.stored.storage == "int8_channel"
-    cuts_rows = mode == "reduce" and spec.name.endswith("down_proj.weight")
+    cuts_rows = mode == "reduce" and spec.name.endswith(("down_proj.weight", "o_proj.weight"))
     return once, by_all if of_rows and cuts_rows else once, by_all
 
 
