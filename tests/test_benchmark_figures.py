@@ -266,7 +266,7 @@ def test_the_readme_s_figures_are_on_the_page() -> None:
 
 def test_the_readme_s_engines_have_the_versions_of_the_engines_page() -> None:
     page = (ROOT / "docs/engines.md").read_text()
-    named = re.findall(r"^\| (\S+ \d[\d.]+) \(", README.read_text(), re.M)
+    named = re.findall(r"\| (\w+ \d+\.\d[\d.]*) (?=\|)", README.read_text())
     assert len(named) == 2
     for version in named:
         assert version in page

@@ -118,7 +118,9 @@ class Precision:
     )
     scale: ScaleRule = field(
         default=ScaleRule.MINMAX,
-        metadata=option("Choice of the scale of a group: {names}.", Panel.PRECISION, metavar="RULE"),
+        metadata=option(
+            "Choice of the scale of a group: {names}.", Panel.PRECISION, metavar="RULE"
+        ),
     )
     device: Device = field(
         default=Device.CPU,
