@@ -40,7 +40,11 @@ def write_gguf(path: Path, config: dict[str, Any], kind: str) -> Path:
     }
     for key, value in architecture.keys(config).items():
         adding[type(value)](f"{architecture.name}.{key}", value)
-    writer.add_string("tokenizer.ggml.model", "no_vocab")
+    writer.add_tokenizer_model("gpt2")  # its server answers with texts
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([f"token{number}" for number in range(config["vocab_size"])])
+    writer.add_token_types([1] * config["vocab_size"])
+    writer.add_token_merges(["t o"])
     pools = {name: _blocks(name) for name in (kind, "Q6_K")}
     at = 0
     for name, shape in architecture.tensors(config):
