@@ -36,7 +36,9 @@ def _flip(raw: bytearray, random: Random) -> None:
 def _number(raw: bytearray, random: Random) -> None:
     """Put a number over bytes that may be one, often over the counts at the start."""
     width = random.choice((4, 8))
-    at = random.choice((4, 8, 16)) if random.random() < 0.2 else random.randrange(_head_bytes(raw))
+    at = random.choice((4, 8, 16))
+    if raw and random.random() < 0.8:
+        at = random.randrange(_head_bytes(raw))
     value = random.choice(_NUMBERS) % (1 << 8 * width)
     raw[at : at + width] = value.to_bytes(width, "little")
 
