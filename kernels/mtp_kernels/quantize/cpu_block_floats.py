@@ -218,6 +218,28 @@ def _e2m1_codes(segment: Any, multipliers: Any, nibbles: Any, kept: Any) -> None
         kept[k] = np.float32(float_of(np.uint32(bits_of(number) | sign)) * multipliers[k])
 
 
+@inner
+def _pack_row(
+    source: Any, row: Any, weights: Any, multipliers: Any, group: Any, packed: Any, work: Any
+) -> Any:
+    """Write the codes of a row, two in a byte, under the multipliers of its groups, and add up its
+    energies and errors; return the bits of the largest error."""
+    spread, restored, nibbles, pairs, lanes, errors = work
+    lanes[:] = 0.0
+    errors[:] = 0.0
+    biggest = np.uint32(0)
+    for first in range(0, weights.size, LANES):
+        prefetch(source, row + 1, first)
+        segment = weights[first : first + LANES]
+        _spread(multipliers[first // group : (first + segment.size) // group], group, spread)
+        _e2m1_codes(segment, spread, nibbles, restored)
+        out = packed[first // 2 : (first + segment.size) // 2]
+        for k in range(out.size):
+            out[k] = np.uint8(pairs[k] | pairs[k] >> np.uint16(4))
+        biggest = add_errors(segment, restored, lanes, errors, biggest)
+    return biggest
+
+
 @compiled
 def nvfp4_scales(source: Any, block_scale: Any, divisor: Any, sweep: Any, scale: Any) -> None:
     """Write the codes of the scales; a kernel of its own, of which LLVM makes vector code."""
@@ -242,28 +264,16 @@ def quantize_nvfp4(
     error: Any,
     max_error: Any,
 ) -> None:
-    weights, spread = np.empty(source.shape[1], np.float32), np.empty(LANES, np.float32)
-    restored, nibbles = np.empty(LANES, np.float32), np.empty(LANES, np.uint8)
+    weights, nibbles = np.empty(source.shape[1], np.float32), np.empty(LANES, np.uint8)
+    spread, restored = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
     lanes, errors = np.empty(LANES), np.empty(LANES)
-    pairs = nibbles.view(np.uint16)
+    work = (spread, restored, nibbles, nibbles.view(np.uint16), lanes, errors)
     multipliers = np.empty(scale.shape[1], np.float32)
     for row in range(source.shape[0]):
         load_row(source, block_scale, row, weights)
         for index in range(multipliers.size):
             multipliers[index] = _multiplier(scale[row, index], divisor)
-        lanes[:] = 0.0
-        errors[:] = 0.0
-        biggest = np.uint32(0)
-        for first in range(0, weights.size, LANES):
-            prefetch(source, row + 1, first)
-            segment = weights[first : first + LANES]
-            groups = multipliers[first // GROUP : (first + segment.size) // GROUP]
-            _spread(groups, GROUP, spread)
-            _e2m1_codes(segment, spread, nibbles, restored)
-            out = packed[row, first // 2 : (first + segment.size) // 2]
-            for k in range(out.size):
-                out[k] = np.uint8(pairs[k] | pairs[k] >> np.uint16(4))
-            biggest = add_errors(segment, restored, lanes, errors, biggest)
+        biggest = _pack_row(source, row, weights, multipliers, GROUP, packed[row], work)
         end_row(row, lanes, errors, biggest, (signal, error, max_error))
 
 
@@ -310,10 +320,10 @@ def quantize_mxfp4(
     error: Any,
     max_error: Any,
 ) -> None:
-    weights, spread = np.empty(source.shape[1], np.float32), np.empty(LANES, np.float32)
-    restored, nibbles = np.empty(LANES, np.float32), np.empty(LANES, np.uint8)
+    weights, nibbles = np.empty(source.shape[1], np.float32), np.empty(LANES, np.uint8)
+    spread, restored = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
     lanes, errors = np.empty(LANES), np.empty(LANES)
-    pairs = nibbles.view(np.uint16)
+    work = (spread, restored, nibbles, nibbles.view(np.uint16), lanes, errors)
     squares = np.empty(MX_GROUP)
     maxima = np.empty(scale.shape[1], np.float32)
     multipliers = np.empty_like(maxima)
@@ -329,19 +339,7 @@ def quantize_mxfp4(
                     code -= 1
             scale[row, index] = np.uint8(code)
             multipliers[index] = _power_of_two(code)
-        lanes[:] = 0.0
-        errors[:] = 0.0
-        biggest = np.uint32(0)
-        for first in range(0, weights.size, LANES):
-            prefetch(source, row + 1, first)
-            segment = weights[first : first + LANES]
-            groups = multipliers[first // MX_GROUP : (first + segment.size) // MX_GROUP]
-            _spread(groups, MX_GROUP, spread)
-            _e2m1_codes(segment, spread, nibbles, restored)
-            out = packed[row, first // 2 : (first + segment.size) // 2]
-            for k in range(out.size):
-                out[k] = np.uint8(pairs[k] | pairs[k] >> np.uint16(4))
-            biggest = add_errors(segment, restored, lanes, errors, biggest)
+        biggest = _pack_row(source, row, weights, multipliers, MX_GROUP, packed[row], work)
         end_row(row, lanes, errors, biggest, (signal, error, max_error))
 
 
