@@ -172,7 +172,8 @@ def _dialect_remarks(plan: BundlePlan) -> list[str]:
         for e in engines
         if e.dialect and e.dialect.own_config and e.dialect.name != recorded["reader"]
     ]
-    format = f" or --format {Format.W4AFP8}" if Format.W4AFP8 in scheme.variants else ""
+    formats = scheme.variants.get("format", {})
+    format = f" or --format {Format.W4AFP8}" if Format.W4AFP8 in formats else ""
     return [
         f"--target {chosen} writes int4 beside fp8 as {' and '.join(written_for)} reads it;"
         f" {other.title} needs --target {other.name}{format}."

@@ -310,3 +310,11 @@ def test_the_list_weighs_as_a_run_writes(tmp_path: Path, output: Path) -> None:
     weight = weigh(family_of(config), "weight_only_int4", lambda spec: spec.mtp_layer is None)
     index = read_json(output / "main/model.safetensors.index.json")
     assert weight.size_bytes == index["metadata"]["total_size"]
+
+
+def test_int4_beside_fp8_says_which_engine_reads_it_otherwise(pristine: Path, output: Path) -> None:
+    """With both options that its engine takes."""
+    words = ("--base-quant", "a8w8_fp8_wint4", "--mtp-quant", "a8w8_fp8", "--group-size", "32")
+    outcome = quantize(pristine, output, *words, "--dry-run")
+    assert outcome.code == 0
+    assert "SGLang needs --target sglang or --format w4afp8." in outcome.err
