@@ -25,7 +25,7 @@ test: .venv/installed-dev
 	@$(call beside_checks,$(PYTEST))
 
 # With what only repeats at larger scale, or takes minutes, or needs the package index.
-test-all: .venv/installed-dev .venv-stores/installed
+test-all: .venv/installed-ray .venv-stores/installed
 	@$(call beside_checks,$(PYTEST) --timeout 1800 --fuzz-seconds 60 -m "nightly or not nightly")
 
 # Half an hour of mutated inputs; a failure prints the command that runs its input again.
@@ -100,6 +100,10 @@ clean:
 .venv/installed-dev: pyproject.toml constraints.txt | .venv/bin/python
 	$(PIP_INSTALL) -c constraints.txt -e '.[dev]'
 	touch .venv/installed $@
+
+.venv/installed-ray: .venv/installed-dev
+	$(PIP_INSTALL) -c constraints.txt -e '.[ray]'
+	touch $@
 
 # Emulators of object stores, for processes of their own: what they bring is in no version that others
 # need. Azurite needs Node.js, and is left out where that is not.
