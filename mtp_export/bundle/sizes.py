@@ -10,7 +10,8 @@ from typing import Any
 
 from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.quantization.stored import StoredModel
-from mtp_export.plan import COPY, PartPlan, Step
+from mtp_checkpoints.sources.byte_source import Place
+from mtp_export.plan import PartPlan, Step
 from mtp_export.schemes.transforms import Convert
 
 # A machine that many serve such models on. Weights may take nine tenths of its memory, engines'
@@ -64,24 +65,26 @@ def sizes_of(
     parts: Sequence[PartPlan], sources: Mapping[str, TensorInfo], stored: StoredModel
 ) -> Sizes:
     """Return the sizes of the tensors of parts, and of those that they are made of."""
-    kind_of, copied, before, after, weights = _kinds_of(stored), 0, 0, 0, 0
+    kind_of, after, weights = _kinds_of(stored), 0, 0
+    before: dict[tuple[Place, int], int] = {}  # a head that is its embedding is at the same place
     by_role: dict[tuple[str, str, str], int] = defaultdict(int)
     for step in (step for part in parts for shard in part.shards for step in shard.steps):
         role, count = kind_of.get(step.inputs[0]) or _unknown(step)
         weights += count
-        if step.operation is COPY:
-            copied += sources[step.inputs[0]].size_bytes
-            continue
         operation = step.operation
         inputs = operation.own(step.inputs) if isinstance(operation, Convert) else step.inputs
-        read, written = sum(sources[name].size_bytes for name in inputs), step.size_bytes
-        before, after = before + read, after + written
+        read = {
+            (one.path, one.offset_bytes): one.size_bytes for one in map(sources.__getitem__, inputs)
+        }
+        before |= read
+        after += step.size_bytes
         if isinstance(operation, Convert):
             formats = operation.source.storage, operation.format.storage
-            by_role[role, *formats] += written - read
-    grown = sorted(by_role.items(), key=lambda entry: -entry[1]) if after > before else []
+            by_role[role, *formats] += step.size_bytes - sum(read.values())
+    before_bytes = sum(before.values())
+    grown = sorted(by_role.items(), key=lambda entry: -entry[1]) if after > before_bytes else []
     growth = tuple(Growth(*key, grown_bytes=count) for key, count in grown if count > 0)
-    return Sizes(copied + before, copied + after, weights, growth)
+    return Sizes(before_bytes, after, weights, growth)
 
 
 def _kinds_of(stored: StoredModel) -> Mapping[str, tuple[str, int]]:

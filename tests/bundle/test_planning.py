@@ -7,11 +7,13 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from cases import make_checkpoint, read_json, read_tensors, run_program, tree
+from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.formats import UNQUANTIZED, Int8Channel
 from mtp_checkpoints.quantization.stored import stored_model
@@ -128,7 +130,11 @@ def test_an_export_is_as_large_as_its_source(output: Path) -> None:
 
 def test_growth_is_told_where_the_whole_grew() -> None:
     """Of tensors that no family has too: a draft's, in a folder of its own."""
-    sizes = {name: OutputTensor(name, DType.F32, (4, 6)) for name in ("own", "up", "down")}
+    names, file = ("own", "up", "down"), cast(Any, SimpleNamespace(path=FIXTURE))
+    sizes = {
+        name: TensorInfo(name, DType.F32, (4, 6), file, 96 * number, 96)
+        for number, name in enumerate(names)
+    }
 
     def step(name: str, format: Any, rows: int) -> Step:
         return Step(Convert(format, "minmax"), (name,), (OutputTensor(name, DType.F32, (rows, 6)),))
@@ -138,7 +144,7 @@ def test_growth_is_told_where_the_whole_grew() -> None:
         steps = (copy_step(sizes["own"]), *converted)
         part = PartPlan("eagle3", (OutputShard(steps),), {}, ())
         stored = replace(stored_model(read_json(FIXTURE / "config.json")), kinds=[])
-        return sizes_of([part], cast(Any, sizes), stored)
+        return sizes_of([part], sizes, stored)
 
     assert sizes_with(3) == Sizes(3 * 96, 3 * 96, 24 + 30 + 18, ())
     grown = Growth("draft", "bf16", "int8_channel", 24)

@@ -148,6 +148,12 @@ def test_a_head_that_is_the_embedding_becomes_a_tensor_of_its_own(tied: Path, un
     assert "lm_head.weight" not in read_tensors(tied)
 
 
+def test_the_embedding_that_is_the_head_weighs_once(tied: Path, untied: Path) -> None:
+    """In the size before, although two tensors are made of it."""
+    held = sum(tensor.numel() * tensor.itemsize for tensor in read_tensors(tied).values())
+    assert read_json(untied / "mtp_export.json")["sizes"]["bytes_before"] == held
+
+
 def test_it_is_the_source_s_by_verify(tied: Path, untied: Path, tmp_path: Path) -> None:
     level = ("--level", "weights", "--source", tied, "--quiet")
     assert run_program("verify", untied, *level).code == 0

@@ -31,10 +31,11 @@ class SourceWeights:
     def of(cls, source: Checkpoint) -> SourceWeights:
         """Return the weights of a source. Raises as stored_model."""
         family = family_of(source.config, source.tensors)
-        apart = with_untied_head(experts_apart(source, family), family)
+        whole = with_untied_head(source, family)
+        apart = experts_apart(whole, family)
         weights = {
             weight.stored.weight.name: weight
-            for one in ([source] if apart is source else [source, apart])
+            for one in ([whole] if apart is whole else [whole, apart])
             for weight in weights_on_disk(stored_model(one.config, one.tensors), one.tensors)
         }
         shared = family.shared
