@@ -12,6 +12,7 @@ from mtp_checkpoints.layouts import engine_of, target_of
 from mtp_checkpoints.quantization.stored import StoredModel, stored_source
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.tensors.bundle_folder import open_checkpoint
+from mtp_checkpoints.tensors.experts_apart import experts_apart
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.bundle.bundle_plan import BundlePlan, Recipe
 from mtp_export.bundle.gguf_parts import gguf_parts
@@ -33,8 +34,9 @@ def plan_export(options: BundleOptions, *, dry_run: bool = False) -> BundlePlan:
     target = target_of(options.target)
     refuse_overlaps({"--input-dir": options.input_dir}, {"--output-dir": options.output_dir})
     check_output(options.output_dir, options.run)
-    source = open_source(options.input_dir)
-    checkpoint, stored = source
+    source = checkpoint, stored = open_source(options.input_dir)
+    if target.rewrites_main:  # its files have the experts of each projection
+        source = checkpoint, stored = viewed(experts_apart(checkpoint, stored.family), source)
     config = checkpoint.config
     split = SplitOptions(
         target=target,

@@ -4,12 +4,14 @@ the shards, none of which divides a merged tensor."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
 
 from mtp_checkpoints.containers.gguf_architectures import ARCHITECTURE_OF
-from mtp_checkpoints.containers.gguf_architectures.base import halves_of
+from mtp_checkpoints.containers.gguf_architectures.base import Architecture, halves_of
+from mtp_checkpoints.containers.gguf_forms import Form
 from mtp_checkpoints.containers.gguf_values import Value, text, u32
 from mtp_checkpoints.containers.gguf_vocabulary import vocabulary_keys
 from mtp_checkpoints.containers.gguf_writing import GgufFiles
@@ -25,7 +27,8 @@ from mtp_checkpoints.layouts.base import Target
 from mtp_checkpoints.quantization.stored import StoredModel
 from mtp_checkpoints.tensors.bundle_folder import MTP
 from mtp_checkpoints.tensors.reader import Checkpoint
-from mtp_export.plan import COPY, OutputShard, PartPlan, Step, copy_step, pack_together
+from mtp_export.plan import COPY, OutputShard, PartPlan, Step, pack_together
+from mtp_export.schemes.gguf_forms import Reform
 from mtp_export.schemes.gguf_transforms import SplitLatentUp, Widen
 from mtp_export.schemes.transforms import Convert
 from mtp_kernels.sizes import LatentSizes
@@ -58,15 +61,26 @@ class GgufParts:
     vocabulary: Mapping[str, Value]
     max_shard_bytes: int
 
-    def part(self, plan: PartPlan, checkpoint: Checkpoint, stored: StoredModel) -> PartPlan:
+    def part(
+        self,
+        plan: PartPlan,
+        checkpoint: Checkpoint,
+        family: ModelSpec,
+        of_main: Iterable[Step] = (),
+    ) -> PartPlan:
         """Return a part, planned as for files of safetensors, as GGUF files (UnsupportedError for
-        a model that llama.cpp has no keys for)."""
-        family = stored.family
-        steps = [step for shard in plan.shards for step in shard.steps]
-        if plan.name == MTP:  # its loader asks for the main model's norm too
-            steps.insert(0, copy_step(checkpoint.tensors[f"{family.norm}.weight"]))
-        made = [_as_stored(step, family) for step in steps]
-        files = self._files(plan, family, checkpoint, made)
+        a model that llama.cpp has no keys for). of_main: steps of the main model's tensors that
+        the file of a module has as well."""
+        steps = [
+            step
+            for step in chain(of_main, *(shard.steps for shard in plan.shards))
+            if not family.carries(step.outputs[0].name)  # such a tower is a file of its own
+        ]
+        architecture = ARCHITECTURE_OF[str(checkpoint.config["model_type"])]
+        keys = architecture.keys(family, modules=1 if plan.name == MTP else 0)
+        form_of = architecture.form_in(keys, family.mtp_layers[0])
+        made = [_as_stored(step, family, form_of) for step in steps]
+        files = self._files(plan, family, architecture, made)
         groups: dict[str, list[Step]] = {}
         for step in made:
             groups.setdefault(files.place(step.outputs[0].name).name, []).append(step)
@@ -85,9 +99,8 @@ class GgufParts:
         return replace(plan, shards=shards)
 
     def _files(
-        self, plan: PartPlan, family: ModelSpec, checkpoint: Checkpoint, steps: Iterable[Step]
+        self, plan: PartPlan, family: ModelSpec, architecture: Architecture, steps: Iterable[Step]
     ) -> GgufFiles:
-        architecture = ARCHITECTURE_OF[str(checkpoint.config["model_type"])]
         alone = plan.name == MTP
         keys = {
             "general.type": text("model"),
@@ -132,17 +145,31 @@ def gguf_parts(
     return GgufParts(checkpoint.path.name or "model", keys, max_shard_bytes)
 
 
-def _as_stored(step: Step, family: ModelSpec) -> Step:
+def _as_stored(step: Step, family: ModelSpec, form_of: Callable[[str], Form | None]) -> Step:
     """Return the step that writes what another writes in the form that llama.cpp has it."""
     (output, *_) = step.outputs
     halves = halves_of(output.name)
     if halves:
         return _split(step, halves, _latent_sizes(family))
     is_wide = len(output.shape) < 2 or family.tensors[output.name].role in _WIDE
+    form = form_of(output.name)
+    if form is not None:
+        return _reformed(step, form, is_wide=is_wide or form.is_wide)
     if is_wide and output.dtype != DType.F32:
         assert step.operation is COPY, "no scheme converts it"
         return step._replace(operation=Widen(), outputs=(output._replace(dtype=DType.F32),))
     return step
+
+
+def _reformed(step: Step, form: Form, *, is_wide: bool) -> Step:
+    """Return the step of a tensor in another form."""
+    output, operation = step.outputs[0], Reform(form)
+    if isinstance(step.operation, Convert):
+        own = step.operation
+        operation = Reform(form, own.format, own.source, own.scale_rule)
+    dtype = DType.F32 if is_wide else output.dtype
+    formed = output._replace(dtype=dtype, shape=form.shape(output.shape))
+    return step._replace(operation=operation, outputs=(formed,))
 
 
 def _split(step: Step, names: tuple[str, ...], sizes: LatentSizes) -> Step:

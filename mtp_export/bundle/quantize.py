@@ -141,8 +141,10 @@ def quantize_recipe(
     main = _conversion(choice.base, choice, options, stored=stored)
     mtp = _conversion(choice.mtp, choice, options, stored=stored)
     _check_converts(options, main, stored)
-    of_main, of_mtp = (Role.ROUTED_EXPERT in part.quantized_roles for part in (main, mtp))
-    # No engine reads codes of fused experts.
+    # No engine reads codes of fused experts, and no GGUF file has fused ones.
+    of_main, of_mtp = (
+        target.rewrites_main or Role.ROUTED_EXPERT in part.quantized_roles for part in (main, mtp)
+    )
     apart = experts_apart(checkpoint, stored.family, main=of_main, mtp=of_mtp)
     source = checkpoint, stored = viewed(apart, source)
     _check_fused_experts(stored, main, mtp)

@@ -11,7 +11,7 @@ from typing import Any
 from mtp_checkpoints.containers.base import ShardHeader, TensorInfo
 from mtp_checkpoints.dtypes import DType
 from mtp_checkpoints.errors import UnsupportedError
-from mtp_checkpoints.families.base import Role, SharedTensor
+from mtp_checkpoints.families.base import Role, SharedTensor, weight_name
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.formats import UNQUANTIZED
 from mtp_checkpoints.layouts.base import Target
@@ -84,7 +84,7 @@ def main_part(checkpoint: Checkpoint, stored: StoredModel, options: SplitOptions
         config=target.mtp_config(config) if target.rewrites_main else dict(config),
         extra_files=extra_files(checkpoint),
     )
-    return part if options.gguf is None else options.gguf.part(part, checkpoint, stored)
+    return part if options.gguf is None else options.gguf.part(part, checkpoint, stored.family)
 
 
 def mtp_part(
@@ -127,7 +127,25 @@ def mtp_part(
         config=config,
         extra_files=extra_files(checkpoint),
     )
-    return part if options.gguf is None else options.gguf.part(part, checkpoint, stored)
+    if options.gguf is None:
+        return part
+    of_main = _of_main(checkpoint, stored, options.mtp)
+    return options.gguf.part(part, checkpoint, family, of_main)
+
+
+def _of_main(checkpoint: Checkpoint, stored: StoredModel, conversion: Conversion) -> Iterator[Step]:
+    """Yield the steps of the main model's tensors that llama.cpp asks for in a module's file: the
+    norm, and the tables of a module that has none of its own."""
+    family = stored.family
+    yield copy_step(checkpoint.tensors[weight_name(family.norm)])
+    if family.shared:
+        return
+    for module in dict.fromkeys((family.embedding, family.head)):
+        source = checkpoint.tensors[weight_name(module)]
+        table = stored.tables[source.name]
+        step = conversion.step(table, source, checkpoint.tensors, name=source.name)
+        assert step is not None, "the step of a weight"
+        yield step
 
 
 def shared_pairs(checkpoint: Checkpoint, family: ModelSpec) -> tuple[SharedTensor, ...]:

@@ -35,6 +35,7 @@ from mtp_runtime.judging import Group, Judge
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURE = ROOT / "fixtures/deepseek-v3-tiny"
 GROUPED_FIXTURE = ROOT / "fixtures/glm4-moe-tiny"
+DELTA_FIXTURE = ROOT / "fixtures/qwen3-5-tiny"
 VLLM = ROOT / "benchmarks/common/vllm_run.py"
 TOKENS = 64
 BATCH = 16

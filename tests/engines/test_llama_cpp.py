@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from engine_runs import FIXTURE, GROUPED_FIXTURE, Prompts
+from engine_runs import DELTA_FIXTURE, FIXTURE, GROUPED_FIXTURE, Prompts
 from llama_server import Text, first_file, server, texts_of
 
 from cases import edit_json, export, quantize
@@ -24,13 +24,15 @@ TARGET = ("--target", "llama.cpp", "--pre-tokenizer", "gpt-2", "--quiet")
 TIE = 0.05
 # Acceptance may differ by so much; in Q4_0 llama.cpp's texts are others than ours.
 POINTS = {"bf16": 0.02, "q8_0": 0.02, "q4_0": 0.04}
-FIXTURES = {"deepseek2": FIXTURE, "glm4moe": GROUPED_FIXTURE}
+FIXTURES = {"deepseek2": FIXTURE, "glm4moe": GROUPED_FIXTURE, "qwen35": DELTA_FIXTURE}
 CASES = [
     ("deepseek2", "bf16", (1, 2, 3)),
     ("glm4moe", "bf16", (1, 2, 3)),
+    ("qwen35", "bf16", (1, 2, 3)),
     ("deepseek2", "q8_0", (2,)),
     ("deepseek2", "q4_0", (2,)),
     ("glm4moe", "q8_0", (2,)),
+    ("qwen35", "q8_0", (2,)),
 ]
 
 gguf = pytest.importorskip("gguf")

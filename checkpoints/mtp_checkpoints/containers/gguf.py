@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -29,13 +30,17 @@ from mtp_checkpoints.containers.gguf_architectures.base import (
     ARCHITECTURE,
     HALVES,
     LATENT_UP,
+    TEXT_CONFIG,
+    TEXT_PREFIX,
     Architecture,
     Change,
     Released,
 )
 from mtp_checkpoints.containers.gguf_architectures.keys_read import TOKENS, KeyReader
 from mtp_checkpoints.containers.gguf_file import NAME, SUFFIX, GgufHeader, read_header, split_name
+from mtp_checkpoints.containers.gguf_forms import Form
 from mtp_checkpoints.containers.gguf_latents import JoinedHalves, joined, kind_of
+from mtp_checkpoints.containers.gguf_restored import Restored, restored
 from mtp_checkpoints.containers.gguf_values import Value, text
 from mtp_checkpoints.dtypes import OutputTensor
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
@@ -73,9 +78,11 @@ class Gguf:
             if files
         ]
         _check_alike(models)
-        shards = tuple(chain.from_iterable(model.shards() for model in models))
-        files_of_tensors(source, shards)
         config, digest = _config(source, models)
+        tower = TEXT_CONFIG in config
+        named = (replace(model, beside_a_tower=tower) for model in models)
+        shards = tuple(chain.from_iterable(model.shards() for model in named))
+        files_of_tensors(source, shards)
         return Opened(_described(config, shards), digest, shards, source)
 
     def shard_name(self, number: int, count: int) -> str:
@@ -136,6 +143,7 @@ class _Model:
     headers: tuple[GgufHeader, ...]
     architecture: Architecture
     module_alone: int | None
+    beside_a_tower: bool = False
 
     @classmethod
     def of(cls, files: Sequence[str], headers: tuple[GgufHeader, ...]) -> _Model:
@@ -173,6 +181,16 @@ class _Model:
     def keys(self) -> dict[str, Value]:
         return self.headers[0].keys
 
+    @cached_property
+    def mtp_layer(self) -> int | None:
+        """Layer of the module; None without one."""
+        modules = self.count("nextn_predict_layers", 0)
+        return self.count("block_count") - modules if modules else None
+
+    @cached_property
+    def _form_of(self) -> Callable[[str], Form | None]:
+        return self.architecture.form_in(self.keys, self.mtp_layer)
+
     def count(self, key: str, default: int | None = None) -> int:
         """Return a whole number of a key behind the architecture (InvalidInputError)."""
         return KeyReader(self.keys, self.architecture.name).whole(key, default)
@@ -207,14 +225,23 @@ class _Model:
 
     def _released(self, tensor: TensorInfo) -> Released | None:
         experts = tensor.shape[0] if len(tensor.shape) == 3 else 1
-        return self.architecture.released(tensor.name, experts, self.module_alone)
+        architecture, alone = self.architecture, self.module_alone
+        layer = self.mtp_layer if architecture.has_mtp_names else None
+        return self._named(architecture.released(tensor.name, experts, alone, mtp_layer=layer))
+
+    def _named(self, released: Released | None) -> Released | None:
+        """Return the names that checkpoints with a vision tower have, where it is of one."""
+        if released is None or not self.beside_a_tower:
+            return released
+        names = (name.replace("model.", TEXT_PREFIX, 1) for name in released.names)
+        return released._replace(names=tuple(names))
 
     def _apart(self, tensor: TensorInfo) -> Iterator[TensorInfo]:
         """Yield what a tensor of a file was written of: halves are by themselves, and a module has
         the norm behind the main model."""
         released = self._released(tensor)
         if released is not None and not released.names:
-            released = self.architecture.released(tensor.name)
+            released = self._named(self.architecture.released(tensor.name))
         if released is None:
             yield tensor
         elif released.change is not None:
@@ -237,7 +264,9 @@ class _Model:
             elif released.change is Change.KEYS:
                 yield joined(released.names[0], tensor, own[Change.VALUES])
         else:
-            yield from _experts(tensor, released.names)
+            for one in _experts(tensor, released.names):
+                form = self._form_of(one.name)
+                yield one if form is None else restored(one.name, one, form)
 
 
 def _once(header: GgufHeader, tensors: tuple[TensorInfo, ...]) -> tuple[TensorInfo, ...]:
@@ -302,8 +331,8 @@ def _config(source: ByteSource, models: Sequence[_Model]) -> tuple[dict[str, Any
 
 def _format_of(tensor: TensorInfo) -> str | None:
     """Return the name of the format of a tensor's weights; None for unquantized ones."""
-    if isinstance(tensor.file, JoinedHalves):
-        return _DECODED_BLOCKS if tensor.file.is_decoded else None
+    if isinstance(tensor.file, JoinedHalves | Restored) and tensor.file.is_decoded:
+        return _DECODED_BLOCKS
     return kind_of(tensor.dtype) if tensor.dtype.is_packed else None
 
 

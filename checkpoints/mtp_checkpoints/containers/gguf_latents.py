@@ -63,7 +63,7 @@ class JoinedHalves:
             return place.with_name(f"{place.name}#{whole}")
         return place / whole
 
-    def open(self, once: range | None = None) -> _Computed:
+    def open(self, once: range | None = None) -> Computed:
         """Read the halves and put them together (IoError, InvalidInputError for damaged blocks)."""
         keys, values = _read(self.keys), _read(self.values)
         if keys.dtype != values.dtype:
@@ -73,21 +73,30 @@ class JoinedHalves:
         whole = np.concatenate((keys.transpose(0, 2, 1), values), axis=1)  # [h, n + v, c]
         with closing(self.keys.file.open()) as file:
             version = file.version
-        return _Computed(np.ascontiguousarray(whole).reshape(-1).view("uint8").data, version)
+        return Computed(np.ascontiguousarray(whole).reshape(-1).view("uint8").data, version)
 
 
-def _read(tensor: TensorInfo) -> np.ndarray[Any, Any]:
-    """Return a tensor's numbers; of bfloat16, its bits."""
+def raw_rows(tensor: TensorInfo) -> np.ndarray[Any, Any]:
+    """Return the numbers of a tensor (of bfloat16, their bits), or the bytes of its rows of
+    blocks."""
     import numpy as np
 
     with closing(tensor.file.open()) as file:
         raw = file.read(tensor.offset_bytes, tensor.offset_bytes + tensor.size_bytes)
+    dtype = "uint8" if tensor.dtype.is_packed else _FLOATS.get(tensor.dtype, "uint16")
+    return np.frombuffer(raw, dtype).reshape(held_shape(tensor.dtype, tensor.shape))
+
+
+def decoded_values(tensor: TensorInfo) -> np.ndarray[Any, Any]:
+    """Return the numbers of a tensor in float32 (InvalidInputError for damaged blocks)."""
+    rows = raw_rows(tensor)
+    if tensor.dtype == DType.BF16:
+        return (rows.astype("uint32") << 16).view("float32")
     if not tensor.dtype.is_packed:
-        return np.frombuffer(raw, _FLOATS.get(tensor.dtype, "uint16")).reshape(tensor.shape)
+        return rows.astype("float32")
     from mtp_kernels.quantize.ggml_blocks import dequantize_ggml_blocks
 
-    heads, rows, row_bytes = held_shape(tensor.dtype, tensor.shape)
-    blocks = np.frombuffer(raw, np.uint8).reshape(heads * rows, row_bytes)
+    blocks = rows.reshape(-1, rows.shape[-1])
     try:
         weights: np.ndarray[Any, Any] = dequantize_ggml_blocks(kind_of(tensor.dtype), blocks)
     except ValueError as error:
@@ -101,12 +110,17 @@ def _read(tensor: TensorInfo) -> np.ndarray[Any, Any]:
     return weights.reshape(tensor.shape)
 
 
+def _read(tensor: TensorInfo) -> np.ndarray[Any, Any]:
+    """Return a tensor's numbers; of bfloat16, its bits."""
+    return decoded_values(tensor) if tensor.dtype.is_packed else raw_rows(tensor)
+
+
 def kind_of(dtype: DType) -> str:
     """Return the name of ggml's blocks, which the format of weights in them has too."""
     return dtype.removeprefix("GGML_").lower()
 
 
-class _Computed:
+class Computed:
     """Bytes in memory as an open file."""
 
     def __init__(self, data: memoryview, version: int | str) -> None:

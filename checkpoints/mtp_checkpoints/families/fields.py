@@ -103,6 +103,15 @@ class Fields:
             raise self.unusable(key, f"{' or '.join(choices)} for each of {count} layers")
         return kinds
 
+    def wholes(self, key: str) -> tuple[int, ...]:
+        """Return a list of whole numbers; none where the field is absent."""
+        listed = self.values.get(self.name(key), [])
+        if not isinstance(listed, list) or not all(
+            type(one) is int and 0 <= one <= MAX_WHOLE for one in listed
+        ):
+            raise self.unusable(key, f"a list of whole numbers from 0 to {MAX_WHOLE}")
+        return tuple(listed)
+
     def token_ids(self, key: str) -> tuple[int, ...]:
         """Return the token ids that a field gives as one or a list; none where it is null."""
         value = self.values.get(self.name(key))

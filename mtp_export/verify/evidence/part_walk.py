@@ -70,10 +70,7 @@ class WalkPlan:
         facts = tuple(
             found.get(weight.name) or known.facts(weight, source) for weight, source in self.weights
         )
-        checksums = {**known.checksums, **walk.checksums}
-        for one in facts:
-            checksums |= one.checksums
-        return PartWalk(facts, checksums)
+        return _walk(facts, {**known.checksums, **walk.checksums})
 
     @property
     def _tasks(self) -> list[_Pair | TensorInfo]:
@@ -94,19 +91,24 @@ class WalkPlan:
                 in_threads(read, tasks, workers=workers, size_bytes=lambda task: task.size_bytes)
             )
         facts = tuple(one for one in found if isinstance(one, WeightFacts))
-        checksums = dict(one for one in found if not isinstance(one, WeightFacts))
-        for one in facts:
-            checksums |= one.checksums
-        return PartWalk(facts, checksums)
+        return _walk(facts, dict(one for one in found if not isinstance(one, WeightFacts)))
+
+
+def _walk(facts: tuple[WeightFacts, ...], others: Mapping[str, str]) -> PartWalk:
+    """Return a walk with the checksums of others, and those of weights' tensors that are none."""
+    checksums: dict[str, str] = {}
+    for one in facts:
+        checksums |= one.checksums
+    return PartWalk(facts, checksums | dict(others))
 
 
 def known_of(walk: PartWalk) -> Known:
     """Return the findings of a walk as they are kept."""
     weights = {one.weight.name: known_facts(one) for one in walk.facts}
-    own = {name for one in walk.facts for name in one.checksums}
+    own = {name: digest for one in walk.facts for name, digest in one.checksums.items()}
     return Known(
         {name: facts for name, facts in weights.items() if facts is not None},
-        {name: digest for name, digest in walk.checksums.items() if name not in own},
+        {name: digest for name, digest in walk.checksums.items() if own.get(name) != digest},
     )
 
 

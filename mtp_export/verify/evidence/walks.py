@@ -95,12 +95,13 @@ class Walks:
                 if layout.name == part:
                     weights = weights_on_disk(layout.stored, layout.checkpoint.tensors)
         hashed = self.checksums(part) if self.options.checksums else {}
-        known = {tensor.name for weight in weights for tensor in weight.tensors}
+        read = {tensor.name: tensor for weight in weights for tensor in weight.tensors}
         tensors = self.checkpoints[part].written
         sources = [self.source.find(weight) if self.source else None for weight in weights]
         return WalkPlan(
             weights=list(zip(weights, sources, strict=True)),
-            others=[tensors[name] for name in hashed if name not in known],
+            # A weight may be read in another form than its file has it in.
+            others=[tensors[name] for name in hashed if read.get(name) != tensors[name]],
         )
 
 

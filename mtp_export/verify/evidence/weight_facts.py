@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from mtp_checkpoints.containers.base import TensorInfo
+from mtp_checkpoints.containers.gguf_restored import Restored
 from mtp_checkpoints.errors import MtpExportError
 from mtp_checkpoints.sources.direct_io import equal_bytes
 from mtp_checkpoints.sources.disk_queue import BLOCK_BYTES, DiskQueue
@@ -114,7 +115,9 @@ class _Comparison:
 
     def __init__(self, ours: WeightStream, source: WeightOnDisk) -> None:
         self.found = AgainstSource(source)
-        self._is_copy = is_copy(ours.weight, source)
+        file = ours.weight.tensors[0].file
+        self._rounding = file.rounding if isinstance(file, Restored) else 0.0
+        self._is_copy = is_copy(ours.weight, source) and not self._rounding
         self._ours = ours
         self._ended = self._is_copy and is_linked(ours.weight, source)
         self._theirs: WeightStream | None = None
@@ -145,8 +148,11 @@ class _Comparison:
     def _add_values(self, ours: EncodedWeight, theirs: EncodedWeight) -> None:
         from mtp_kernels import weight_statistics
 
+        own, wanted = ours.dequantize(), theirs.dequantize()
+        if self._rounding:
+            wanted = wanted.where((own - wanted).abs() > self._rounding, own)
         try:
-            more = weight_statistics.difference(theirs.dequantize(), ours.dequantize())
+            more = weight_statistics.difference(wanted, own)
         except ValueError as error:
             return self._end(equal=False, difference=None, error=str(error))
         so_far = self.found.difference or weight_statistics.Difference()

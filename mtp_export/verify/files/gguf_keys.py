@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_checkpoints.containers.base import CONFIG_NAME, ShardHeader
 from mtp_checkpoints.containers.gguf_architectures import ARCHITECTURES
-from mtp_checkpoints.containers.gguf_architectures.base import ARCHITECTURE
+from mtp_checkpoints.containers.gguf_architectures.base import ARCHITECTURE, TEXT_CONFIG
 from mtp_checkpoints.containers.gguf_architectures.keys_read import TOKENS
 from mtp_checkpoints.containers.gguf_file import NAME, GgufHeader, read_header
 from mtp_checkpoints.containers.gguf_vocabulary import vocabulary_keys
 from mtp_checkpoints.errors import MtpExportError
-from mtp_checkpoints.families.signs import flattened
+from mtp_checkpoints.families.signs import COUNT_FIELDS, flattened
 from mtp_checkpoints.sources.byte_source import ByteSource
 from mtp_checkpoints.sources.tokenizer_file import TOKENIZER_NAME
 from mtp_checkpoints.tensors.bundle_folder import MAIN
@@ -26,7 +26,6 @@ from mtp_export.verify.diagnosis.causes import files as causes
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
 
-_COUNT = "num_nextn_predict_layers"  # a main model's file need not count the modules of another
 _TOLERANCE = 1e-6  # of numbers in single precision
 _ANY_PRE_TOKENIZER = "gpt-2"  # the tokens do not depend on it
 
@@ -56,10 +55,10 @@ def _config(
     names = {tensor.name for one in checkpoint.shards for tensor in _held(one)}
     architecture = ARCHITECTURES[str(header.keys[ARCHITECTURE].data)]
     said = flattened(architecture.config(header.keys, names))
-    wanted = flattened(checkpoint.config)
+    wanted = flattened(checkpoint.config.get(TEXT_CONFIG, checkpoint.config))
     fields = sorted(said.keys() & wanted.keys())
-    if part == MAIN and not said.get(_COUNT):
-        fields = [field for field in fields if field != _COUNT]
+    if part == MAIN:  # its file need not count the modules of another
+        fields = [field for field in fields if field not in COUNT_FIELDS or said[field]]
     problems = [
         Problem(str(shard.path), causes.key_differs(field, said[field], wanted[field]))
         for field in fields
@@ -75,6 +74,8 @@ def _held(shard: ShardHeader) -> list[Any]:
 
 
 def _alike(said: object, wanted: object) -> bool:
+    if isinstance(said, Mapping) and isinstance(wanted, Mapping):
+        return all(_alike(said[field], wanted[field]) for field in said.keys() & wanted.keys())
     numbers = isinstance(said, int | float) and isinstance(wanted, int | float)
     if numbers and not isinstance(said, bool) and not isinstance(wanted, bool):
         assert isinstance(said, int | float) and isinstance(wanted, int | float)

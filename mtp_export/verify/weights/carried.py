@@ -8,11 +8,12 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from mtp_checkpoints.containers.base import TensorInfo
+from mtp_checkpoints.formats import GGUF
 from mtp_checkpoints.tensors.bundle_folder import MAIN
 from mtp_checkpoints.tensors.tensor_reader import TensorReader
 from mtp_checkpoints.weights.weight_values import PIECE_ELEMENTS
 from mtp_export.progress import counted, format_bytes
-from mtp_export.verify.check import Item, Problem, verdict
+from mtp_export.verify.check import Item, Problem, not_tested, verdict
 from mtp_export.verify.diagnosis.causes import weights as causes
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ def run(context: Context) -> Iterator[Item]:
         for checkpoint in (layout.checkpoint, source)
     )
     if not own and not theirs:
+        return
+    if not own and layout.checkpoint.shards[0].container == GGUF:
+        yield not_tested("main: tensors of other parts", causes.TOWER_APART)
         return
     problems = [Problem(name, causes.carried_lost(name)) for name in theirs if name not in own]
     for name, tensor in own.items():

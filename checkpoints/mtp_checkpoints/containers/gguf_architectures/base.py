@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from mtp_checkpoints.containers.gguf_values import Keys, Value, text, u32
-from mtp_checkpoints.families.spec import ModelSpec
+from mtp_checkpoints.containers.gguf_forms import Form
+from mtp_checkpoints.containers.gguf_values import Keys, Value, booleans, text, u32
+from mtp_checkpoints.families.spec import LayerSpec, ModelSpec
 
 ARCHITECTURE = "general.architecture"
 _EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -28,6 +29,17 @@ _BLOCK = re.compile(r"blk\.(0|[1-9][0-9]{0,3})\.(.+)", re.ASCII)
 _EXPERT = re.compile(r"(mlp\.experts)\.(0|[1-9][0-9]{0,4})(\.(?:gate|up|down)_proj)", re.ASCII)
 _MERGED = "mlp.experts."
 _SUFFIXES = (".weight", ".bias")
+# Of a decoder beside a vision tower, which no such file holds: in names, and of its own config.
+TEXT_PREFIX, TEXT_CONFIG = "model.language_model.", "text_config"
+_MODULE, _MODULE_LAYER = "mtp.", "mtp.layers.0."
+# Modules of a file that are named mtp. in checkpoints, with those of a layer after the last.
+OF_MTP: Mapping[str, str] = {
+    "fc": "eh_proj",
+    "pre_fc_norm_embedding": "enorm",
+    "pre_fc_norm_hidden": "hnorm",
+    "norm": "shared_head.norm",
+}
+_FROM_MTP = {module: name for name, module in OF_MTP.items()}
 
 # Modules of a layer, or whole names of tensors, with the names of a block; all architectures here
 # have these.
@@ -94,7 +106,11 @@ class Architecture:
 
     model_types: those of config.json that it stands for. modules: names of a layer's modules, or of
     whole tensors, with those of a block. described: the keys of a model; config: the config.json of
-    keys and of the names of a file's tensors, which raises InvalidInputError.
+    keys and of the names of a file's tensors, which raises InvalidInputError. forms: by the keys,
+    those of modules, or of whole tensors, that files have in others than checkpoints.
+    has_mtp_names: the module's tensors are named mtp. in checkpoints, and it has no embedding and
+    no head of its own.
+    layer_flags: keys with a flag for every layer; false for modules.
     """
 
     name: str
@@ -102,6 +118,9 @@ class Architecture:
     modules: Mapping[str, str]
     described: Callable[[ModelSpec, str], dict[str, Value]]
     config: Callable[[Keys, Collection[str]], dict[str, Any]]
+    forms: Callable[[Keys], Mapping[str, Form]] | None = None
+    has_mtp_names: bool = False
+    layer_flags: Mapping[str, Callable[[LayerSpec], bool]] = field(default_factory=dict)
 
     def keys(self, spec: ModelSpec, modules: int) -> dict[str, Value]:
         """Return the keys of a file with so many MTP modules beside the main layers, or of them
@@ -112,14 +131,52 @@ class Architecture:
             ARCHITECTURE: text(self.name),
             **{f"{self.name}.{key}": u32(count) for key, count in counted.items()},
             **self.described(spec, self.name),
+            **{
+                f"{self.name}.{key}": booleans([*map(flag, spec.layers), *([False] * modules)])
+                for key, flag in self.layer_flags.items()
+            },
         }
 
-    def place(self, released: str, module_alone: int | None = None) -> Place | None:
+    def form_in(self, keys: Keys, mtp_layer: int | None) -> Callable[[str], Form | None]:
+        """Return what gives the form of a tensor by its released name, None for one that is as
+        released; mtp_layer as in place."""
+        if self.forms is None:
+            return lambda released: None
+        forms = self.forms(keys)
+        return lambda released: form_of(forms, self._usual(released, mtp_layer))
+
+    def _usual(self, released: str, mtp_layer: int | None) -> str:
+        """Return a released name as if the decoder were alone, and the module a layer after the
+        last."""
+        if released.startswith(TEXT_PREFIX):
+            released = f"model.{released.removeprefix(TEXT_PREFIX)}"
+        if not self.has_mtp_names or not released.startswith(_MODULE):
+            return released
+        rest = released.removeprefix(_MODULE_LAYER)
+        if rest == released:
+            module, suffix = _split(released.removeprefix(_MODULE), OF_MTP)
+            rest = OF_MTP.get(module, module) + suffix
+        return f"model.layers.{mtp_layer}.{rest}"
+
+    def _as_released(self, usual: str, mtp_layer: int | None) -> str:
+        """Return the released name of a decoder alone."""
+        prefix = f"model.layers.{mtp_layer}."
+        if not self.has_mtp_names or not usual.startswith(prefix):
+            return usual
+        rest = usual.removeprefix(prefix)
+        module, suffix = _split(rest, _FROM_MTP)
+        return f"mtp.{_FROM_MTP[module]}{suffix}" if module in _FROM_MTP else _MODULE_LAYER + rest
+
+    def place(
+        self, released: str, module_alone: int | None = None, mtp_layer: int | None = None
+    ) -> Place | None:
         """Return where a tensor of a released name is, None for one that no file holds.
 
         module_alone: the layer of the module that a file holds without a main model; its own
-        embedding and head stand there in place of the main model's.
+        embedding and head stand there in place of the main model's. mtp_layer: the layer of the
+        module, which not all names tell; module_alone, if it is given.
         """
+        released = self._usual(released, mtp_layer if module_alone is None else module_alone)
         if released in _AROUND:
             return Place(_AROUND[released])
         match = _LAYER.fullmatch(released)
@@ -138,16 +195,30 @@ class Architecture:
         return Place(name, None if expert is None else int(expert[2]))
 
     def released(
-        self, name: str, experts: int = 1, module_alone: int | None = None
+        self,
+        name: str,
+        experts: int = 1,
+        module_alone: int | None = None,
+        mtp_layer: int | None = None,
     ) -> Released | None:
         """Return the released names of what a file's tensor holds, None for one that is not known.
 
-        experts: first size of the tensor, if it holds those of all. module_alone as in place.
+        experts: first size of the tensor, if it holds those of all. module_alone and mtp_layer as
+        in place.
         """
+        found = self._found(name, experts, module_alone)
+        layer = mtp_layer if module_alone is None else module_alone
+        if found is None or layer is None:
+            return found
+        return found._replace(names=tuple(self._as_released(own, layer) for own in found.names))
+
+    def _found(self, name: str, experts: int, module_alone: int | None) -> Released | None:
         if name in self._released_around:
             own = self._released_around[name]
             if module_alone is None:
                 return Released((own,))
+            if self.has_mtp_names:
+                return Released(())
             alone = next((rest for rest, around in _ALONE.items() if around == own), None)
             return Released(() if alone is None else (f"model.layers.{module_alone}.{alone}",))
         match = _BLOCK.fullmatch(name)
@@ -175,7 +246,14 @@ class Architecture:
         return {name: released for released, name in _AROUND.items()}
 
 
-def _split(rest: str, modules: Mapping[str, str]) -> tuple[str, str]:
+def form_of(forms: Mapping[str, Form], usual: str) -> Form | None:
+    """Return the form of a tensor by its name in a decoder alone; None for one as released."""
+    match = _LAYER.fullmatch(usual)
+    rest = usual if match is None else match[2]
+    return forms.get(_split(rest, forms)[0])
+
+
+def _split(rest: str, modules: Collection[str]) -> tuple[str, str]:
     """Return module and suffix of a name in a layer; a whole name that is known has none."""
     if rest in modules:
         return rest, ""

@@ -34,6 +34,12 @@ class KeyReader:
         """Return whether a key is there."""
         return f"{self.architecture}.{key}" in self.keys
 
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens, of the key or of the list."""
+        listed = self.keys[TOKENS].data if TOKENS in self.keys else None
+        return self.whole("vocab_size", len(listed) if isinstance(listed, tuple) else None)
+
     def whole(self, key: str, default: int | None = None) -> int:
         """Return a whole number; of one for each layer, which all must be alike, that one."""
         value = self._data(key, default)
@@ -68,6 +74,15 @@ class KeyReader:
         if not value.is_array or not isinstance(value.data, tuple):
             raise self._unusable(key, "an array of flags")
         return [bool(flag) for flag in value.data]
+
+    def numbers(self, key: str) -> tuple[Scalar, ...]:
+        """Return an array; an empty one where the key is not there."""
+        if not self.has(key):
+            return ()
+        value = self.keys[f"{self.architecture}.{key}"]
+        if not value.is_array or not isinstance(value.data, tuple):
+            raise self._unusable(key, "an array")
+        return value.data
 
     def _data(self, key: str, default: Scalar | None) -> Scalar | None:
         value = self.keys.get(f"{self.architecture}.{key}")
@@ -107,13 +122,11 @@ def _shortest(number: float) -> float:
 def model_fields(reader: KeyReader, names: Collection[str]) -> dict[str, Any]:
     """Return the fields of the whole model, of its experts and special tokens; names: those of the
     file's tensors."""
-    tokens = reader.keys.get(TOKENS)
-    listed = len(tokens.data) if tokens is not None and isinstance(tokens.data, tuple) else None
     modules = reader.whole("nextn_predict_layers", 0)
     inner = reader.whole("expert_feed_forward_length")
     biased = any(name.endswith(_ROUTER_BIAS) for name in names)
     return {
-        "vocab_size": reader.whole("vocab_size", listed),
+        "vocab_size": reader.vocabulary,
         "hidden_size": reader.whole("embedding_length"),
         "num_hidden_layers": reader.whole("block_count") - modules,
         "num_nextn_predict_layers": modules,
@@ -133,7 +146,7 @@ def model_fields(reader: KeyReader, names: Collection[str]) -> dict[str, Any]:
         "topk_method": BIASED if biased else GREEDY,
         "hidden_act": "silu",
         "tie_word_embeddings": False,
-        **_special_tokens(reader.keys),
+        **special_tokens(reader.keys),
     }
 
 
@@ -190,7 +203,8 @@ def pre_tokenizer(keys: Keys) -> str:
     return value.data if value is not None and isinstance(value.data, str) else ""
 
 
-def _special_tokens(keys: Keys) -> dict[str, Any]:
+def special_tokens(keys: Keys) -> dict[str, Any]:
+    """Return the fields of the ids of tokens that begin and end texts."""
     names = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id"}
     found = {field: keys.get(f"tokenizer.ggml.{name}") for field, name in names.items()}
     return {field: value.data for field, value in found.items() if value is not None}

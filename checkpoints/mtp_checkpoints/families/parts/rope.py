@@ -47,12 +47,14 @@ class Yarn:
 @dataclass(frozen=True, slots=True)
 class Rope:
     """Rotary positions of `size` elements of a head. scaling is the name of their stretching; yarn
-    has the numbers of YaRN's, and is None for any other."""
+    has the numbers of YaRN's, and is None for any other. sections are the pairs that each of
+    several positions turns, of which text has equal ones."""
 
     size: int
     theta: float
     scaling: str = PLAIN
     yarn: Yarn | None = None
+    sections: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, fields: Fields, size: int) -> Rope:
@@ -67,4 +69,5 @@ class Rope:
             theta=base.number("rope_theta", 10000.0, minimum=_MIN_THETA, maximum=_MAX_THETA),
             scaling=kind,
             yarn=Yarn.of(both) if kind == YARN else None,
+            sections=both.wholes("mrope_section"),
         )

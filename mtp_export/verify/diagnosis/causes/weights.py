@@ -350,6 +350,9 @@ def not_in_source(tensor: str) -> str:
     return f"{tensor} has no counterpart in the source: another model's"
 
 
+TOWER_APART = "llama.cpp reads a vision tower from a file of its own, which nothing here writes"
+
+
 def carried_lost(tensor: str) -> str:
     return f"{tensor} of the source is not there: what it belongs to is no longer whole"
 

@@ -1,0 +1,97 @@
+"""Tensors of GGUF files in another form than released ones, put back into the released form when
+they are read."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mtp_checkpoints.containers.base import TensorInfo
+from mtp_checkpoints.containers.gguf_forms import Elements, Form
+from mtp_checkpoints.containers.gguf_latents import Computed, decoded_values, raw_rows
+from mtp_checkpoints.dtypes import DType, tensor_bytes
+from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.sources.byte_source import Place
+
+_ROUNDING = 1e-6  # some units in the last place of numbers around 1
+
+
+def restored(name: str, tensor: TensorInfo, form: Form) -> TensorInfo:
+    """Return a tensor of a file under its released name, in the released form: in its element type,
+    or in float32 where elements change or columns of blocks do.
+
+    Raises InvalidInputError for a shape that the heads of the keys do not give.
+    """
+    shape = tensor.shape
+    for axis, order in ((0, form.rows), (1, form.columns)):
+        if order is not None and (len(shape) <= axis or shape[axis] != order.count):
+            raise InvalidInputError(
+                f"Tensor {tensor.name} has another shape than the keys give",
+                where=tensor.path,
+                expected=f"{order.count} {'columns' if axis else 'rows'}, by ssm.* keys",
+                found=list(shape),
+                todo="Get the file again, or another one of the same model",
+            )
+    is_decoded = _is_decoded(tensor, form)
+    dtype = DType.F32 if is_decoded else tensor.dtype
+    shape = (shape[0], 1, *shape[1:]) if form.squeezed else shape
+    file = Restored(tensor, form)
+    return TensorInfo(name, dtype, shape, file, 0, tensor_bytes(dtype, shape))
+
+
+def _is_decoded(tensor: TensorInfo, form: Form) -> bool:
+    changed = form.elements is not Elements.SAME
+    return changed or (form.columns is not None and tensor.dtype.is_packed)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A file that holds one tensor alone, computed from one in another form."""
+
+    tensor: TensorInfo
+    form: Form
+    sha256: None = None
+
+    @property
+    def is_decoded(self) -> bool:
+        """True where the tensor is of blocks, and this one of what they encode."""
+        return self.tensor.dtype.is_packed and _is_decoded(self.tensor, self.form)
+
+    @property
+    def rounding(self) -> float:
+        """Absolute error that the elements may have, as they were computed in float32."""
+        return 0.0 if self.form.elements is Elements.SAME else _ROUNDING
+
+    @cached_property
+    def path(self) -> Place:
+        """Place of the tensor, with its name."""
+        place = self.tensor.path
+        if isinstance(place, Path):
+            return place.with_name(f"{place.name}#{self.tensor.name}")
+        return place / self.tensor.name
+
+    def open(self, once: range | None = None) -> Computed:
+        """Read the tensor and put it into its form (IoError, InvalidInputError for damage)."""
+        import numpy as np
+
+        rows = self._rows()
+        if self.form.rows is not None:
+            rows = rows[self.form.rows.of_file()]
+        if self.form.columns is not None:
+            rows = rows[:, self.form.columns.of_file()]
+        if self.form.elements is Elements.PLUS_ONE:
+            rows = rows - 1
+        elif self.form.elements is Elements.RATE:
+            with np.errstate(invalid="ignore", divide="ignore"):
+                rows = np.log(-rows)
+        with closing(self.tensor.file.open()) as file:
+            version = file.version
+        return Computed(np.ascontiguousarray(rows).reshape(-1).view("uint8").data, version)
+
+    def _rows(self) -> Any:
+        if _is_decoded(self.tensor, self.form):
+            return decoded_values(self.tensor)
+        return raw_rows(self.tensor)
