@@ -314,6 +314,25 @@ DAMAGED = (
         ),
     ),
     Folder(
+        "one of the main model's joined linears is left out",
+        unquantized("awq", "model.layers.2.self_attn.q_proj"),
+        words=(
+            r"layers\.2\.self_attn\.q_proj and .* different formats",
+            "add model.layers.3 to modules_to_not_convert",
+            _without("no weight is quantized"),
+        ),
+    ),
+    Folder(
+        "AutoRound, left out by Qwen's names",
+        unquantized("auto-round", "mtp.fc", "mtp.layers.0"),
+        words=(r"\(mtp\.fc in extra_config, like 1 more, matches no module",),
+    ),
+    Folder(
+        "GPTQ, its projection alone left out",
+        unquantized("gptq", r"model\.layers\.3\.eh_proj"),
+        words=(r"24 matrices of the MTP module", _without("matches no module")),
+    ),
+    Folder(
         "4 bits that are called 8",
         both("auto-round"),
         damages.quantization(bits=8),
@@ -563,6 +582,22 @@ DAMAGED = (
         damages.norm_of_another("hnorm.weight", "model.layers.5.enorm.weight"),
         "weights",
         (r"5\.hnorm\.weight holds the same as model\.layers\.5\.enorm", "graft .*--replace"),
+    ),
+    Folder(
+        "the norm before attention as that after it",
+        glm(),
+        damages.norm_of_another(
+            "post_attention_layernorm.weight", "model.layers.3.input_layernorm.weight"
+        ),
+        "weights",
+        (r"post_attention_layernorm\.weight holds the same as model\.layers\.3\.input_layernorm",),
+    ),
+    Folder(
+        "a norm of the wrong sign",
+        glm(),
+        each(r"3\.input_layernorm", scaled(-1)),
+        "weights",
+        (r"3\.input_layernorm\.weight is negative: its sign is flipped",),
     ),
     Folder("a main layer instead", glm(), damages.main_layer_as_own, "weights", (r"layers\.2",)),
     Folder(

@@ -285,7 +285,8 @@ def _as_read(name: str, layout: PartLayout, config: Any, reading: DraftReading) 
         tensors = {n: one for n, one in tensors.items() if n.rpartition(".")[0] not in tables}
         read = read.of_tensors(lambda spec: spec.role not in COPIED)
     renamed = (reading.layer_name,) if reading.layer_name else ()
-    listed = ListedDraft(read, tensors, config, renamed or layers)
+    written = layout.stored.quantization
+    listed = ListedDraft(read, tensors, config, renamed or layers, written=written)
     if problems := listed.problems():  # of which each tensor's are the consequence
         problems = [
             Problem(one.subject, causes.misread_by_engine(reason, one.words)) for one in problems

@@ -43,7 +43,8 @@ def quantized_by_config_alone(context: Context) -> Item | None:
     """Return the failure of a checkpoint that a quantization_config describes and of which nothing
     is quantized; None for any other."""
     layouts = () if context.is_bundle else context.layouts
-    if not layouts or not all(_is_plain(layout) for layout in layouts):
+    # Of a part whose config cannot be followed nothing is known.
+    if not layouts or len(layouts) < len(context.parts) or not all(map(_is_plain, layouts)):
         return None
     weights = counted(sum(len(layout.stored.weights) for layout in layouts), "weight")
     has_file = MODELOPT_FILE in context.files.names()

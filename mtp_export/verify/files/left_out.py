@@ -25,19 +25,21 @@ _SHOWN = 300  # characters of what must be added, or of an entry
 _NAMED = 6  # entries that are added and named one by one
 _ASKED = 200_000  # entries times modules
 _LOOKED_INTO = 20  # entries of a list that are for the module and may act on nothing
-_MTP_WORD = re.compile("mtp|nextn|eh_proj")
+_MTP_WORD = re.compile("mtp|nextn")
 
 
 @dataclass(frozen=True)
 class ListedDraft:
     """A draft as a quantization_config describes it to a reader, beside how it is stored: both by
-    the names that the reader has. layers are those of the MTP layers; part is its name in words."""
+    the names that the reader has. layers are those of the MTP layers; part is its name in words;
+    written is the quantization_config as the file has it, where the reader's is another."""
 
     described: StoredModel
     tensors: Mapping[str, TensorInfo]
     quantization: Any
     layers: tuple[str, ...]
     part: str = "the MTP module"
+    written: Any = None
 
     def problems(self) -> list[Problem]:
         """Modules that the list lacks, in one problem, those that it has too many, by entry, and
@@ -120,14 +122,18 @@ class ListedDraft:
         """Entries that by their words are for the MTP module, and leave nothing of it unquantized.
         with_them: the config whose lists have what lacks."""
         built = {_module_of(weight) for weight in self._unquantized}  # quantized, by the config
-        modules = {_module_of(weight) for weight in self._matrices}
+        modules = {_module_of(weight): weight.weight.role for weight in self._matrices}
+        kept = tuple(one for one, role in modules.items() if role is Role.MTP_PROJECTION)
         first = min(one.weight.mtp_layer or 0 for one in self.described.weights.values())
         for key in with_them:
             value = self.quantization.get(key)
             if value == with_them[key] or not isinstance(value, list | dict):
                 continue
-            meant = (entry for entry in value if _is_for_mtp(str(entry), first))
+            written = (self.written or self.quantization).get(key) or ()
+            meant = (one for one in value if one in written and _is_for_mtp(str(one), first))
             for entry in islice(meant, _LOOKED_INTO):
+                if str(entry).replace("\\", "").endswith(kept):  # which no engine quantizes
+                    continue
                 if entry in built or (entry not in modules and not self._acts(key, entry)):
                     yield f"{str(entry)[:_SHOWN]} in {key}"
 

@@ -3,6 +3,7 @@ which no part was rounded to zero."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -77,26 +78,26 @@ def _norms(norms: Sequence[WeightOnDisk]) -> Item:
 def _own_norms(
     context: Context, family: ModelSpec, norms: Sequence[WeightOnDisk]
 ) -> Iterator[Item]:
-    """The norms of a module's inputs are neither the main model's last one nor each other."""
-    modules = [layer.modules for layer in family.mtp]
-    names = {name for one in modules for name in (one.embedding_norm, one.hidden_norm)}
-    taken = [_values(norm) for norm in norms if norm.stored.weight.module in names]
+    """No norm of a module is another of it, or the main model's last one, which the norm before the
+    head alone may be."""
+    heads = {layer.modules.head_norm for layer in family.mtp}
     main, last = context.main, weight_name(family.norm)
-    others: list[tuple[str, torch.Tensor]] = []
-    problems = []
+    of_main = None
     if main is not None and last in main.tensors:
-        others.append((last, main.tensor(last).float()))
-    for name, values in taken:
+        of_main = last, main.tensor(last).float()
+    seen: dict[int | None, list[tuple[str, torch.Tensor]]] = defaultdict(list)
+    problems = []
+    for norm in norms:
+        spec, values = norm.stored.weight, norm.encoded(0, norm.rows).dequantize().float()
+        others = [*seen[spec.mtp_layer]]
+        if of_main is not None and spec.module not in heads:
+            others.append(of_main)
         twin = next((other for other, theirs in others if _are_alike(values, theirs)), None)
         if twin is not None:
-            problems.append(Problem(name, causes.taken_for_another(name, twin)))
-        others.append((name, values))
-    if taken:
-        yield verdict("mtp: norms of its inputs", problems, f"{len(taken)} norms")
-
-
-def _values(norm: WeightOnDisk) -> tuple[str, torch.Tensor]:
-    return norm.name, norm.encoded(0, norm.rows).dequantize()
+            problems.append(Problem(norm.name, causes.taken_for_another(norm.name, twin)))
+        seen[spec.mtp_layer].append((norm.name, values))
+    if norms:
+        yield verdict("mtp: no norm is another", problems, f"{len(norms)} norms")
 
 
 def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -132,9 +132,10 @@ NOT_FINITE = "it has values that are not finite"
 
 
 def norm_centred_at_zero(tensor: str, negative: float) -> str:
+    where = ": its sign is flipped, or it holds" if negative > 0.9 else ", around zero: it holds"
     return (
-        f"{negative:.0%} of {tensor} is negative, around zero: it holds the w of a norm that"
-        " multiplies by 1 + w, and this model's norms multiply by w"
+        f"{negative:.0%} of {tensor} is negative{where} the w of a norm that multiplies by 1 + w,"
+        " and this model's norms multiply by w"
     )
 
 
