@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.sources.local_folder import LocalFolder
-from mtp_checkpoints.sources.strict_json import read_json_object
+from mtp_checkpoints.sources.strict_json import parsed_json_object
 
 MANIFEST_NAME = "mtp_export.json"
 FORMAT = "mtp-export bundle"
@@ -49,7 +50,7 @@ _SHAPE = {
 }
 
 
-def read_manifest(bundle: Path) -> dict[str, Any]:
+def read_manifest(bundle: Path) -> Mapping[str, Any]:
     """Return the manifest of a bundle; what is read of it is there and of its kind.
 
     Raises InvalidInputError for none, another format or a value of another kind, IoError.
@@ -62,7 +63,13 @@ def read_manifest(bundle: Path) -> dict[str, Any]:
             expected="the file that every finished export writes last",
             todo="Name the output folder of a run; the same command finishes an interrupted one",
         )
-    content = read_json_object(path)
+    return _content(path, LocalFolder(bundle).read(MANIFEST_NAME))
+
+
+@lru_cache(maxsize=2)  # a command asks for a bundle's many times; a large model's takes a second
+def _content(path: Path, raw: bytes) -> Mapping[str, Any]:
+    """Return the content of a manifest's bytes, checked."""
+    content = parsed_json_object(path, raw)
     version = (content.get("format"), content.get("format_version"))
     if version != (FORMAT, FORMAT_VERSION):
         raise InvalidInputError(
