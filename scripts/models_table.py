@@ -58,6 +58,7 @@ def _oracles(model_type: str) -> tuple[str, str]:
     from checkpoints.families import test_names as names
     from engines import family_drafts
     from runtime import test_family_oracles as runs
+    from runtime.oracles import MTP_MODEL
 
     main = "not confirmed" if model_type in names.UNCONFIRMED else "transformers' class"
     if model_type in names.OTHER_CLASS:
@@ -65,7 +66,7 @@ def _oracles(model_type: str) -> tuple[str, str]:
     mtp = "engines' loaders, read"
     if model_type in family_drafts.CASES:
         mtp = "vLLM's loader"
-    if model_type in names.MTP_MODEL:
+    if model_type in MTP_MODEL:
         mtp = "transformers' `MtpModel`"
     if model_type in runs.ORACLES or model_type == "deepseek_v3":
         mtp = "transformers' `use_mtp`, run"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.base import Role, TensorSpec
 from mtp_checkpoints.families.contract import MtpContract
-from mtp_checkpoints.families.parts import Gqa, Moe
+from mtp_checkpoints.families.parts import Gqa, Moe, SlidingGqa
 from mtp_checkpoints.formats.base import ReadOnlyFormat
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.tune.draft import DraftType, Sizes
@@ -138,11 +138,13 @@ def _check(source: SourceBundle) -> None:
             found=len(source.family.mtp_layers),
         )
     attention = source.family.mtp[0].layer.attention
-    if isinstance(attention, Gqa) and attention.sizes.is_gated:
+    windowed = isinstance(attention, SlidingGqa)
+    if windowed or (isinstance(attention, Gqa) and attention.sizes.is_gated):
         raise UnsupportedError(
-            "MTP layers with gated attention are not trained",
+            f"MTP layers with {'a sliding window' if windowed else 'gated attention'} are not"
+            " trained",
             where=source.folder,
-            expected="attention without gates of its heads",
+            expected="attention to all tokens before a query, without gates of its heads",
             found=source.main.config.get("model_type"),
             todo="Use the module as it is, or --draft parallel_heads",
         )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from mtp_checkpoints.families import family_of
+from mtp_checkpoints.families import family_of, parts
 from mtp_checkpoints.families.base import Role
 from mtp_runtime.models.layer_types import why_not_computed
 
@@ -328,6 +328,7 @@ EXAONE_MOE: dict[str, Any] = PLAIN | {
     "num_shared_experts": 1,
     "n_group": 1,
     "topk_group": 1,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "sliding_window": 32,
     "num_nextn_predict_layers": 1,
     **_EXPERTS,
@@ -366,6 +367,8 @@ MELLUM: dict[str, Any] = PLAIN | {
     "model_type": "mellum",
     "num_experts": 8,
     "norm_topk_prob": True,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 24,
     "num_nextn_predict_layers": 1,
     **_EXPERTS,
 }
@@ -470,9 +473,16 @@ SMALL_CONFIGS: dict[str, dict[str, Any]] = {
 COMPUTED = tuple(
     name for name, config in SMALL_CONFIGS.items() if not why_not_computed(family_of(config))
 )
-# Families whose layers keep a state per request, which ranks do not divide and nothing trains.
-WITH_STATES = tuple(name for name in COMPUTED if name.startswith("qwen"))
-WITHOUT_STATES = tuple(name for name in COMPUTED if name not in WITH_STATES)
+# Families whose attention the kernels divide among ranks, and trainings take: without states of
+# requests and sliding windows.
+DIVIDED = tuple(
+    name
+    for name in COMPUTED
+    if not any(
+        isinstance(part, parts.GatedDeltaNet | parts.SlidingGqa)
+        for part in family_of(SMALL_CONFIGS[name]).parts
+    )
+)
 YARN = {
     "type": "yarn",
     "factor": 4.0,

@@ -15,6 +15,21 @@ from safetensors.torch import load_file, save_file
 # transformers' class of a family that has none of its own, whose main model it computes too.
 SAME_MAIN_MODEL = {"mimo": ("qwen2", "Qwen2ForCausalLM")}
 
+# Families whose MTP layers transformers' MtpModel loads, with the fields that it needs.
+MTP_MODEL: dict[str, dict[str, Any]] = {
+    "glm4_moe": {},
+    "hy_v3": {"mtp_mlp_layer_types": ["sparse"]},
+    "mellum": {},
+    "bailing_hybrid": {
+        "mtp_layer_types": ["full_attention"],
+        "mtp_mlp_layer_types": ["sparse"],
+    },
+    "qwen3_next": {"mtp_layer_types": ["full_attention"]},
+    "qwen3_5_text": {"mtp_layer_types": ["full_attention"]},
+    "qwen3_5_moe_text": {"mtp_layer_types": ["full_attention"]},
+    "exaone_moe": {"mtp_layer_types": ["sliding_attention"], "mtp_mlp_layer_types": ["dense"]},
+}
+
 
 def rename_tensors(path: Path, part: str, other: str) -> None:
     """Replace a part of tensors' names in a checkpoint of one file."""

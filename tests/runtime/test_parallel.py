@@ -32,7 +32,7 @@ from mtp_runtime.models.load import Loaded, LoadOptions, load_model, open_model
 from mtp_runtime.models.model import Model
 from mtp_runtime.parallel.group import Group, Split
 from mtp_runtime.sampling import SamplingParams
-from runtime.checkpoints import SMALL_CONFIGS, WITHOUT_STATES, YARN, write_checkpoint
+from runtime.checkpoints import DIVIDED, SMALL_CONFIGS, YARN, write_checkpoint
 from runtime.drafts import ffn_layout, write_eagle3, write_heads, write_layer_heads
 from runtime.harness import Prompt, Walk, prompts_of, run
 from runtime.ranks import bytes_read, dense_bytes, draft_bytes, of_each, packed_bytes, ranks
@@ -280,7 +280,7 @@ def test_every_family_has_the_bits_of_one_process(
 
 
 @pytest.mark.parametrize("mode", ["gather", "reduce"])
-@pytest.mark.parametrize("model_type", nightly_but(EVERY_PUSH, MODEL_TYPES))
+@pytest.mark.parametrize("model_type", nightly_but(EVERY_PUSH, (*MODEL_TYPES, "exaone_moe")))
 def test_every_family_by_torch(group: Group, model_type: str, mode: str, tmp_path: Path) -> None:
     """With sparse attention where there is an indexer."""
     config = divisible(model_type, group)
@@ -303,7 +303,7 @@ def divisible(model_type: str, group: Group) -> dict[str, Any]:
 
 
 def test_every_family_is_tested_here() -> None:
-    assert set(MODEL_TYPES) == set(WITHOUT_STATES)
+    assert set(MODEL_TYPES) == set(DIVIDED)
 
 
 def read_by_loading(group: Group, path: Path, options: LoadOptions) -> list[int]:

@@ -22,7 +22,7 @@ from mtp_export.tune.run import tune
 from mtp_export.tune.source_bundle import SourceBundle
 from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.teacher_forcing import Text, Texts
-from runtime.checkpoints import SMALL, SMALL_CONFIGS, WITHOUT_STATES, write_checkpoint
+from runtime.checkpoints import DIVIDED, SMALL, SMALL_CONFIGS, write_checkpoint
 from runtime.drafts import write_eagle3
 from tune.running import Watch, value
 
@@ -210,7 +210,7 @@ def test_eagle3_needs_three_layers_to_tap(random_prompts: Path, tmp_path: Path) 
     assert not list(tmp_path.glob("output*"))
 
 
-@pytest.mark.parametrize("model_type", nightly_but(["deepseek_v32"], WITHOUT_STATES))
+@pytest.mark.parametrize("model_type", nightly_but(["deepseek_v32"], DIVIDED))
 def test_the_module_of_every_family_is_trained(
     model_type: str, random_prompts: Path, tmp_path: Path
 ) -> None:

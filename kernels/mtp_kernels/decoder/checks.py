@@ -24,7 +24,7 @@ INDEX = (torch.int64,)
 COUNT = (torch.int32,)
 
 
-MAY_BE_ZERO = ("query_rank", "has_bias", "has_norms", "is_gated")
+MAY_BE_ZERO = ("rope", "query_rank", "has_bias", "has_norms", "is_gated")
 
 
 def check_config(config: DecoderConfig, inv_freq: torch.Tensor) -> None:

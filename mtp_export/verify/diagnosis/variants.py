@@ -13,7 +13,7 @@ from mtp_checkpoints.families.contract import Hidden
 from mtp_checkpoints.families.parts import Rope
 from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_runtime.layers.attention import Attention
-from mtp_runtime.layers.gqa import Gqa
+from mtp_runtime.layers.gqa import Gqa, SlidingGqa
 from mtp_runtime.layers.linear import Linear, Weight
 from mtp_runtime.layers.mla import Mla
 from mtp_runtime.layers.norm import RmsNorm
@@ -165,6 +165,7 @@ def _grouped(model: Model, own: Variant, attention: Gqa) -> Iterator[Variant]:
 _VARIANTS_OF: dict[type, Callable[[Model, Variant, Any], Iterator[Variant]]] = {
     Mla: _latent,
     Gqa: _grouped,
+    SlidingGqa: _grouped,
 }
 
 

@@ -66,11 +66,15 @@ class Gqa(Attention):
         for request, length in enumerate(layout.kv_lens.tolist()):
             rows = slice(ends[request], ends[request + 1])
             pages = layout.page_table[request, : -(-length // keys.shape[1])]
-            seen = torch.arange(length, device=x.device) <= layout.positions[rows, None]
+            seen = self.seen(torch.arange(length, device=x.device), layout.positions[rows, None])
             attended[rows] = attend(
                 query[rows], _cached(keys, pages, length), _cached(values, pages, length), seen
             )
         return self.output(self.gated(attended, heads).flatten(1))
+
+    def seen(self, tokens: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+        """Return which tokens, of positions [t], queries of positions [s, 1] attend to: [s, t]."""
+        return tokens <= queries
 
     def heads_of(self, x: torch.Tensor) -> torch.Tensor:
         """Project x [T, d] to queries, with their gates where there are some, keys and values of
@@ -134,6 +138,31 @@ class GatedGqa(Gqa):
         raise UnsupportedError(
             "Layers with gated attention are not trained",
             expected="attention without gates of its heads",
+            todo="Export the module as it is, or graft another one",
+        )
+
+
+@dataclass(frozen=True)
+class SlidingGqa(Gqa):
+    """Grouped-query attention of a token to `window` tokens, itself and those before it.
+
+    Source: transformers' exaone_moe.
+    """
+
+    window: int
+
+    def seen(self, tokens: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+        """Return which tokens queries attend to, [s, t]: those in their windows."""
+        return (tokens <= queries) & (tokens > queries - self.window)
+
+    def expanded(
+        self, x: torch.Tensor, cos_sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Refuse to be trained: what trains attention knows no windows."""
+        raise UnsupportedError(
+            "Layers with a sliding window are not trained",
+            expected="attention to all tokens before a query",
+            found=f"the last {self.window}",
             todo="Export the module as it is, or graft another one",
         )
 

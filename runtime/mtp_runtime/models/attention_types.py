@@ -16,7 +16,7 @@ from mtp_checkpoints.families.spec import LayerSpec
 from mtp_kernels.sizes import LatentSizes
 from mtp_runtime.layers.attention import Attention
 from mtp_runtime.layers.gated_delta_net import GatedDeltaNet, GatedNorm
-from mtp_runtime.layers.gqa import GatedGqa, Gqa
+from mtp_runtime.layers.gqa import GatedGqa, Gqa, SlidingGqa
 from mtp_runtime.layers.linear import Linear, UnreadWeight, Weight, dense
 from mtp_runtime.layers.mla import Halves, Mla, StoredHalves
 from mtp_runtime.layers.norm import LayerNorm
@@ -161,6 +161,11 @@ def load_gqa(loader: LayerLoader, part: parts.Gqa, prefix: str) -> Gqa:
         rope=loader.rope(part.rope),
         sizes=sizes._replace(heads=each * len(local), kv_heads=len(local)),
     )
+
+
+def load_sliding_gqa(loader: LayerLoader, part: parts.SlidingGqa, prefix: str) -> SlidingGqa:
+    """Load grouped-query attention to the last tokens alone."""
+    return SlidingGqa(**vars(load_gqa(loader, part, prefix)), window=part.window)
 
 
 def load_gated_delta_net(

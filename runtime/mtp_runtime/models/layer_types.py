@@ -69,6 +69,9 @@ LAYERS: dict[type, LayerType] = {
     parts.Gqa: LayerType(
         attention.load_gqa, attention.gqa_stacks, attention.check_rope, attention.slot
     ),
+    parts.SlidingGqa: LayerType(
+        attention.load_sliding_gqa, check=attention.check_rope, cached=attention.slot
+    ),
     parts.GatedDeltaNet: LayerType(
         attention.load_gated_delta_net, attention.delta_stacks, state=attention.delta_state
     ),

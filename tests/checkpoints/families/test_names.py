@@ -17,7 +17,7 @@ from transformers.modeling_layers import MtpModel
 
 from mtp_checkpoints.families import FAMILIES, family_of
 from runtime.checkpoints import SMALL_CONFIGS, text_part, write_checkpoint
-from runtime.oracles import oracle, rename_tensors
+from runtime.oracles import MTP_MODEL, oracle, rename_tensors
 
 Config = dict[str, Any]
 Shapes = dict[str, tuple[int, ...]]
@@ -60,20 +60,6 @@ BESIDE["longcat_flash"] = r"model\.layers\.\d+\.mlp\.experts\.([89]|1[01])\.(gat
 UNCONFIRMED = {"mimo_v2"}
 # Tensors of MTP layers for which transformers' MtpModel has no name, with one that it has.
 _LAST_NORM = ("final_layernorm", "shared_head.norm")
-# Families whose MTP layers transformers' MtpModel loads, with the fields that it needs.
-MTP_MODEL: dict[str, Config] = {
-    "glm4_moe": {},
-    "hy_v3": {"mtp_mlp_layer_types": ["sparse"]},
-    "mellum": {},
-    "bailing_hybrid": {
-        "mtp_layer_types": ["full_attention"],
-        "mtp_mlp_layer_types": ["sparse"],
-    },
-    "qwen3_next": {"mtp_layer_types": ["full_attention"]},
-    "qwen3_5_text": {"mtp_layer_types": ["full_attention"]},
-    "qwen3_5_moe_text": {"mtp_layer_types": ["full_attention"]},
-    "exaone_moe": {"mtp_layer_types": ["full_attention"], "mtp_mlp_layer_types": ["dense"]},
-}
 
 
 def saved_by_transformers(config: Config, folder: Path) -> Shapes:

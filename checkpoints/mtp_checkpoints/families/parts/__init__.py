@@ -9,6 +9,7 @@ from mtp_checkpoints.families.parts.gqa import Gqa
 from mtp_checkpoints.families.parts.listed import NOTHING, Entry, Listed
 from mtp_checkpoints.families.parts.mla import Mla
 from mtp_checkpoints.families.parts.rope import PLAIN, Rope, Yarn
+from mtp_checkpoints.families.parts.sliding_gqa import SlidingGqa
 from mtp_checkpoints.families.parts.sparse_mla import Indexer, SparseMla
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Moe",
     "Rope",
     "Router",
+    "SlidingGqa",
     "SparseMla",
     "Yarn",
 ]

@@ -7,7 +7,7 @@ Source: Ainslie et al., GQA (arXiv 2305.13245); config.json of the released GLM-
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from mtp_checkpoints.errors import InvalidInputError
@@ -73,6 +73,10 @@ class Gqa:
         )
         return cls(hidden, sizes, Rope.of(fields, sizes.rope))
 
+    def without_positions(self) -> Gqa:
+        """Return the attention without rotary positions."""
+        return replace(self, sizes=self.sizes._replace(rope=0), rope=replace(self.rope, size=0))
+
     def modules(self, prefix: str) -> GqaModules:
         """Names of one layer's modules."""
         normed = self.sizes.has_norms
@@ -89,7 +93,7 @@ class Gqa:
         """Yield projections, biases and norms of one layer."""
         sizes, names, hidden = self.sizes, self.modules(prefix), self.hidden
         keys = sizes.kv_heads * sizes.head
-        rotary = RotaryRows(sizes.head, 0, sizes.rope)
+        rotary = RotaryRows(sizes.head, 0, sizes.rope) if sizes.rope else None
         of_queries = rotary
         if sizes.is_gated:  # per head [query | gate]
             of_queries = RotaryRows(2 * sizes.head, 0, sizes.rope)
