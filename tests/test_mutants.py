@@ -86,6 +86,7 @@ WHOLE = (
     "runtime/mtp_runtime/loading/draft_folder.py",
     "runtime/mtp_runtime/loading/progress.py",
     "runtime/mtp_runtime/loading/read_speed.py",
+    "runtime/mtp_runtime/models/draft_cost.py",
     "runtime/mtp_runtime/models/eagle3.py",
     "runtime/mtp_runtime/models/expert_memory.py",
     "runtime/mtp_runtime/models/offloaded.py",

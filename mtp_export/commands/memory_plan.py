@@ -13,9 +13,12 @@ from mtp_export.progress import format_bytes
 
 if TYPE_CHECKING:
     from mtp_export.commands.runtime import Runtime
+    from mtp_runtime.models.draft_cost import DraftCost
     from mtp_runtime.models.memory_plan import MemoryPlan
     from mtp_runtime.parallel.group import Group
     from mtp_runtime.run_plan import RunMemory
+
+_USUAL_ACCEPTANCE = 0.9  # at most, of second tokens: DeepSeek-V3's report, section 5.4.3
 
 
 def print_memory_plan(
@@ -35,6 +38,7 @@ def print_memory_plan(
         facts = memory_facts(memory, options.device)
         if memory.plan.slots is not None:
             facts |= _read_facts(facts, expert_read_speed(bundle, options))
+        facts |= _draft_facts(memory.plan, options.speculation().draft_tokens)
     table = Lines(heading(f"Memory plan of {bundle}"), _table(facts), *_lines(facts))
     print_result({"bundle": str(bundle), **facts}, table, reporting)
     if memory.refusal is not None:
@@ -83,6 +87,22 @@ def _read_facts(facts: dict[str, Any], speed: float | None) -> dict[str, Any]:
     return {"read_bytes_per_second": speed, "token_read_seconds": seconds}
 
 
+def _draft_facts(plan: MemoryPlan, most: int) -> dict[str, Any]:
+    """Return what a step costs with each number of drafts up to some, by the bytes of weights that
+    it touches, and by those that it reads where none of its experts is in memory."""
+    if plan.drafts is None:
+        return {}
+    facts = {"drafts": _costs(plan.drafts, most)}
+    return facts if plan.slots is None else facts | {"read_drafts": _costs(plan.drafts.read, most)}
+
+
+def _costs(drafts: DraftCost, most: int) -> list[dict[str, Any]]:
+    return [
+        {"k": k, "bytes_ratio": drafts.step(k), "needed_acceptance": drafts.needed_acceptance(k)}
+        for k in range(1, most + 1)
+    ]
+
+
 def _table(facts: dict[str, Any]) -> FiguresTable:
     table = FiguresTable()
     table.add_words("memory")
@@ -120,7 +140,7 @@ def _lines(facts: dict[str, Any]) -> list[str]:
         False: "no",
         None: f"unknown, the memory of {facts['device']} is not compared",
     }[facts["fits"]]
-    return [*_expert_lines(facts), f"Fits: {answer}. Nothing was loaded."]
+    return [*_expert_lines(facts), *_draft_lines(facts), f"Fits: {answer}. Nothing was loaded."]
 
 
 def _expert_lines(facts: dict[str, Any]) -> list[str]:
@@ -135,3 +155,19 @@ def _expert_lines(facts: dict[str, Any]) -> list[str]:
     if not facts["holds_two_tokens"]:
         lines.append("That is most of them: less than two tokens' experts are in memory.")
     return lines
+
+
+def _draft_lines(facts: dict[str, Any]) -> list[str]:
+    """Return whether the most drafts of a step pay, by what is read where a disk decides."""
+    verb = "reads" if "read_drafts" in facts else "touches"
+    costs = facts.get("read_drafts", facts.get("drafts"))
+    if not costs:
+        return []
+    most = costs[-1]
+    number = "1 draft" if most["k"] == 1 else f"{most['k']} drafts"
+    needed = 1.0 if most["needed_acceptance"] is None else most["needed_acceptance"]
+    advice = " Use --speculate-method none." if needed > _USUAL_ACCEPTANCE else ""
+    return [
+        f"With {number} a step {verb} up to {most['bytes_ratio']:.2f} times the bytes of weights:"
+        f" that pays where over {needed:.0%} of drafts are accepted.{advice}"
+    ]

@@ -15,6 +15,7 @@ from cases import run_program
 from mtp_export.commands.memory_plan import memory_facts
 from mtp_runtime import LLM, LLMOptions
 from mtp_runtime.loading.weight_source import WeightSource
+from mtp_runtime.models.draft_cost import DraftCost
 from mtp_runtime.models.load import LoadOptions, open_model
 from mtp_runtime.models.memory_plan import WORKING_BYTES, MemoryPlan
 from mtp_runtime.run_plan import RunMemory, planned_memory
@@ -79,6 +80,23 @@ def test_the_facts_are_those_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> Non
     halved = facts_of("--dtype", "bfloat16")
     assert halved["weight_bytes"] == PLAN.in_dtype(torch.bfloat16).weight_bytes
     assert facts_of("--speculate-method", "none")["weight_bytes"] < PLAN.weight_bytes
+
+
+def test_what_drafts_cost_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to the most that a step may have; without them nothing is."""
+    options = ("--speculate-max-draft-token-num", "3")
+    drafts = facts_of(*options)["drafts"]
+    assert PLAN.drafts is not None
+    assert [one["k"] for one in drafts] == [1, 2, 3]
+    assert [one["bytes_ratio"] for one in drafts] == [PLAN.drafts.step(k) for k in (1, 2, 3)]
+    shown = " ".join(run_program("generate", V3, "--dry-run", *options).out.split())
+    needed = drafts[-1]["needed_acceptance"]
+    assert f"With 3 drafts a step touches up to {drafts[-1]['bytes_ratio']:.2f} times" in shown
+    assert f"where over {needed:.0%} of drafts are accepted. Fits" in shown
+    monkeypatch.setattr(DraftCost, "needed_acceptance", lambda *_: None)
+    shown = " ".join(run_program("generate", V3, "--dry-run").out.split())
+    assert "where over 100% of drafts are accepted. Use --speculate-method none." in shown
+    assert "drafts" not in facts_of("--speculate-method", "none")
 
 
 def test_a_usual_cache_takes_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,11 +172,18 @@ def test_a_dry_run_says_what_the_cache_holds() -> None:
         assert f"{memory.plan.slots} of 16 routed ones" in outcome.out
         assert "at most 196.6 kB a token" in outcome.out  # four of 49,152 bytes
         assert "less than two tokens' experts" not in outcome.out
+        drafts = "a step reads up to 1.75 times the bytes of weights: that pays where over 75%"
+        assert drafts in " ".join(outcome.out.split())
     words = ("generate", GLM, "--dry-run", "--json", "--max-memory")
     facts = json.loads(run_program(*words, "3MB").out)
     assert facts["experts"] == 16 and facts["experts_in_memory"] == memory.plan.slots
     assert facts["expert_bytes"] == memory.plan.slot_bytes
     assert facts["token_read_bytes"] == 4 * 49152 and facts["holds_two_tokens"]
+    assert memory.plan.drafts is not None
+    for name, cost in (("drafts", memory.plan.drafts), ("read_drafts", memory.plan.drafts.read)):
+        needed = cost.needed_acceptance(1)
+        told = {"k": 1, "bytes_ratio": cost.step(1), "needed_acceptance": needed}
+        assert facts[name] == [told]
     assert not json.loads(run_program(*words, "2.8MB").out)["holds_two_tokens"]
     assert "experts" not in json.loads(run_program(*words, "1GB").out)
 

@@ -18,6 +18,7 @@ from mtp_export.verify.report.charts import charts
 from mtp_export.verify.report.report import Report
 from mtp_runtime.config import NO_DRAFTS
 from mtp_runtime.engine import Engine
+from mtp_runtime.models.draft_cost import DraftCost, Routed, Touched
 from mtp_runtime.models.load import LoadOptions, load_model
 from runtime.checkpoints import SMALL, write_checkpoint
 
@@ -40,6 +41,20 @@ def test_the_figures_of_a_pace() -> None:
     told = {"batch": 1, "k": 2, "measured": 1.6, "v": 1.2, "c": 0.15, "predicted": 2.6 / 1.5}
     told |= {"expected_length": 2.6, "low": 2.4 / 1.55, "high": 2.4 / 1.45}
     assert item.data == {name: pytest.approx(value) for name, value in told.items()}
+
+
+def test_bytes_predict_a_speedup_beside_the_measured_one() -> None:
+    """A step with two drafts touches 1.375 times the bytes, and each of them a fifth."""
+    cost = DraftCost(Touched(50, (Routed(100, 0.5),)), Touched(20))
+    item = speed.speedup("batch 1, k=2", 2.6, STEADY, batch=1)
+    told = speed.with_bytes(item, cost)
+    assert told.figure.endswith("E[L] 2.60), 1.46x by bytes touched (v 1.38, c 0.200)")
+    assert cost.v(2) == pytest.approx(1.375) and told.data["v_by_bytes"] == cost.v(2)
+    found = {"v_by_bytes": 1.375, "c_by_bytes": 0.2, "predicted_by_bytes": 2.6 / 1.775}
+    assert told.data == item.data | {name: pytest.approx(value) for name, value in found.items()}
+    assert speed.with_bytes(item, None) == item
+    untimed = speed.speedup("batch 1, k=2", 1.0, Pace(2), batch=1)
+    assert speed.with_bytes(untimed, cost) == untimed
 
 
 def test_a_burst_of_other_load_is_left_out() -> None:

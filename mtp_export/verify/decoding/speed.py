@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median, quantiles
 
 from mtp_export.busy_machine import LEAST_COST, TOO_BUSY, is_beyond
@@ -30,6 +30,8 @@ from mtp_export.verify.evidence.statistics import Estimate
 from mtp_runtime.acceptance.base import Draft
 from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import Drafter, DrafterParts, Pass
+from mtp_runtime.models.draft_cost import DraftCost
+from mtp_runtime.models.load import LoadOptions, open_model
 from mtp_runtime.models.model import Model
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import SamplingParams
@@ -166,12 +168,14 @@ class _TimedRun:
 def run(context: Context) -> Iterator[Item]:
     """One item per batch and k, then the recommended k."""
     corpus, ks = context.corpus, context.options.ks
+    cost = _draft_cost(context)
     gains: dict[int, list[Gain]] = {}
     losses, unknown = list[str](), list[str]()
     for batch in _batches(corpus):
         for pace in paces(corpus, batch, [Way.of(corpus, None, k) for k in ks]):
             k = pace.k
-            yield speedup(f"batch {batch}, k={k}", expected_length(corpus, k), pace, batch=batch)
+            expected = expected_length(corpus, k)
+            yield with_bytes(speedup(f"batch {batch}, k={k}", expected, pace, batch=batch), cost)
             if not pace.ratios or pace.contradicts:
                 unknown.append(f"batch {batch} with k={k}")
                 continue
@@ -322,6 +326,25 @@ def speedup(name: str, length: float, pace: Pace, **labels: object) -> Item:
     if pace.contradicts:
         return not_tested(name, _CONTRADICTED, figure=figure, data=data)
     return measured(name, figure, data)
+
+
+def _draft_cost(context: Context) -> DraftCost | None:
+    """Return the cost of drafts of the model that is verified, by bytes."""
+    options = LoadOptions(context.options.device, mtp_folder=context.mtp_folder)
+    opened = open_model(context.folder, options, packs=options.compiled)
+    return opened.memory_plan(options).drafts
+
+
+def with_bytes(item: Item, cost: DraftCost | None) -> Item:
+    """Return a measured speedup beside the one that bytes of weights predict, E[L] over those of a
+    step; another item, and one of drafts without MTP modules, as it is."""
+    if cost is None or not item.data:
+        return item
+    k, batch, length = (item.data[name] for name in ("k", "batch", "expected_length"))
+    v, c = cost.v(k, batch), cost.c(batch)
+    found = {"predicted_by_bytes": length / cost.step(k, batch), "v_by_bytes": v, "c_by_bytes": c}
+    words = f", {found['predicted_by_bytes']:.2f}x by bytes touched (v {v:.2f}, c {c:.3f})"
+    return replace(item, figure=item.figure + words, data={**item.data, **found})
 
 
 def expected_length(corpus: Corpus, k: int) -> float:

@@ -18,6 +18,7 @@ from mtp_checkpoints.families.spec import LayerSpec, ModelSpec
 from mtp_checkpoints.free_memory import free_memory
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_runtime.loading.weight_source import WeightSource
+from mtp_runtime.models.draft_cost import DraftCost
 from mtp_runtime.models.expert_memory import ExpertMemory, MatrixMemory
 from mtp_runtime.models.layer_types import layer_type
 
@@ -54,6 +55,7 @@ class MemoryPlan:
     dtype is that of dense matrices, dense_bytes those of the weights that have it; others are kept
     as they are stored. experts: routed ones of the main layers, which a cache may hold; None where
     none can. slots: experts that it holds, whose bytes are weight_bytes'; None: all are loaded.
+    drafts: cost of those of MTP layers; None without these.
     """
 
     weight_bytes: int
@@ -62,6 +64,7 @@ class MemoryPlan:
     dtype: torch.dtype
     experts: ExpertMemory | None = None
     slots: int | None = None
+    drafts: DraftCost | None = None
 
     @property
     def dtype_name(self) -> str:
@@ -233,6 +236,7 @@ def planned(
         token_bytes=elements * source.dtype.itemsize,
         dtype=dense or source.dtype,
         experts=ExpertMemory.of(spec, matrices) if reads_experts else None,
+        drafts=DraftCost.of(spec, matrices),
     )
 
 
