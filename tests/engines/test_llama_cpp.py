@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import gguf
 import pytest
 from engine_runs import DELTA_FIXTURE, FIXTURE, GROUPED_FIXTURE, Prompts
 from llama_server import Text, first_file, server, texts_of
@@ -35,7 +36,6 @@ CASES = [
     ("qwen35", "q8_0", (2,)),
 ]
 
-gguf = pytest.importorskip("gguf")
 pytestmark = pytest.mark.skipif(not server().exists(), reason="llama.cpp was not built")
 
 
