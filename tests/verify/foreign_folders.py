@@ -593,6 +593,13 @@ DAMAGED = (
         (r"post_attention_layernorm\.weight holds the same as model\.layers\.3\.input_layernorm",),
     ),
     Folder(
+        "a norm of another layer",
+        glm(),
+        damages.norm_of_another("input_layernorm.weight", "model.layers.0.input_layernorm.weight"),
+        "weights",
+        (r"3\.input_layernorm\.weight holds the same as model\.layers\.0\.input_layernorm",),
+    ),
+    Folder(
         "a norm of the wrong sign",
         glm(),
         each(r"3\.input_layernorm", scaled(-1)),

@@ -1,4 +1,5 @@
-"""A main layer in the MTP module's place in another format: no bytes of its linears are equal."""
+"""A main layer in the MTP module's place in another format, of whose linears no bytes are equal,
+and single norms of a main layer in a module."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
+from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.formats.base import BLOCK
 from mtp_export.progress import counted
 from mtp_export.verify.check import Item, Problem, verdict
@@ -21,6 +23,9 @@ _LAYER = re.compile(r"(.*?\blayers\.\d+)\.(.+)", re.ASCII)
 _SAMPLES = 8  # linears whose first rows are compared
 # What rounding a norm or a bias to the coarsest dtype of one, bf16, changes at most.
 _ROUNDING, _SMALLEST = 2.0**-8, 1e-7
+# The signal-to-noise ratio of linears that have nothing in common is -3 dB; one that training began
+# with, and whose norms it may not have moved, is far above.
+_UNLIKE_DB = 1.0
 
 Layer = Mapping[str, WeightFacts]
 Pair = tuple[WeightFacts, WeightFacts]  # the module's weight, and the main layer's of its name
@@ -47,6 +52,23 @@ def in_other_formats(main: Sequence[WeightFacts], mtp: Sequence[WeightFacts]) ->
         yield verdict("mtp: no main layer in its place", problems, figure)
 
 
+def norms_taken(main: Sequence[WeightFacts], mtp: Sequence[WeightFacts]) -> Item:
+    """No single norm of an MTP layer is a main layer's whose linears are unlike its own."""
+    layers, problems = _by_layer(main), list[Problem]()
+    for own in _by_layer(mtp).values():
+        for theirs in layers.values():
+            pairs = _pairs(own, theirs)
+            both = [pair for pair in pairs if _is_norm(pair)]
+            norms = [pair for pair in both if _are_equal(pair)]
+            linears = [pair for pair in pairs if _is_linear(pair)][:_SAMPLES]
+            if not 0 < len(norms) < len(both) or not linears:
+                continue
+            if all(_sqnr_db(pair) < _UNLIKE_DB for pair in linears):
+                names = [[fact.weight.name for fact in pair] for pair in norms]
+                problems += [Problem(one, causes.taken_for_another(one, two)) for one, two in names]
+    return verdict("mtp: no norm is a main layer's", problems, counted(len(layers), "main layer"))
+
+
 def _by_layer(facts: Sequence[WeightFacts]) -> Mapping[str, Layer]:
     """Sound weights of decoder layers that are not all one value, by their names in the layer."""
     found: dict[str, dict[str, WeightFacts]] = defaultdict(dict)
@@ -68,6 +90,10 @@ def _pairs(own: Layer, theirs: Layer) -> list[Pair]:
 
 def _is_linear(pair: Pair) -> bool:
     return pair[0].weight.stored.weight.is_linear_weight
+
+
+def _is_norm(pair: Pair) -> bool:
+    return pair[0].weight.stored.weight.role is Role.NORM
 
 
 def _differ_in_form(pair: Pair) -> bool:
@@ -96,16 +122,19 @@ def _are_equal(pair: Pair) -> bool:
 
 def _room_db(pair: Pair) -> float:
     """Distance in dB of the signal-to-noise ratio of the first rows from the bound of the coarser
-    format; below any where they cannot be decoded."""
+    format."""
+    return _sqnr_db(pair) - min(fact.weight.stored.format.gate.sqnr_db for fact in pair)
+
+
+def _sqnr_db(pair: Pair) -> float:
+    """Signal-to-noise ratio of the first rows; below any where they cannot be decoded."""
     from mtp_kernels import weight_statistics
 
-    own, theirs = (fact.weight for fact in pair)
     try:
         values, wanted = _first_rows(pair)
     except ValueError:  # value_checks says why
         return float("-inf")
-    bound = min(weight.stored.format.gate.sqnr_db for weight in (own, theirs))
-    return weight_statistics.difference(wanted, values).sqnr_db - bound
+    return weight_statistics.difference(wanted, values).sqnr_db
 
 
 def _first_rows(pair: Pair) -> list[torch.Tensor]:
