@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 
 from mtp_checkpoints.families.base import Role
-from mtp_checkpoints.formats import mixes_groups_with_fp8
+from mtp_checkpoints.formats import GGUF, WeightFormat, mixes_groups_with_fp8
 from mtp_checkpoints.layouts import target_of
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_export.bundle.build import BundleResult
@@ -41,7 +41,10 @@ from mtp_export.options import (
     source_option,
 )
 from mtp_export.paths import refuse_overlaps
+from mtp_export.plan import Step
+from mtp_export.progress import counted
 from mtp_export.schemes import SCHEMES
+from mtp_export.schemes.gguf_forms import Reform
 from mtp_export.schemes.gguf_transforms import SplitLatentUp
 from mtp_export.schemes.transforms import Convert
 
@@ -150,7 +153,7 @@ def result_table(result: BundleResult) -> RenderableType:
 def remarks(plan: BundlePlan) -> list[str]:
     """Return remarks on the bundle that its figures do not show."""
     recorded = plan.recorded
-    lines = _dialect_remarks(plan)
+    lines = [*_dialect_remarks(plan), *_fallback_remarks(plan)]
     if not recorded["pair_in_table"]:
         lines.append(
             f"The pair {recorded['base_quant']} + {recorded['mtp_quant']} is outside the precision"
@@ -179,6 +182,33 @@ def _dialect_remarks(plan: BundlePlan) -> list[str]:
         f" {other.title} needs --target {other.name}{format}."
         for other in others
     ]
+
+
+def _fallback_remarks(plan: BundlePlan) -> list[str]:
+    """Return a remark per format that stands in another's place, for rows that the blocks of that
+    one do not divide."""
+    replaced: dict[tuple[str, str], list[str]] = {}
+    for step in plan.written_steps:
+        if step.scheme is None:
+            continue
+        role = plan.family.tensors[step.inputs[0]].role
+        wanted = SCHEMES[step.scheme].with_tables.get(role)
+        for name, found in _formats_of(step).items():
+            if SCHEMES[step.scheme].container == GGUF and found.storage != wanted:
+                replaced.setdefault((str(wanted), found.storage), []).append(name)
+    return [
+        f"{counted(len(names), 'tensor')} in {found} in place of {wanted}, whose blocks do not"
+        f" divide the rows: {names[0]}{', and others' if names[1:] else ''}."
+        for (wanted, found), names in replaced.items()
+    ]
+
+
+def _formats_of(step: Step) -> dict[str, WeightFormat]:
+    """Return the formats of what a step converts, by the names of the tensors with the codes."""
+    operation, names = step.operation, [output.name for output in step.outputs]
+    if isinstance(operation, SplitLatentUp):
+        return dict(zip(names, operation.formats, strict=True))
+    return {names[0]: operation.format} if isinstance(operation, Convert | Reform) else {}
 
 
 def _decibels(value: float | None) -> str:
@@ -220,9 +250,10 @@ def _worst(result: BundleResult) -> list[dict[str, Any]]:
     worst = sorted(known)[:_WORST_TENSORS]
     names = {name for _, name in worst}
     formats = {
-        step.outputs[0].name: step.operation.format
+        name: own
         for step in result.plan.written_steps
-        if isinstance(step.operation, Convert | SplitLatentUp) and step.outputs[0].name in names
+        if step.outputs[0].name in names
+        for name, own in _formats_of(step).items()
     }
     return [
         {

@@ -218,7 +218,7 @@ def test_shares_make_the_same_bytes(bundle: Path, pristine: Path, tmp_path: Path
     assert tree(output) == tree(bundle)
 
 
-@pytest.mark.parametrize("call", [40, 90])
+@pytest.mark.parametrize("call", nightly_but([40, 90], range(5, 105, 5)))
 def test_a_run_that_dies_is_finished_with_the_same_bytes(
     call: int, bundle: Path, pristine: Path, tmp_path: Path
 ) -> None:
@@ -228,6 +228,25 @@ def test_a_run_that_dies_is_finished_with_the_same_bytes(
     outcome = export(pristine, output, *TARGET)
     assert outcome.code == 0, outcome.err
     assert tree(output) == tree(bundle)
+
+
+@pytest.mark.nightly
+def test_a_split_run_of_blocks_that_dies_again_and_again_is_finished(
+    pristine: Path, tmp_path: Path
+) -> None:
+    """No file has its name before it is whole."""
+    options = (*TARGET, "--base-quant", "q4_0", "--max-shard-size", "300kB")
+    whole, output = tmp_path / "whole", tmp_path / "out"
+    assert quantize(pristine, whole, *options).code == 0
+    sizes = {path.name: path.stat().st_size for path in whole.rglob("*.gguf")}
+    codes = []
+    while codes[-1:] != [0]:
+        run = len(codes)
+        codes.append(run_in_a_fork(lambda: quantize(pristine, output, *options), 50 + 10 * run))
+        for path in output.rglob("*.gguf"):
+            assert path.stat().st_size == sizes[path.name], (codes, path.name)
+    assert len(codes) > 2 and {*codes[:-1]} == {9}
+    assert tree(output) == tree(whole)
 
 
 def test_a_pair_of_bf16_makes_the_same_tensors(
@@ -331,6 +350,10 @@ def test_every_linear_is_in_blocks(base: str, pristine: Path, tmp_path: Path) ->
             assert torch.equal(values.float(), again.reshape(values.shape)), name
     (reader,) = readers(output / "main")
     assert keys_of(reader)["general.file_type"] == FILE_TYPES[FALLBACK.get(kind, kind)]
+    replaced = FALLBACK.get(kind)
+    assert (f"in {replaced} in place of {base}".lower() in outcome.err.lower()) is (
+        replaced is not None
+    ), outcome.err
     options = read_json(output / "mtp_export.json")["options"]
     assert (options["base_quant"], options["mtp_quant"]) == (base, "q8_0")
 
