@@ -169,7 +169,15 @@ def _reformed(step: Step, form: Form, *, is_wide: bool) -> Step:
         operation = Reform(form, own.format, own.source, own.scale_rule)
     dtype = DType.F32 if is_wide else output.dtype
     formed = output._replace(dtype=dtype, shape=form.shape(output.shape))
-    return step._replace(operation=operation, outputs=(formed,))
+    prefix = output.name.partition("linear_attn.")[0]
+    parts = tuple(
+        formed._replace(
+            name=f"{prefix}{part}.weight",
+            shape=(rows, *formed.shape[1:]),
+        )
+        for part, rows in form.parts
+    )
+    return step._replace(operation=operation, outputs=parts or (formed,))
 
 
 def _split(step: Step, names: tuple[str, ...], sizes: LatentSizes) -> Step:

@@ -208,7 +208,9 @@ def _formats_of(step: Step) -> dict[str, WeightFormat]:
     operation, names = step.operation, [output.name for output in step.outputs]
     if isinstance(operation, SplitLatentUp):
         return dict(zip(names, operation.formats, strict=True))
-    return {names[0]: operation.format} if isinstance(operation, Convert | Reform) else {}
+    if isinstance(operation, Reform):
+        return dict.fromkeys(names, operation.format)
+    return {names[0]: operation.format} if isinstance(operation, Convert) else {}
 
 
 def _decibels(value: float | None) -> str:

@@ -38,6 +38,8 @@ class Reform:
         resources: Resources,
     ) -> Facts:
         """Pass on the tensor of a file (InvalidInputError for damaged values)."""
+        import torch
+
         from mtp_kernels import quantize
 
         weight = inputs[0].info
@@ -50,12 +52,13 @@ class Reform:
             if outputs[0].dtype == DType.F32:
                 values = values.float()
             values = _formed(values, self.form).contiguous()
-            if not converts:
-                sink(0, bytes_of(array_of(values)))
-                return {}
-            tensors, error = self.format.quantize(values, self.scale_rule)
-        sink(0, bytes_of(array_of(tensors[0])))
-        return quality([error])
+            errors, rows = [], [output.shape[0] for output in outputs]
+            for number, own in enumerate(torch.split(values, rows)):
+                if converts:
+                    (own, *_), error = self.format.quantize(own.contiguous(), self.scale_rule)
+                    errors.append(error)
+                sink(number, bytes_of(array_of(own)))
+        return quality(errors) if converts else {}
 
 
 def _formed(values: torch.Tensor, form: Form) -> torch.Tensor:

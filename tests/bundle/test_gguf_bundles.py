@@ -390,8 +390,8 @@ def test_what_is_refused(
 
 
 def test_other_families_and_several_modules_are_refused(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "qwen", SMALL_CONFIGS["qwen3_next"])
-    outcome = export(tmp_path / "qwen", tmp_path / "out", *TARGET)
+    write_checkpoint(tmp_path / "other", SMALL_CONFIGS["mimo"])
+    outcome = export(tmp_path / "other", tmp_path / "out", *TARGET)
     assert outcome.code == 4 and "has no layout for this model" in outcome.err
     make_checkpoint(tmp_path / "two", TINY_CONFIG | {"num_nextn_predict_layers": 2})
     outcome = export(tmp_path / "two", tmp_path / "out", *TARGET)

@@ -1,5 +1,5 @@
-"""GGUF files of Qwen3.5: heads in the order of llama.cpp's graph, norms around one, decay rates,
-and back again."""
+"""GGUF files of Qwen3.5 and Qwen3-Next: heads in the order of llama.cpp's graph, norms around one,
+decay rates, and back again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKENIZER = Path("fixtures/qwen3-5-tiny/tokenizer.json").resolve()
 # llama.cpp has one size for keys and values.
 SIZES = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "vocab_size": 2048}
 KEY_HEADS, VALUE_HEADS, HEAD = 2, 4, 32
-TYPES = ("qwen3_5_text", "qwen3_5_moe")  # the second beside a vision tower, with fused experts
+TYPES = ("qwen3_5_text", "qwen3_5_moe", "qwen3_next")  # the second beside a vision tower
 LAYERS = 4
 
 
@@ -42,6 +42,8 @@ def expected(tensors: dict[str, torch.Tensor], own: str, block: str) -> dict[str
     """Tensors of a layer with a gated delta net, by llama.cpp's names."""
     delta, before = f"{own}linear_attn.", 2 * KEY_HEADS * HEAD
     of = {name.removeprefix(delta): one for name, one in tensors.items() if name.startswith(delta)}
+    if "in_proj_qkvz.weight" in of:
+        return expected_of_next(of, block)
     columns = in_turns(of["out_proj.weight"].T, HEAD).T
     return {
         f"{block}attn_qkv.weight": in_turns(of["in_proj_qkv.weight"], HEAD, before),
@@ -54,6 +56,22 @@ def expected(tensors: dict[str, torch.Tensor], own: str, block: str) -> dict[str
         f"{block}ssm_norm.weight": of["norm.weight"],
         f"{block}ssm_out.weight": columns,
         f"{block}attn_norm.weight": tensors[f"{own}input_layernorm.weight"].float() + 1,
+    }
+
+
+def expected_of_next(of: dict[str, torch.Tensor], block: str) -> dict[str, torch.Tensor]:
+    """The same for Qwen3-Next, whose heads stay in their order."""
+    values = VALUE_HEADS // KEY_HEADS * HEAD
+    by_head = of["in_proj_qkvz.weight"].view(KEY_HEADS, 2 * HEAD + 2 * values, -1)
+    kinds = [kind.flatten(0, 1) for kind in by_head.split([HEAD, HEAD, values, values], dim=1)]
+    return {
+        f"{block}attn_qkv.weight": torch.cat(kinds[:3]),
+        f"{block}attn_gate.weight": kinds[3],
+        f"{block}ssm_ba.weight": of["in_proj_ba.weight"],
+        f"{block}ssm_a": -torch.exp(of["A_log"].float()),
+        f"{block}ssm_dt.bias": of["dt_bias"],
+        f"{block}ssm_conv1d.weight": of["conv1d.weight"].squeeze(1),
+        f"{block}ssm_out.weight": of["out_proj.weight"],
     }
 
 
@@ -107,7 +125,7 @@ def test_blocks_are_read_as_they_were_released(source: Path, tmp_path: Path) -> 
     assert found.code == 0, found.out + found.err
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_5_moe_text"])
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"])
 def test_keys_lead_back_to_the_model(model_type: str) -> None:
     config = config_of(model_type)
     spec, one = family_of(config), ARCHITECTURE_OF[model_type]

@@ -35,6 +35,7 @@ from mtp_checkpoints.containers.gguf_architectures.base import (
     Architecture,
     Change,
     Released,
+    Whole,
 )
 from mtp_checkpoints.containers.gguf_architectures.keys_read import TOKENS, KeyReader
 from mtp_checkpoints.containers.gguf_file import NAME, SUFFIX, GgufHeader, read_header, split_name
@@ -191,6 +192,10 @@ class _Model:
     def _form_of(self) -> Callable[[str], Form | None]:
         return self.architecture.form_in(self.keys, self.mtp_layer)
 
+    @cached_property
+    def _whole_of(self) -> Callable[[str], Whole | None]:
+        return self.architecture.whole_in(self.keys)
+
     def count(self, key: str, default: int | None = None) -> int:
         """Return a whole number of a key behind the architecture (InvalidInputError)."""
         return KeyReader(self.keys, self.architecture.name).whole(key, default)
@@ -265,8 +270,31 @@ class _Model:
                 yield joined(released.names[0], tensor, own[Change.VALUES])
         else:
             for one in _experts(tensor, released.names):
-                form = self._form_of(one.name)
-                yield one if form is None else restored(one.name, one, form)
+                yield from self._restored(one)
+
+    def _restored(self, own: TensorInfo) -> Iterator[TensorInfo]:
+        """Yield a tensor in its released form: the whole of parts in place of the first one."""
+        form, whole = self._form_of(own.name), self._whole_of(own.name)
+        if form is not None:
+            yield restored(own.name, [own], form)
+        elif whole is None:
+            yield own
+        else:
+            name, form, parts = whole
+            found = [self._in_parts[part] for part in parts if part in self._in_parts]
+            if len(found) < len(parts):
+                yield own
+            elif own.name == parts[0]:
+                yield restored(name, found, form)
+
+    @cached_property
+    def _in_parts(self) -> dict[str, TensorInfo]:
+        """Tensors that are parts of released ones, by their names."""
+        if self.architecture.forms is None:
+            return {}
+        tensors = (tensor for header in self.headers for tensor in header.shard.tensors)
+        named = (one for tensor in tensors for one in self._apart(tensor))
+        return {one.name: one for one in named if self._whole_of(one.name) is not None}
 
 
 def _once(header: GgufHeader, tensors: tuple[TensorInfo, ...]) -> tuple[TensorInfo, ...]:

@@ -59,13 +59,43 @@ class InTurns:
 
 
 @dataclass(frozen=True)
-class Form:
-    """Form of a tensor in files; squeezed: sizes of 1 between others are left out."""
+class ByKind:
+    """Rows of several kinds, sizes of which each head has side by side: in files all heads' of one
+    kind are, then those of the next."""
 
-    rows: InTurns | None = None
+    heads: int
+    sizes: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """Number of rows."""
+        return self.heads * sum(self.sizes)
+
+    def released(self) -> Indices:
+        """Return the released row of every row of a file."""
+        import numpy as np
+
+        by_head = np.arange(self.count, dtype=np.intp).reshape(self.heads, -1)
+        kinds = np.split(by_head, np.cumsum(self.sizes)[:-1], axis=1)
+        return np.concatenate([kind.reshape(-1) for kind in kinds])
+
+    def of_file(self) -> Indices:
+        """Return the row of a file of every released row."""
+        import numpy as np
+
+        return np.argsort(self.released())
+
+
+@dataclass(frozen=True)
+class Form:
+    """Form of a tensor in files; squeezed: sizes of 1 between others are left out. parts: modules
+    of which files have its rows one after the other, with how many each has."""
+
+    rows: InTurns | ByKind | None = None
     columns: InTurns | None = None
     elements: Elements = Elements.SAME
     squeezed: bool = False
+    parts: tuple[tuple[str, int], ...] = ()
 
     @property
     def is_wide(self) -> bool:
@@ -96,4 +126,22 @@ def forms_in_turns(sizes: DeltaSizes) -> dict[str, Form]:
         f"{delta}.in_proj_qkv": Form(rows=behind),
         f"{delta}.conv1d": Form(rows=behind, squeezed=True),
         f"{delta}.out_proj": Form(columns=values),
+    }
+
+
+def forms_by_kind(sizes: DeltaSizes) -> dict[str, Form]:
+    """Return the forms of a gated delta net whose projection has the rows of each key head side by
+    side; the graph has its gates in another tensor."""
+    keys, values = sizes.key, sizes.value_heads // sizes.key_heads * sizes.value
+    delta = "linear_attn"
+    return {
+        f"{delta}.A_log": Form(elements=Elements.RATE),
+        f"{delta}.conv1d": Form(squeezed=True),
+        f"{delta}.in_proj_qkvz": Form(
+            rows=ByKind(sizes.key_heads, (keys, keys, values, values)),
+            parts=(
+                (f"{delta}.in_proj_qkv", sizes.channels),
+                (f"{delta}.in_proj_z", sizes.output),
+            ),
+        ),
     }

@@ -3,6 +3,7 @@ they are read."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,13 +20,14 @@ from mtp_checkpoints.sources.byte_source import Place
 _ROUNDING = 1e-6  # some units in the last place of numbers around 1
 
 
-def restored(name: str, tensor: TensorInfo, form: Form) -> TensorInfo:
-    """Return a tensor of a file under its released name, in the released form: in its element type,
-    or in float32 where elements change or columns of blocks do.
+def restored(name: str, tensors: Sequence[TensorInfo], form: Form) -> TensorInfo:
+    """Return a tensor of a file, or of its parts, under its released name, in the released form: in
+    its element type, or in float32 where elements change, columns of blocks do, or parts differ.
 
     Raises InvalidInputError for a shape that the heads of the keys do not give.
     """
-    shape = tensor.shape
+    tensor = tensors[0]
+    shape = (sum(one.shape[0] for one in tensors), *tensor.shape[1:])
     for axis, order in ((0, form.rows), (1, form.columns)):
         if order is not None and (len(shape) <= axis or shape[axis] != order.count):
             raise InvalidInputError(
@@ -35,30 +37,36 @@ def restored(name: str, tensor: TensorInfo, form: Form) -> TensorInfo:
                 found=list(shape),
                 todo="Get the file again, or another one of the same model",
             )
-    is_decoded = _is_decoded(tensor, form)
-    dtype = DType.F32 if is_decoded else tensor.dtype
+    file = Restored(tuple(tensors), form)
+    dtype = DType.F32 if file.is_computed else tensor.dtype
     shape = (shape[0], 1, *shape[1:]) if form.squeezed else shape
-    file = Restored(tensor, form)
     return TensorInfo(name, dtype, shape, file, 0, tensor_bytes(dtype, shape))
-
-
-def _is_decoded(tensor: TensorInfo, form: Form) -> bool:
-    changed = form.elements is not Elements.SAME
-    return changed or (form.columns is not None and tensor.dtype.is_packed)
 
 
 @dataclass(frozen=True)
 class Restored:
-    """A file that holds one tensor alone, computed from one in another form."""
+    """A file that holds one tensor alone, computed from one in another form, or from its parts."""
 
-    tensor: TensorInfo
+    tensors: tuple[TensorInfo, ...]
     form: Form
     sha256: None = None
 
     @property
+    def tensor(self) -> TensorInfo:
+        """The first one."""
+        return self.tensors[0]
+
+    @property
+    def is_computed(self) -> bool:
+        """True where the elements are computed in float32."""
+        dtypes = {tensor.dtype for tensor in self.tensors}
+        by_element = self.form.columns is not None and self.tensor.dtype.is_packed
+        return self.form.elements is not Elements.SAME or by_element or len(dtypes) > 1
+
+    @property
     def is_decoded(self) -> bool:
-        """True where the tensor is of blocks, and this one of what they encode."""
-        return self.tensor.dtype.is_packed and _is_decoded(self.tensor, self.form)
+        """True where a tensor is of blocks, and this one of what they encode."""
+        return self.is_computed and any(tensor.dtype.is_packed for tensor in self.tensors)
 
     @property
     def rounding(self) -> float:
@@ -77,7 +85,8 @@ class Restored:
         """Read the tensor and put it into its form (IoError, InvalidInputError for damage)."""
         import numpy as np
 
-        rows = self._rows()
+        read = decoded_values if self.is_computed else raw_rows
+        rows: Any = np.concatenate([read(tensor) for tensor in self.tensors])
         if self.form.rows is not None:
             rows = rows[self.form.rows.of_file()]
         if self.form.columns is not None:
@@ -90,8 +99,3 @@ class Restored:
         with closing(self.tensor.file.open()) as file:
             version = file.version
         return Computed(np.ascontiguousarray(rows).reshape(-1).view("uint8").data, version)
-
-    def _rows(self) -> Any:
-        if _is_decoded(self.tensor, self.form):
-            return decoded_values(self.tensor)
-        return raw_rows(self.tensor)

@@ -8,6 +8,7 @@ from mtp_checkpoints.containers.gguf_architectures.deepseek2 import DEEPSEEK2
 from mtp_checkpoints.containers.gguf_architectures.deepseek32 import DEEPSEEK32
 from mtp_checkpoints.containers.gguf_architectures.glm4moe import GLM4MOE
 from mtp_checkpoints.containers.gguf_architectures.glm_dsa import GLM_DSA
+from mtp_checkpoints.containers.gguf_architectures.qwen3next import QWEN3NEXT
 from mtp_checkpoints.containers.gguf_architectures.qwen35 import QWEN35
 from mtp_checkpoints.containers.gguf_architectures.qwen35moe import QWEN35MOE
 
@@ -18,6 +19,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "glm-dsa": GLM_DSA,
     "qwen35": QWEN35,
     "qwen35moe": QWEN35MOE,
+    "qwen3next": QWEN3NEXT,
 }
 # By model_type of config.json.
 ARCHITECTURE_OF = {

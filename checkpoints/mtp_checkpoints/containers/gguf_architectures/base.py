@@ -92,6 +92,14 @@ class Place(NamedTuple):
     expert: int | None = None
 
 
+class Whole(NamedTuple):
+    """Released tensor of which files have parts: its name, its form, and the names of the parts."""
+
+    name: str
+    form: Form
+    parts: tuple[str, ...]
+
+
 class Released(NamedTuple):
     """Released names of what a tensor of a file holds: those of all experts, or of one tensor, of
     which it is a half where change says so; none where a module alone does not own it."""
@@ -144,6 +152,22 @@ class Architecture:
             return lambda released: None
         forms = self.forms(keys)
         return lambda released: form_of(forms, self._usual(released, mtp_layer))
+
+    def whole_in(self, keys: Keys) -> Callable[[str], Whole | None]:
+        """Return what gives the tensor that another, by its name, is a part of; None for one that
+        is no part."""
+        forms = {} if self.forms is None else self.forms(keys)
+        whole_of = {part: module for module, form in forms.items() for part, _ in form.parts}
+
+        def whole(name: str) -> Whole | None:
+            part = next((part for part in whole_of if f".{part}." in name), None)
+            if part is None:
+                return None
+            form = forms[whole_of[part]]
+            parts = tuple(name.replace(part, own) for own, _ in form.parts)
+            return Whole(name.replace(part, whole_of[part]), form, parts)
+
+        return whole
 
     def _usual(self, released: str, mtp_layer: int | None) -> str:
         """Return a released name as if the decoder were alone, and the module a layer after the

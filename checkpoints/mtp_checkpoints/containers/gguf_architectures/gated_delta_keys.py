@@ -14,7 +14,7 @@ from mtp_checkpoints.containers.gguf_architectures.keys_read import (
     special_tokens,
 )
 from mtp_checkpoints.containers.gguf_architectures.keys_written import grouped_keys
-from mtp_checkpoints.containers.gguf_forms import OFFSET_NORM, Form, forms_in_turns
+from mtp_checkpoints.containers.gguf_forms import OFFSET_NORM, Form, forms_by_kind, forms_in_turns
 from mtp_checkpoints.containers.gguf_values import Keys, Scalar, Value, f32, i32s, u32
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.families.parts.feed_forward import GatedMlp, Moe
@@ -55,6 +55,12 @@ FLAT: Mapping[str, str] = {
     "linear_attn.in_proj_b": "ssm_beta",
     "linear_attn.in_proj_a": "ssm_alpha",
 }
+INTERLEAVED: Mapping[str, str] = {
+    **GATED,
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_ba": "ssm_ba",
+}
 _OFFSET_NORMS = (
     "input_layernorm",
     "post_attention_layernorm",
@@ -71,6 +77,12 @@ def flat_forms(keys: Keys, name: str) -> dict[str, Form]:
     """Return the forms of a model whose projections are flat."""
     sizes = delta_sizes(KeyReader(keys, name))
     return {**dict.fromkeys(_OFFSET_NORMS, OFFSET_NORM), **forms_in_turns(sizes)}
+
+
+def interleaved_forms(keys: Keys, name: str) -> dict[str, Form]:
+    """Return the forms of a model whose projections have the rows of each key head together."""
+    sizes = delta_sizes(KeyReader(keys, name))
+    return {**dict.fromkeys(_OFFSET_NORMS, OFFSET_NORM), **forms_by_kind(sizes)}
 
 
 def is_recurrent(layer: LayerSpec) -> bool:
