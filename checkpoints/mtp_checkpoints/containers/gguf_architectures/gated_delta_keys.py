@@ -29,6 +29,7 @@ SECTIONS = "rope.dimension_sections"
 _SECTION_COUNT = 4  # of which text models use three
 _PERIOD = 4  # of layers with attention, usually
 _MOST_HEADS = 1 << 16
+_MOST_LAYERS = 1 << 16
 
 GATED: Mapping[str, str] = {
     **{name: own for name, own in COMMON.items() if "shared_experts" not in name},
@@ -186,7 +187,8 @@ def _layer_types(reader: KeyReader, layers: int) -> list[str]:
     recurrent: Iterable[Scalar] = reader.numbers(RECURRENT) or (
         (number + 1) % max(1, period) != 0 for number in range(layers)
     )
-    return [_LINEAR if one else _FULL for one in islice(recurrent, layers)]
+    counted = max(0, min(layers, _MOST_LAYERS))  # whoever reads the fields refuses other counts
+    return [_LINEAR if one else _FULL for one in islice(recurrent, counted)]
 
 
 def _rope(reader: KeyReader) -> dict[str, Any]:
