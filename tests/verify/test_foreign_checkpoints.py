@@ -399,7 +399,7 @@ def test_inspect_counts_what_it_does_not_know(tmp_path: Path) -> None:
     )
     counts = {one["part"]: (one["role"], one["tensors"]) for one in facts["amounts"]}
     assert counts == {"main": ("any", 2), "mtp": ("any", 5)}
-    assert "not supported" in facts["unknown"]
+    assert "are not described" in facts["unknown"]
     known = rewritten(
         GLM,
         tmp_path / "quark",

@@ -1,4 +1,5 @@
-"""Models that users take for ones with MTP modules, and whose releases have no tensor of any."""
+"""Models that are refused by name: without MTP tensors in their releases, drafts of their own, and
+those whose MTP layers no family describes."""
 
 from __future__ import annotations
 
@@ -21,11 +22,24 @@ SEPARATE_DRAFTS: dict[str, str] = {
     "gemma4_assistant": "Gemma-4's assistant",
     "gemma4_unified_assistant": "Gemma-4's assistant",
 }
+# Models whose MTP layers engines run, and that have no family.
+NOT_DESCRIBED: dict[str, str] = {
+    "deepseek_v4": "DeepSeek-V4",
+    "deepseek_v41": "DeepSeek-V4.1",
+    "hy_v4": "Hy4",
+    "inkling_model": "Inkling",
+    "inkling_mm_model": "Inkling",
+    "dots3_note": "dots3",
+    "pangu_ultra_moe": "openPangu-Ultra-MoE",
+    "nemotron_h_puzzle": "Nemotron-H Puzzle",
+    "intern_s2_preview": "Intern-S2-preview",
+    "interns2_mobius": "Intern-S2 Mobius",
+}
 
 
 def refuse_without_mtp(config: Mapping[str, Any]) -> None:
-    """Raise UnsupportedError for a model whose release has no MTP tensors, and for a draft that is
-    no MTP module."""
+    """Raise UnsupportedError for a model whose release has no MTP tensors, for a draft that is no
+    MTP module, and for a model whose MTP layers are not described."""
     model_type = str(config.get("model_type"))
     if model_type in SEPARATE_DRAFTS:
         raise UnsupportedError(
@@ -51,4 +65,11 @@ def refuse_without_mtp(config: Mapping[str, Any]) -> None:
             found=WITHOUT_MTP[model_type],
             todo="There is nothing to split: serve the release as it is, with a draft model of"
             " another kind",
+        )
+    if model_type in NOT_DESCRIBED:
+        raise UnsupportedError(
+            "The MTP layers of this model are not described",
+            expected="a model of docs/models.md",
+            found=f"{NOT_DESCRIBED[model_type]}, model_type {model_type}",
+            todo="Its names and shapes need a family; CONTRIBUTING.md says how to add one",
         )
