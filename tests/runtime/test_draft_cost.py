@@ -14,12 +14,12 @@ from mtp_runtime.models.load import LoadOptions, open_model
 from runtime.checkpoints import SMALL_CONFIGS, write_checkpoint
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+USUAL = LoadOptions()
 # A row picks an eighth of the experts, and those of a row are a quarter of what it touches.
 SPARSE = DraftCost(Touched(300, (Routed(800, 1 / 8),)), Touched(20))
 
 
-def cost_of(folder: Path, *, with_mtp: bool = True) -> DraftCost | None:
-    options = LoadOptions(with_mtp=with_mtp)
+def cost_of(folder: Path, options: LoadOptions = USUAL) -> DraftCost | None:
     return open_model(folder, options, packs=True).memory_plan(options).drafts
 
 
@@ -71,7 +71,11 @@ def test_a_head_that_is_the_embedding_is_read() -> None:
 
 
 def test_without_mtp_modules_nothing_is_known() -> None:
-    assert cost_of(FIXTURES / "glm4-moe-tiny", with_mtp=False) is None
+    assert cost_of(FIXTURES / "glm4-moe-tiny", LoadOptions(with_mtp=False)) is None
+
+
+def test_weights_that_are_read_on_demand_have_no_cost() -> None:
+    assert cost_of(FIXTURES / "glm4-moe-tiny", LoadOptions(on_demand=True)) is None
 
 
 def test_v_and_c_are_over_a_step_of_the_same_batch() -> None:

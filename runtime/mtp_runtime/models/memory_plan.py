@@ -55,7 +55,7 @@ class MemoryPlan:
     dtype is that of dense matrices, dense_bytes those of the weights that have it; others are kept
     as they are stored. experts: routed ones of the main layers, which a cache may hold; None where
     none can. slots: experts that it holds, whose bytes are weight_bytes'; None: all are loaded.
-    drafts: cost of those of MTP layers; None without these.
+    drafts: cost of those of MTP layers; None without these, and where weights are read on demand.
     """
 
     weight_bytes: int
@@ -236,7 +236,7 @@ def planned(
         token_bytes=elements * source.dtype.itemsize,
         dtype=dense or source.dtype,
         experts=ExpertMemory.of(spec, matrices) if reads_experts else None,
-        drafts=DraftCost.of(spec, matrices),
+        drafts=None if source.on_demand else DraftCost.of(spec, matrices),
     )
 
 
