@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,29 +26,33 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.drafts_on_texts import (
+    KS,
+    NEW_TOKENS,
+    ROOT,
+    SOURCE,
+    Counts,
+    Prompts,
+    difference,
+    fixture_prompts,
+    written,
+)
 from benchmarks.common.measure import machine
-from fixtures.tiny.prompts import prompt_ids
 from mtp_export.bundle.build import run_bundle
 from mtp_export.bundle.options import BundleOptions, RunOptions
 from mtp_export.bundle.precision import ScaleRule
 from mtp_export.bundle.quantize import QuantizeOptions, plan_quantize
 from mtp_export.plan import Link
 from mtp_export.progress import silent
-from mtp_export.verify.evidence.corpus import Corpus, texts_of
+from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.decode import decode
-from mtp_export.verify.evidence.statistics import CONFIDENCE, Estimate, ratio, student_quantile
+from mtp_export.verify.evidence.statistics import Estimate
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.models.model import Model
 from mtp_runtime.sampling import SamplingParams
 from mtp_runtime.teacher_forcing import Texts, best_tokens
-from mtp_runtime.tokenizer import Tokenizer
 
-ROOT = Path(__file__).resolve().parents[1]
-SOURCE = ROOT / "fixtures/deepseek-v3-tiny"
-NEW_TOKENS = 128
-KS = (1, 2, 3)
 SOURCE_ROW, FORCED = "source", "on the source's texts"
-Prompts = Sequence[tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -79,35 +82,12 @@ ROWS = {
 }
 
 
-@dataclass(frozen=True)
-class Counts:
-    """Accepted and proposed drafts of each prompt."""
-
-    accepted: tuple[float, ...]
-    proposed: tuple[float, ...]
-
-    @property
-    def estimate(self) -> Estimate | None:
-        return ratio(self.accepted, self.proposed)
-
-
 def quantized(row: Row, source: Path, output: Path) -> Path:
     """The source as a bundle of a row."""
     bundle = BundleOptions(source, output, target=row.target, run=RunOptions(link=Link.COPY))
     options = QuantizeOptions(bundle, row.base, row.mtp, group_size=row.group_size, scale=row.scale)
     run_bundle(plan_quantize(options), silent)
     return output
-
-
-def fixture_prompts(count: int) -> Prompts:
-    """The first prompts of each kind in turn, as the fixture's own measure gives them."""
-    tokenizer = Tokenizer.find(SOURCE)
-    tokenizer.require()
-    lines = (SOURCE.parent / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    items = [json.loads(line) for line in lines]
-    step = len(items) / count
-    chosen = [items[int(number * step)] for number in range(count)]
-    return [tuple(prompt_ids(tokenizer.backend, i["kind"], i["prompt"])) for i in chosen]
 
 
 def free_running(model: Model, prompts: Prompts, new_tokens: int, k: int) -> list[Counts]:
@@ -142,26 +122,6 @@ def on_texts(model: Model, texts: Texts, depths: int) -> list[Counts]:
             )
         )
     return result
-
-
-def difference(one: Counts, other: Counts) -> Estimate | None:
-    """One ratio minus another over the same prompts, with the interval of their linearised
-    difference; None where one has no draft."""
-    first, second = one.estimate, other.estimate
-    if first is None or second is None:
-        return None
-    totals = sum(one.proposed), sum(other.proposed)
-    residuals = [
-        (a - first.value * b) / totals[0] - (c - second.value * d) / totals[1]
-        for a, b, c, d in zip(
-            one.accepted, one.proposed, other.accepted, other.proposed, strict=True
-        )
-    ]
-    count = len(residuals)
-    error = math.sqrt(count / (count - 1) * sum(residual**2 for residual in residuals))
-    reach = student_quantile(0.5 + CONFIDENCE / 2, count - 1) * error
-    value = first.value - second.value
-    return Estimate(value, value - reach, value + reach, int(totals[0]))
 
 
 @dataclass(frozen=True)
@@ -200,12 +160,6 @@ def measured(
     """The drafts of a model."""
     forced = on_texts(model, texts, max(KS))
     return Measured({k: free_running(model, prompts, new_tokens, k) for k in ks}, forced)
-
-
-def written(model: Model, prompts: Prompts, new_tokens: int) -> Texts:
-    """Return the output of a model; greedy tokens do not depend on the drafts."""
-    params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
-    return texts_of(decode(model, prompts, params, method="mtp", k=max(KS)))
 
 
 def table(rows: Mapping[str, Any]) -> str:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -25,12 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
 
 from benchmarks.common.measure import machine
+from benchmarks.common.tiny_prompts import held_out_prompts, training_prompts
 from benchmarks.common.tiny_target import TinyWriter
-from fixtures.tiny.data import standard_library
-from fixtures.tiny.prompts import COUNTS, make_prompts, prompt_ids, read_prompts
 from mtp_export.bundle.build import run_bundle
 from mtp_export.bundle.options import BundleOptions
 from mtp_export.bundle.precision import Int4Scope
@@ -40,14 +37,11 @@ from mtp_export.progress import silent
 from mtp_export.tune import state_files
 from mtp_export.tune.drafts import DRAFTS
 from mtp_export.tune.options import DataOptions, TrainOptions, TuneOptions
-from mtp_export.tune.row_store import PART_LINES
 from mtp_export.tune.rows import Rows
 from mtp_export.tune.run import open_checked, row_stores, tune
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "fixtures/deepseek-v3-tiny"
-PROMPT_SEED = 19
-COMMON_TOKENS = 16  # of a training prompt that is too much like a held-out one
 
 
 # Options of the quantization that makes the bundle which is tuned.
@@ -66,43 +60,6 @@ def write_prompts(path: Path, prompts: Iterable[Sequence[int]]) -> None:
     """Write the token ids of prompts."""
     lines = (json.dumps({"prompt_token_ids": list(prompt)}) for prompt in prompts)
     path.write_text("\n".join(lines) + "\n")
-
-
-def encoded(items: Iterable[dict[str, str]]) -> list[list[int]]:
-    """Return the token ids of prompts, those of chat in the chat template."""
-    tokenizer = Tokenizer.from_file(str(SOURCE / "tokenizer.json"))
-    return [prompt_ids(tokenizer, item["kind"], item["prompt"]) for item in items]
-
-
-def held_out_prompts() -> list[list[int]]:
-    """Return the prompts that acceptance is measured on."""
-    return encoded(read_prompts(ROOT / "fixtures/prompts.jsonl"))
-
-
-def training_prompts(count: int) -> list[list[int]]:
-    """Make prompts of the training modules, in the proportions of the held-out ones, of which none
-    has much in common with those; as many as a part of rows takes are of similar length."""
-    tokenizer = Tokenizer.from_file(str(SOURCE / "tokenizer.json"))
-    counts = {kind: count * own // sum(COUNTS.values()) for kind, own in COUNTS.items()}
-    training, _ = standard_library()
-    made = encoded(make_prompts(training, tokenizer, PROMPT_SEED, counts))
-    ordered = sorted(without_common(made, held_out_prompts()), key=len)
-    parts = [ordered[at : at + PART_LINES] for at in range(0, len(ordered), PART_LINES)]
-    random.Random(PROMPT_SEED).shuffle(parts)
-    return [prompt for part in sorted(parts, key=len, reverse=True) for prompt in part]
-
-
-def without_common(
-    prompts: Iterable[Sequence[int]], others: Iterable[Sequence[int]]
-) -> list[list[int]]:
-    """Return the prompts that have no run of COMMON_TOKENS tokens in common with others."""
-    known = {run for other in others for run in _runs(other)}
-    return [list(prompt) for prompt in prompts if known.isdisjoint(_runs(prompt))]
-
-
-def _runs(tokens: Sequence[int]) -> set[tuple[int, ...]]:
-    last = len(tokens) - COMMON_TOKENS
-    return {tuple(tokens[at : at + COMMON_TOKENS]) for at in range(last + 1)}
 
 
 def make_bundle(base: str, folder: Path) -> Path:

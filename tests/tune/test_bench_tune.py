@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.bench_tune import (
+from benchmarks.common.tiny_prompts import (
     COMMON_TOKENS,
     held_out_prompts,
     training_prompts,

@@ -1,0 +1,328 @@
+"""Gain of an MTP layer in 4 bits by calibration on its true inputs: RTN, sweep, GPTQ and AWQ.
+
+    python -m benchmarks.bench_calibration [--prompts 64] [--texts 64] [--out FOLDER]
+
+The main model of the trained fixture is quantized as it will run, experts and MLPs in int4. It
+answers the fixture's prompts, on which drafts are judged at depths 1 to 3, and other prompts, cut
+from the modules that the fixture was trained on, to calibrate with: hidden states of that main
+model, embeddings of the next tokens, and what the module is fed again at depths 2 and 3. All rows
+go through all experts, which so share one Hessian. Linears that a 4-bit scheme packs are rounded,
+but for the projection of the inputs and what latent attention absorbs, which stay as they are.
+
+AWQ's scales are divided out again after rounding: that is what a model with folded scales computes,
+but for the rounding of the norms that they are folded into. The output projection of attention has
+nothing before it that takes them, and is rounded without. Intervals are 95 %, clustered by prompt
+and paired. Writes calibration.json and .md to FOLDER (benchmarks/results).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from benchmarks.common.calibrated import Grids, Inputs, awq, gptq, int4_grids, nvfp4_grids
+from benchmarks.common.drafts_on_texts import (
+    KS,
+    NEW_TOKENS,
+    ROOT,
+    SOURCE,
+    Counts,
+    difference,
+    fixture_prompts,
+    written,
+)
+from benchmarks.common.measure import machine
+from benchmarks.common.tiny_prompts import training_prompts
+from mtp_checkpoints.families.base import Role
+from mtp_export.bundle.build import run_bundle
+from mtp_export.bundle.options import BundleOptions
+from mtp_export.bundle.precision import Int4Scope
+from mtp_export.bundle.quantize import QuantizeOptions, plan_quantize
+from mtp_export.progress import silent
+from mtp_export.verify.evidence.corpus import Corpus
+from mtp_runtime.layers.linear import Linear
+from mtp_runtime.layers.moe import HeldExperts
+from mtp_runtime.models.execution import TorchExecution
+from mtp_runtime.models.load import LoadOptions, OpenedModel, load_model, open_model
+from mtp_runtime.models.model import MtpModule
+
+GROUP_SIZE = 64  # divides the widths of the fixture's experts
+PACKED = (Role.ATTENTION, Role.DENSE_MLP, Role.SHARED_EXPERT, Role.ROUTED_EXPERT)
+SPAN = ("value", "low", "high")
+UNSCALED = ("o_proj",)  # nothing before them takes AWQ's scales
+GRIDS: dict[str, dict[str, Grids]] = {
+    "int4": {
+        "amax": int4_grids(GROUP_SIZE, "minmax"),
+        "sweep": int4_grids(GROUP_SIZE, "mse"),
+    },
+    "nvfp4": {"amax": nvfp4_grids(sweep=False), "sweep": nvfp4_grids(sweep=True)},
+}
+
+
+class Recorder(TorchFunctionMode):
+    """Adds up what goes into linears, by the addresses of their matrices."""
+
+    def __init__(self, addresses: Set[int]) -> None:
+        super().__init__()
+        self._addresses = addresses
+        self.sums: dict[int, tuple[Tensor, Tensor, int]] = {}
+        self.is_paused = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.mm and not self.is_paused and args[1].data_ptr() in self._addresses:
+            self._add(args[0].float(), args[1].data_ptr())
+        return func(*args, **(kwargs or {}))
+
+    def _add(self, x: Tensor, key: int) -> None:
+        hessian, magnitude, rows = self.sums.get(key, (0, 0, 0))
+        self.sums[key] = (hessian + x.t() @ x, magnitude + x.abs().sum(dim=0), rows + len(x))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing meanwhile."""
+        self.is_paused = True
+        yield
+        self.is_paused = False
+
+
+@dataclass(frozen=True)
+class AllRows(HeldExperts):
+    """Experts of which each is shown all rows, whichever are routed to it."""
+
+    recorder: Recorder
+    count: int
+
+    def routed(self, x: Tensor, picked: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sums of the picked experts' outputs [T, d], float32."""
+        for expert in self.each(range(self.count)):
+            expert(x)
+        with self.recorder.paused():
+            return super().routed(x, picked, weights)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Weights that are multiplied as one matrix, by name, and what goes into them."""
+
+    names: tuple[str, ...]
+    inputs: Inputs
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The MTP layer of a bundle: weights in float32 by name, and the module with others."""
+
+    opened: OpenedModel
+    module: MtpModule
+    weights: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, bundle: Path) -> Layer:
+        """Open the MTP layer of a bundle."""
+        opened = open_model(bundle, LoadOptions(dequantize_at_load=False))
+        (module,) = opened.model(TorchExecution(), layers=0).mtp_modules
+        source = opened.source
+        specs = [source.stored(name).weight for name in sorted(source.loaded)]
+        names = [s.name for s in specs if s.mtp_layer is not None and s.role in PACKED]
+        names = [name for name in names if len(source.stored(name).weight.shape) == 2]
+        names = [name for name in names if ".kv_b_proj." not in name]
+        weights = {name: source.encoded(name).dequantize(torch.float32) for name in names}
+        return cls(opened, module, weights)
+
+    def with_values(self, values: Mapping[str, Tensor]) -> MtpModule:
+        """Return the module with other values of its weights."""
+        source = replace(self.opened.source, values=dict(values), keep_dense=True)
+        opened, own = replace(self.opened, source=source), self.module
+        (mtp,) = opened.spec.mtp
+        return opened.mtp_layer(mtp, own.embedding, head=own.head, contract=own.contract)
+
+    def inputs(self, corpus: Corpus) -> list[Joined]:
+        """Return what goes into the weights along texts, at all depths."""
+        module = self.with_values(self.weights)
+        recorder = Recorder({address(linear) for linear in linears(module.layer)})
+        moe: Any = module.layer.feed_forward
+        shown = AllRows(tuple(moe.experts.every()), recorder, moe.routed_experts)
+        layer = replace(module.layer, feed_forward=replace(moe, experts=shown))
+        with recorder:
+            corpus.draft_outputs(max(KS), replace(module, layer=layer), anchors=corpus.everywhere)
+        return [self._joined(linear, recorder) for linear in linears(layer)]
+
+    def _joined(self, linear: Linear, recorder: Recorder) -> Joined:
+        rows = set(map(_key, linear.matrix(torch.float32).t()))
+        names = tuple(name for name, weight in self.weights.items() if _key(weight[0]) in rows)
+        hessian, magnitude, count = recorder.sums[address(linear)]
+        return Joined(names, Inputs(hessian, magnitude / count))
+
+
+def _key(row: Tensor) -> bytes:
+    return row.contiguous().numpy().tobytes()
+
+
+def address(linear: Linear) -> int:
+    """Return where the matrix of a linear lies that is dense."""
+    assert linear.transposed is not None
+    return linear.transposed.data_ptr()
+
+
+def linears(part: object) -> Iterator[Linear]:
+    """Yield all linears in a part of a model."""
+    if isinstance(part, Linear):
+        yield part
+    elif isinstance(part, tuple):
+        for one in part:
+            yield from linears(one)
+    elif is_dataclass(part):
+        for own in fields(part):
+            yield from linears(getattr(part, own.name))
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Ways to round every weight of a layer."""
+
+    weights: Mapping[str, Tensor]
+    joined: Sequence[Joined]
+
+    def rounded(self, grids: Grids, method: str) -> dict[str, Tensor]:
+        """Return the weights on their grids by a method: rtn, gptq or awq."""
+        result, of_input = dict[str, Tensor](), dict[bytes, list[Joined]]()
+        for own in self.joined:
+            values = [self.weights[name] for name in own.names]
+            if method == "awq" and not any(part in own.names[0] for part in UNSCALED):
+                of_input.setdefault(_key(own.inputs.magnitude), []).append(own)
+                continue
+            for name, w, grid in zip(own.names, values, grids(values), strict=True):
+                is_gptq = method == "gptq"
+                result[name] = gptq(w, own.inputs.hessian, grid) if is_gptq else grid.rounded(w)
+        for alike in of_input.values():
+            sets = [[self.weights[name] for name in own.names] for own in alike]
+            for own, kept in zip(alike, awq(sets, alike[0].inputs, grids), strict=True):
+                result |= zip(own.names, kept, strict=True)
+        return result
+
+    def facts(self, rounded: Mapping[str, Tensor], measured: Sequence[Joined]) -> dict[str, float]:
+        """Return the SQNR of the weights, and of the linears' outputs for the inputs that were
+        measured, in dB, all together."""
+        signal = noise = outputs = lost = 0.0
+        for own in measured:
+            for name in own.names:
+                weight, change = self.weights[name], rounded[name] - self.weights[name]
+                signal += float(weight.double().square().sum())
+                noise += float(change.double().square().sum())
+                outputs += own.inputs.loss(weight)
+                lost += own.inputs.loss(change)
+        return {
+            "weights_sqnr_db": 10 * math.log10(signal / noise),
+            "outputs_sqnr_db": 10 * math.log10(outputs / lost),
+        }
+
+
+def judged(corpus: Corpus, module: MtpModule) -> list[Counts]:
+    """Return drafts of each depth, accepted and proposed, along the texts of the target."""
+    drafts, result = corpus.drafts(max(KS), module), []
+    for depth in KS:
+        where = drafts.reached(depth - 1) & drafts.room[depth - 1]
+        right = drafts.hit[depth - 1].float()
+        sums = (corpus.by_text(values, where) for values in (right, torch.ones_like(right)))
+        result.append(Counts(*map(tuple, sums)))
+    return result
+
+
+def shown(counts: Sequence[Counts], before: Sequence[Counts]) -> list[dict[str, Any]]:
+    """Return acceptance by depth, and its difference from that of the layer before rounding."""
+    pairs = [
+        (own.estimate, difference(own, other)) for own, other in zip(counts, before, strict=True)
+    ]
+    return [
+        {"acceptance": own.as_json(), "minus_unrounded": minus.as_json()}
+        for own, minus in pairs
+        if own is not None and minus is not None
+    ]
+
+
+def table(rows: Mapping[str, Any]) -> str:
+    """Return the table of docs/benchmarks.md."""
+    lines = [
+        "| MTP layer | SQNR of weights, dB | of outputs | draft 1 accepted | minus unrounded,"
+        " points | drafts 2, 3 |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for name, row in rows.items():
+        first, *deeper = (one["acceptance"]["value"] for one in row["drafts"])
+        value, low, high = (100 * row["drafts"][0]["minus_unrounded"][key] for key in SPAN)
+        levels = [row.get(key) for key in ("weights_sqnr_db", "outputs_sqnr_db")]
+        cells = [name, *("-" if level is None else f"{level:.1f}" for level in levels)]
+        cells += [f"{first:.4f}", f"{value:+.2f} [{low:+.2f}, {high:+.2f}]"]
+        lines.append("| " + " | ".join([*cells, ", ".join(f"{d:.4f}" for d in deeper)]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def make_bundle(folder: Path) -> Path:
+    """Quantize the fixture's main model; its MTP layer is in bf16."""
+    options = QuantizeOptions(
+        BundleOptions(SOURCE, folder / "bundle"),
+        base_quant="weight_only_int4",
+        mtp_quant="bf16",
+        int4_scope=Int4Scope.ALL,
+        group_size=GROUP_SIZE,
+        allow_untested_pair=True,
+    )
+    run_bundle(plan_quantize(options), silent)
+    return folder / "bundle"
+
+
+def measure(given: argparse.Namespace, bundle: Path) -> dict[str, Any]:
+    """Return the figures of all rows."""
+    model, layer = load_model(bundle, LoadOptions()).model, Layer.of(bundle)
+    prompts = [tuple(prompt) for prompt in training_prompts(given.texts)]
+    calibrating, measuring = (
+        Corpus(model, (), 0, written(model, some, given.new_tokens))
+        for some in (prompts, fixture_prompts(given.prompts))
+    )
+    with torch.inference_mode():
+        rounding = Rounding(layer.weights, layer.inputs(calibrating))
+        measured = layer.inputs(measuring)
+        before = judged(measuring, layer.with_values(layer.weights))
+    rows: dict[str, Any] = {"bf16": {"drafts": shown(before, before)}}
+    for (bits, kinds), method in product(GRIDS.items(), ("rtn", "gptq", "awq")):
+        for scales, grids in kinds.items():
+            with torch.inference_mode():
+                kept = rounding.rounded(grids, method)
+            counts = judged(measuring, layer.with_values(kept))
+            row = rounding.facts(kept, measured) | {"drafts": shown(counts, before)}
+            rows[f"{bits}, {method}, {scales}"] = row
+    facts = {"machine": machine(), "calibrating_tokens": len(calibrating.texts.tokens)}
+    facts |= {"prompts": given.prompts, "measuring_tokens": len(measuring.texts.tokens)}
+    return facts | {"group_size": GROUP_SIZE, "rows": rows}
+
+
+def main() -> None:
+    """Measure all rows, and record them."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--prompts", type=int, default=64, help="to measure on")
+    parser.add_argument("--texts", type=int, default=64, help="to calibrate with")
+    parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        facts = measure(given, make_bundle(Path(folder)))
+    (given.out / "calibration.json").write_text(json.dumps(facts, indent=1) + "\n")
+    (given.out / "calibration.md").write_text(table(facts["rows"]))
+
+
+if __name__ == "__main__":
+    main()
