@@ -139,7 +139,8 @@ class Layer:
         specs = [source.stored(name).weight for name in sorted(source.loaded)]
         names = [s.name for s in specs if s.mtp_layer is not None and s.role in PACKED]
         names = [name for name in names if len(source.stored(name).weight.shape) == 2]
-        names = [name for name in names if ".kv_b_proj." not in name]
+        absorbed = opened.spec.patterns.absorbed
+        names = [name for name in names if name.split(".")[-2] not in absorbed]
         weights = {name: source.encoded(name).dequantize(torch.float32) for name in names}
         return cls(opened, module, weights)
 

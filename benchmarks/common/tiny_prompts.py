@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from benchmarks.common.drafts_on_texts import ROOT, SOURCE
 from fixtures.tiny.data import standard_library
 from fixtures.tiny.prompts import COUNTS, make_prompts, prompt_ids, read_prompts
 from mtp_export.tune.row_store import PART_LINES
 
-ROOT = Path(__file__).resolve().parents[2]
-SOURCE = ROOT / "fixtures/deepseek-v3-tiny"
 PROMPT_SEED = 19
 COMMON_TOKENS = 16  # of a training prompt that is too much like a held-out one
 
