@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mtp_kernels.quantize import ErrorStats, Fp8Block
     from mtp_kernels.quantize.array_conversions import Converted, Rows
     from mtp_kernels.quantize.layouts import QuantizedWeight
+    from mtp_kernels.quantize.row_codes import RowCodes
     from mtp_kernels.stored_linear import StoredWeight
     from mtp_kernels.weight_statistics import WeightStatistics
 
@@ -92,6 +93,7 @@ class WeightFormat(ABC):
     reads_whole: ClassVar[bool] = False  # all codes are read for some rows: as read they are others
     word_rows: ClassVar[int] = 0  # rows that words of some tensor run across; 0: none does
     compiled_sources: ClassVar[frozenset[str]] = frozenset()  # of quantize_rows
+    has_row_codes: ClassVar[bool] = False  # the compiled decoder multiplies its codes
     # A number of the whole matrix goes with its scales, one for all linears that engines join.
     of_whole_matrix: ClassVar[bool] = False
 
@@ -231,6 +233,15 @@ class WeightFormat(ABC):
 
         return self.decode(codes, scale, torch.float32)
 
+    def row_codes(self, codes: torch.Tensor, scale: torch.Tensor) -> RowCodes:
+        """Return codes and scales as the compiled decoder packs them (ValueError for damaged ones).
+        Only formats that has_row_codes do."""
+        raise AssertionError(f"{self.storage} is decoded before it is packed")
+
+    def row_bytes(self, codes: int, scales: int) -> int:
+        """Return the bytes of row_codes for stored bytes of codes and a number of scales."""
+        return codes + 4 * scales
+
     def constants(self, shape: tuple[int, ...]) -> tuple[Any, ...]:
         """Return the last tensors, which no element of a weight [N, K] decides, as arrays."""
         return ()
@@ -243,10 +254,17 @@ class WeightFormat(ABC):
 class KernelFormat(WeightFormat):
     """Format that the kernels compute with as it is stored, in the layout of its name."""
 
+    has_row_codes: ClassVar[bool] = True
+
     def stored(self, codes: torch.Tensor, scale: torch.Tensor) -> QuantizedWeight:
         from mtp_kernels.quantize.layouts import LAYOUTS
 
         return LAYOUTS[self.storage](codes, scale)
+
+    def row_codes(self, codes: torch.Tensor, scale: torch.Tensor) -> RowCodes:
+        from mtp_kernels.quantize.row_codes import row_codes
+
+        return row_codes(self.stored(codes, scale))
 
     def quantize(
         self, source: torch.Tensor | Fp8Block, scale_rule: str

@@ -28,6 +28,8 @@ from mtp_checkpoints.formats.verification import (
 if TYPE_CHECKING:
     import torch
 
+    from mtp_kernels.quantize.row_codes import RowCodes
+
 GGUF = "gguf"  # the quant_method of what a GGUF file holds
 DECODED_BLOCKS = "decoded_blocks"
 
@@ -105,8 +107,22 @@ class DecodedBlocks(ReadOnlyFormat):
         raise AssertionError("values have no scales")
 
 
+class _ScaledBlocks(GgmlBlocks):
+    """Blocks of a scale in half precision and codes of whole numbers."""
+
+    has_row_codes: ClassVar[bool] = True
+
+    def row_codes(self, codes: torch.Tensor, scale: torch.Tensor) -> RowCodes:
+        from mtp_kernels.quantize.ggml_rows import ggml_row_codes
+
+        return ggml_row_codes(self.storage, codes)
+
+    def row_bytes(self, codes: int, scales: int) -> int:
+        return codes + codes // tensor_bytes(self.dtype, (self.k_divisor,)) * 2
+
+
 @dataclass(frozen=True)
-class Q8(GgmlBlocks):
+class Q8(_ScaledBlocks):
     """Q8_0: a scale in half precision, and 32 codes of int8."""
 
     dtype: ClassVar[DType] = DType.GGML_Q8_0
@@ -116,7 +132,7 @@ class Q8(GgmlBlocks):
 
 
 @dataclass(frozen=True)
-class Q4(GgmlBlocks):
+class Q4(_ScaledBlocks):
     """Q4_0: a scale, and 32 codes of four bits, less 8."""
 
     dtype: ClassVar[DType] = DType.GGML_Q4_0

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from mtp_kernels.quantize import ErrorStats, Fp8Block
     from mtp_kernels.quantize.layouts import RowStats
+    from mtp_kernels.quantize.row_codes import RowCodes
 
 MX_GROUP = 32
 _SWEEP = "mse"  # the scale rule
@@ -129,6 +130,7 @@ class MxFp8(_MicroScaled):
     layout: ClassVar[str] = "mxfp8-quantized"
     bits: ClassVar[int] = 8
     in_words: ClassVar[str] = layout
+    has_row_codes: ClassVar[bool] = True
 
     def group(self, *, activations_fp8: bool) -> dict[str, Any]:
         return group(self.layout, self.numbers(), self.numbers() | {"dynamic": True})
@@ -155,6 +157,14 @@ class MxFp8(_MicroScaled):
         if values.isnan().any():
             raise ValueError("e4m3 codes: expected numbers, found NaN")
         return values.to(dtype)
+
+    def row_codes(self, codes: torch.Tensor, scale: torch.Tensor) -> RowCodes:
+        from mtp_kernels.quantize.checks import check_e4m3
+        from mtp_kernels.quantize.row_codes import RowCodes
+
+        _check_finite(scale)
+        check_e4m3(codes)
+        return RowCodes(codes, scale, MX_GROUP)
 
 
 def _check_finite(scale: torch.Tensor) -> None:

@@ -18,7 +18,6 @@ from mtp_checkpoints.formats import DamagedWeight, EncodedWeight, unquantized
 from mtp_checkpoints.tensors.manifest import MANIFEST_NAME
 from mtp_checkpoints.weights.windows import EncodedWindow
 from mtp_kernels.decoder import Piece
-from mtp_kernels.quantize.row_codes import row_codes
 
 PIECE_ELEMENTS = 1 << 22  # of a weight in files, that are read and packed at a time
 PIECE_ROWS = 128  # a multiple of which a piece has: whole blocks of scales
@@ -194,9 +193,9 @@ def stored_rows(weight: Weight) -> Piece:
     if isinstance(weight, Windowed):
         return stored_rows(weight.whole)[weight.rows]
     assert isinstance(weight, EncodedWeight), "read from files"
-    stored = weight.stored
+    codes, scale = weight.codes, weight.scale
     try:
-        return stored if isinstance(stored, torch.Tensor) else row_codes(stored)
+        return codes if scale is None else weight.format.row_codes(codes, scale)
     except ValueError as error:
         raise weight.refused(error) from error
 

@@ -18,7 +18,6 @@ from mtp_checkpoints.families.base import TensorSpec
 from mtp_checkpoints.families.contract import MtpContract
 from mtp_checkpoints.families.parts.feed_forward import MlpModules
 from mtp_checkpoints.formats import EncodedWeight, unquantized
-from mtp_checkpoints.formats.base import KernelFormat
 from mtp_checkpoints.quantization.stored import StoredWeight
 from mtp_checkpoints.tensors.tensor_reader import TensorReader
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
@@ -110,7 +109,7 @@ class WeightSource:
             return None
         on_disk = self._on_disk(name)
         dtype, stored_format = on_disk.tensors[0].dtype, on_disk.stored.format
-        if isinstance(stored_format, KernelFormat):
+        if stored_format.has_row_codes:
             return stored_format
         return dtype if len(on_disk.tensors) == 1 and dtype is DType.BF16 else None
 

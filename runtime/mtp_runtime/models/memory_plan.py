@@ -318,10 +318,9 @@ def _held(
 def _packed_bytes(weight: WeightOnDisk) -> int:
     """Return the bytes of a matrix that is packed as it is stored, with float32 scales."""
     codes, *scales = weight.tensors
-    if not scales:
-        return codes.size_bytes
-    rows = weight.stored.weight.shape[0]
-    return codes.size_bytes + 4 * rows * prod(scales[0].shape[1:])
+    rows, stored = weight.stored.weight.shape[0], weight.stored.format
+    of_row = prod(scales[0].shape[1:]) if scales else 0
+    return stored.row_bytes(codes.size_bytes, rows * of_row)
 
 
 def _gb(size: int) -> str:
