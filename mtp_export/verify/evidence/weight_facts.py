@@ -148,10 +148,10 @@ class _Comparison:
     def _add_values(self, ours: EncodedWeight, theirs: EncodedWeight) -> None:
         from mtp_kernels import weight_statistics
 
-        own, wanted = ours.dequantize(), theirs.dequantize()
-        if self._rounding:
-            wanted = wanted.where((own - wanted).abs() > self._rounding, own)
         try:
+            own, wanted = ours.dequantize(), theirs.dequantize()
+            if self._rounding:
+                wanted = wanted.where((own - wanted).abs() > self._rounding, own)
             more = weight_statistics.difference(wanted, own)
         except ValueError as error:
             return self._end(equal=False, difference=None, error=str(error))
