@@ -41,6 +41,7 @@ def of_functions(compared: Compared, most_noise: float) -> Iterator[Relation]:
         noise = noise_of(found, changed)
         if noise <= min(most_noise * signal, _UNLIKE * spread):
             yield Relation(words, noise / signal)
+            return
     if len(compared.weight.tensors) > 1:
         return
     for words, changed in (*((w, one(wanted)) for w, one in functions.items()), *_exact(wanted)):

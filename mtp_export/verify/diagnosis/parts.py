@@ -17,6 +17,8 @@ _MOST_DAMAGED = 0.75  # of the rows or columns: more in common is needed to say 
 _NEAR_NOISE = 0.06  # of a row that is another: rounding to 4 bits leaves a fifth of it
 _LEAST_MOVED = 0.2  # of the rows or columns
 _LEAST_COUNT = 8
+_LOST_NOISE = 0.5  # of a row's squares, in a weight that is the source's within a bound
+_LOST_SHARE = 0.2  # of the noise, at least, that they make
 _APART = 10.0  # ratio of the noise of what differs to that of what does not
 
 
@@ -38,6 +40,27 @@ def part(compared: Compared, others: Iterable[WeightOnDisk] = ()) -> str | None:
         if (other := _of_another(compared, axis, first, last, others)) is not None:
             return causes.part_of_another(axis.noun, first, last, other)
         return causes.part_differs(axis.noun, first, last, axis.count)
+    return None
+
+
+def lost(compared: Compared) -> str | None:
+    """Return a sentence that names rows or columns that are not the source's in a weight that is as
+    a whole: two that are exchanged, or one range. None where there are none."""
+    for axis in filter(None, (compared.sketches.rows, compared.sketches.columns)):
+        sums = axis.sums
+        shares = sums.noise / sums.ww.clamp_min(1e-9 * float(sums.ww.mean()))
+        places = (shares > max(_LOST_NOISE, _APART * float(shares.median()))).nonzero()[:, 0]
+        if axis.elements < _LEAST_COUNT or not len(places):
+            continue
+        if sums.noise[places].sum() < _LOST_SHARE * sums.noise.sum():
+            continue
+        first, last = int(places[0]), int(places[-1])
+        ours, theirs = axis.found[places], axis.wanted[places.flip(0)]
+        if len(places) == 2 and share_of(theirs, ours) < _LOST_NOISE:
+            return causes.two_exchanged(causes.its(axis.noun), first, last)
+        if last - first + 1 == len(places):
+            return causes.part_differs(axis.noun, first, last, axis.count)
+        return causes.some_differ(axis.noun, len(places), axis.count)
     return None
 
 

@@ -33,7 +33,11 @@ _DAMAGED_SHARE = 0.01  # of the elements: damage of a file, where a conversion c
 _SAME_SIGNS = 0.99
 _MOST_DAMAGED_SHARE = 0.5  # of those of a weight without any relation to its source's
 _FEW = 3  # elements of a short vector
-_LAYER = re.compile(r"^((?:model|model\.language_model|mtp)\.layers\.)(\d+)(\..*)$")
+_LEAST_FITTED_DB = 25.0  # of a weight with the scales that fit its codes
+_FITTED = 0.03  # of a scale: error of the one that fits codes of few bits
+_LEAST_ROUNDED = 0.1  # octaves between scales that were rounded to powers of two and those before
+_REFITTED_DB = 2.0  # by which other scales bring a weight nearer that has wrong ones
+_LAYER = re.compile(r"^((?:.+?\.)?layers\.)(\d+)(\..*)$")
 
 
 def explain(weight: WeightOnDisk, source: WeightOnDisk, weights: Mapping[str, WeightOnDisk]) -> str:
@@ -59,7 +63,7 @@ def explain(weight: WeightOnDisk, source: WeightOnDisk, weights: Mapping[str, We
     bugs = (*of_heads, *undone_halves(weight, found), *_of_codes(raw))
     if (cause := _first_undone(bugs, wanted, bound)) is not None:
         return cause
-    of_scales = _scales(raw, wanted, bound)
+    of_scales = _scales(raw, wanted, min(bound, _LEAST_FITTED_DB))
     if of_scales not in (None, causes.SCALES_OF_ANOTHER_TENSOR):
         return of_scales
     try:
@@ -80,6 +84,18 @@ def explain(weight: WeightOnDisk, source: WeightOnDisk, weights: Mapping[str, We
     if float(changed.mean()) < _MOST_DAMAGED_SHARE:
         return _damaged(weight, source)
     return causes.another_version(level) if level >= _CLOSE_DB else causes.NOTHING_IN_COMMON
+
+
+def explain_within(weight: WeightOnDisk, source: WeightOnDisk) -> str | None:
+    """The cause if a weight within the bound of its form has scales that are not its own, or rows
+    or columns that are not the source's, in words; None for a sound one."""
+    from mtp_export.verify.diagnosis.compared import compare
+    from mtp_export.verify.diagnosis.parts import lost
+
+    stop = _sample_rows(weight)
+    raw, wanted = weight.encoded(0, stop), source.encoded(0, stop).dequantize()
+    refitted = _sqnr_db(wanted, raw.dequantize()) + _REFITTED_DB
+    return lost(compare(weight, source)) or _scales(raw, wanted, refitted)
 
 
 def _first_undone(bugs: Iterable[Undone], wanted: torch.Tensor, bound: float) -> str | None:
@@ -161,19 +177,22 @@ def _differs(ours: EncodedWeight, theirs: torch.Tensor) -> torch.Tensor:
 
 
 def _alike(source: WeightOnDisk, weights: Mapping[str, WeightOnDisk]) -> Iterator[WeightOnDisk]:
-    """Weights of the same shape that could be taken for this one: others of its layer, and those of
-    the same name in other layers."""
+    """Weights of the same shape that could be taken for this one: others of its layer, those of the
+    same name in other layers, those of no layer, and any vector."""
     spec = source.stored.weight
     match = _LAYER.match(spec.name)
     for name, other in weights.items():
         if other.stored.weight.shape != spec.shape or name == spec.name:
             continue
-        theirs = _LAYER.match(name)
-        if match is None or theirs is None:
-            if match is theirs:
-                yield other
-        elif theirs.groups()[:2] == match.groups()[:2] or theirs[3] == match[3]:
+        if len(spec.shape) == 1 or _are_beside(match, _LAYER.match(name)):
             yield other
+
+
+def _are_beside(one: re.Match[str] | None, other: re.Match[str] | None) -> bool:
+    """True for names of one layer, of the same weight of two, or if either is in no layer."""
+    if one is None or other is None:
+        return True
+    return one.groups()[:2] == other.groups()[:2] or one[3] == other[3]
 
 
 def _holds(found: torch.Tensor, other: WeightOnDisk, bound: float) -> bool:
@@ -291,7 +310,7 @@ def _scales(raw: EncodedWeight, wanted: torch.Tensor, bound: float) -> str | Non
     """The cause if other scales would make the codes the source's, else None."""
     import torch
 
-    if raw.scale_apart is None or raw.scale is None:
+    if raw.scale_apart is None or raw.scale is None or len(raw.shape) > 2:
         return None
     ones = replace(raw, scale=torch.ones_like(raw.scale))
     codes = ones.dequantize().double()
@@ -304,10 +323,10 @@ def _scales(raw: EncodedWeight, wanted: torch.Tensor, bound: float) -> str | Non
     norms.index_add_(0, flat, codes.square().reshape(-1))
     best = torch.where(norms > 0, dots / norms.clamp_min(1e-30), torch.ones_like(dots))
     fitted = codes * best[flat].view(codes.shape)
-    if _sqnr_db(wanted, fitted) < min(bound, 25.0):
+    if _sqnr_db(wanted, fitted) < bound:
         return None
     exact = isinstance(raw.format, Fp8Block)
-    return _named_scales(own, best.view(own.shape), 0.002 if exact else 0.03)
+    return _named_scales(own, best.view(own.shape), 0.002 if exact else _FITTED)
 
 
 def _spread(raw: EncodedWeight, scale: torch.Tensor) -> torch.Tensor:
@@ -333,15 +352,20 @@ def _named_scales(own: torch.Tensor, best: torch.Tensor, tolerance: float) -> st
         return None
     if bool((own == 1).all()):
         return causes.SCALES_LEFT_OUT
-    if bool((torch.frexp(own)[0] == 0.5).all()) and not bool((torch.frexp(best)[0] == 0.5).all()):
+    octaves = ratio.clamp_min(1e-30).log2()
+    is_between = float((octaves - octaves.round()).abs().median()) > _LEAST_ROUNDED
+    if bool((torch.frexp(own)[0] == 0.5).all()) and is_between:
         return causes.SCALES_ROUNDED_LATE
     if alike(own.reshape(-1).sort()[0] / best.reshape(-1).sort()[0]):
         return causes.SCALES_PERMUTED
-    if alike(ratio / ratio.median()) and ratio.median() > 0:
-        return causes.scales_off_by(float(ratio.median()))
+    factor = float(ratio.median())
+    spread = float((ratio / factor - 1).square().mean().sqrt())
+    if factor > 0 and spread < tolerance < abs(factor - 1):
+        return causes.scales_off_by(factor)
     if bool((ratio - 1).abs().max() < _NEAR_SCALES):
         return None
-    rows = Subject.all_of("row", None)
-    if find_order(own.float(), best.float(), rows, _NEAR_SCALES**2) is not None:
+    rows, most = Subject.all_of("row", None), _NEAR_SCALES**2
+    ours, theirs = own.float(), best.float()
+    if find_order(ours, theirs, rows, most) or find_order(ours.t(), theirs.t(), rows, most):
         return causes.SCALES_PERMUTED
     return causes.SCALES_OF_ANOTHER_TENSOR

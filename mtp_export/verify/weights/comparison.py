@@ -24,7 +24,7 @@ from mtp_export.bundle.tuning import trainings_of
 from mtp_export.progress import counted, format_bytes
 from mtp_export.verify.check import Item, Problem, not_tested, verdict
 from mtp_export.verify.diagnosis.causes import weights as causes
-from mtp_export.verify.diagnosis.weight_bugs import explain
+from mtp_export.verify.diagnosis.weight_bugs import explain, explain_within
 from mtp_export.verify.evidence.parts import Part
 from mtp_export.verify.evidence.weight_facts import AgainstSource
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _NUMBER = re.compile(r"layers\.(\d+)\.")
 _EXPLAINED = 3  # wrong weights per item whose cause is looked for
+_BELOW_DB = 1.0  # below the median of its role and form, a weight within its bound is looked into
 _WORST = 10  # weights per item that are named in data
 
 
@@ -137,11 +138,14 @@ def _group_item(name: str, group: Sequence[Compared], weights: Mapping[str, Weig
     ordered = sorted(group, key=lambda one: -math.inf if one.sqnr_db is None else one.sqnr_db)
     levels = [one.sqnr_db for one in ordered if one.sqnr_db is not None]
     wrong = [one for one in ordered if one.failed]
+    least = median(levels) - _BELOW_DB if levels else -math.inf
+    apart = [one for one in ordered if not one.failed and (one.sqnr_db or math.inf) < least]
     bound = f"≥ {group[0].weight.stored.format.gate.sqnr_db:.0f} dB"
     figure = f"{len(group):,}: exact"
     if levels and levels[0] < math.inf:
         figure = f"{len(group):,}: min {_db(levels[0])}, median {_db(median(levels))}"
-    item = verdict(name, _problems(wrong, weights), figure=figure, bound=bound)
+    problems = [*_problems(wrong, weights), *_problems_within(apart[:_EXPLAINED])]
+    item = verdict(name, problems, figure=figure, bound=bound)
     subject = item.subject or ordered[0].weight.name
     return replace(item, subject=subject, data={**item.data, **_data(ordered)})
 
@@ -186,6 +190,17 @@ def _problems(wrong: Sequence[Compared], weights: Mapping[str, WeightOnDisk]) ->
             Problem(one.weight.name, causes.not_the_sources(one.weight.name, level, cause))
         )
     return problems
+
+
+def _problems_within(apart: Sequence[Compared]) -> Iterator[Problem]:
+    """Problems of weights within the bound of their form that lie apart from others of their role:
+    the bound leaves room for other scales, and for a few rows that are not the source's."""
+    for one in apart:
+        cause = explain_within(one.weight, one.against.source)
+        if cause is not None:
+            level = None if one.sqnr_db is None else _db(one.sqnr_db)
+            words = causes.not_the_sources(one.weight.name, level, cause)
+            yield Problem(one.weight.name, words)
 
 
 def _original_config(context: Context, source: Checkpoint) -> Mapping[str, Any]:

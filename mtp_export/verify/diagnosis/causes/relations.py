@@ -222,6 +222,10 @@ def part_differs(noun: str, first: int, last: int, total: int) -> str:
     )
 
 
+def some_differ(noun: str, count: int, total: int) -> str:
+    return f"{counted(count, noun)} of {total:,} are not the source's, and all others are"
+
+
 def both(first: str, second: str) -> str:
     return f"{first}, and {second}"
 
