@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -95,8 +95,14 @@ def run(context: Context) -> Iterator[Item]:
             why = "the manifest records that tune trained them: they are the source's no more"
             yield not_tested(f"{layout.name}: tuned weights", why, figure=f"{len(tuned):,}")
         kept = [one for one in compared if one.weight.name not in tuned]
-        yield from _part_items(layout.name, kept, source_weights.weights)
+        yield from _part_items(layout.name, kept, source_weights.weights, _named(context))
     yield _tokenizers(context)
+
+
+def _named(context: Context) -> frozenset[str]:
+    """Return the tensors, and other subjects, of which check files told that they are damaged."""
+    items = context.failures.get("files", ())
+    return frozenset(one["subject"] for item in items for one in item.data.get("problems", ()))
 
 
 def _tuned(context: Context, part: str, compared: Sequence[Compared]) -> set[str]:
@@ -112,8 +118,12 @@ def _tuned(context: Context, part: str, compared: Sequence[Compared]) -> set[str
 
 
 def _part_items(
-    part: str, compared: Sequence[Compared], weights: Mapping[str, WeightOnDisk]
+    part: str,
+    compared: Sequence[Compared],
+    weights: Mapping[str, WeightOnDisk],
+    named: Collection[str],
 ) -> Iterator[Item]:
+    """Items about the weights of a part. named: tensors of which an earlier check told damage."""
     copied = [one for one in compared if one.sqnr_db is None and not one.against.error]
     if copied:
         size = format_bytes(sum(one.weight.size_bytes for one in copied))
@@ -130,10 +140,15 @@ def _part_items(
             key = one.weight.stored.storage, str(one.weight.stored.weight.role)
             groups[key].append(one)
     for (storage, role), group in groups.items():
-        yield _group_item(f"{part}: {role} as {storage}", group, weights)
+        yield _group_item(f"{part}: {role} as {storage}", group, weights, named)
 
 
-def _group_item(name: str, group: Sequence[Compared], weights: Mapping[str, WeightOnDisk]) -> Item:
+def _group_item(
+    name: str,
+    group: Sequence[Compared],
+    weights: Mapping[str, WeightOnDisk],
+    named: Collection[str],
+) -> Item:
     """SQNR of the weights of one role and form; the worst are named in data."""
     ordered = sorted(group, key=lambda one: -math.inf if one.sqnr_db is None else one.sqnr_db)
     levels = [one.sqnr_db for one in ordered if one.sqnr_db is not None]
@@ -144,7 +159,8 @@ def _group_item(name: str, group: Sequence[Compared], weights: Mapping[str, Weig
     figure = f"{len(group):,}: exact"
     if levels and levels[0] < math.inf:
         figure = f"{len(group):,}: min {_db(levels[0])}, median {_db(median(levels))}"
-    problems = [*_problems(wrong, weights), *_problems_within(apart[:_EXPLAINED])]
+    unnamed = [one for one in apart if not any(t.name in named for t in one.weight.tensors)]
+    problems = [*_problems(wrong, weights), *_problems_within(unnamed[:_EXPLAINED])]
     item = verdict(name, problems, figure=figure, bound=bound)
     subject = item.subject or ordered[0].weight.name
     return replace(item, subject=subject, data={**item.data, **_data(ordered)})
