@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cases import nightly_but
 from faults.fault import Fault
 from faults.run_faults import DRAFTER_FAULTS, RUN_FAULTS, DrafterFault
 from faults.suspected_faults import SUSPECTED_FAULTS
@@ -29,6 +30,7 @@ from mtp_runtime.tokenizer import Tokenizer
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURE = ROOT / "fixtures/deepseek-v3-tiny"
 TOKENS, K = 24, 2
+PLANTED = (*RUN_FAULTS, *SUSPECTED_FAULTS)
 
 
 def held_out(count: int) -> list[tuple[int, ...]]:
@@ -116,7 +118,7 @@ def test_how_many_drafts_it_takes(loss: Estimate, needed: int | None) -> None:
     assert (f"it takes about {needed:,};" if needed else "too small to tell") in too_few(loss)
 
 
-@pytest.mark.parametrize("fault", (*RUN_FAULTS, *SUSPECTED_FAULTS), ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", nightly_but(PLANTED[::2], PLANTED), ids=lambda fault: fault.name)
 def test_fault_is_named(fault: Fault, good: Good, tmp_path: Path) -> None:
     bundle = Path(shutil.copytree(good.bundle, tmp_path / "bundle"))
     fault.plant(bundle)
