@@ -634,7 +634,7 @@ DAMAGED = (
         glm(),
         damages.experts_reordered,
         "run",
-        (r"experts \d and \d are swapped",),
+        (r"or the experts, are in reverse order",),
     ),
     Folder(
         "gate and up exchanged in every expert",

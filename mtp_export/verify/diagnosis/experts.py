@@ -119,7 +119,7 @@ def _routers(router: Router) -> Iterator[tuple[str, str, Router]]:
     weight = router.weight  # [d, e]
     yield "the router is negated", causes.ROUTER_NEGATED, replace(router, weight=-weight)
     yield (
-        "the router's rows are in reverse order",
+        "the router's rows, or the experts, are in reverse order",
         causes.ROUTER_ROWS_REVERSED,
         replace(router, weight=weight.flip(1)),
     )

@@ -26,7 +26,7 @@ ROUTER_BIAS_NEGATED = (
     " favour are picked less"
 )
 ROUTER_BIAS_REVERSED = "e_score_correction_bias of the MTP layer's router is in reverse order"
-ROUTER_ROWS_REVERSED = "the rows of the MTP layer's router are in reverse order"
+ROUTER_ROWS_REVERSED = "the rows of the MTP layer's router are in reverse order, or its experts are"
 ROUTER_NEGATED = "the MTP layer's router has the wrong sign: the worst experts are picked"
 ROPE_IN_HALVES = (
     "the rotary rows of q_b_proj and kv_a_proj_with_mqa are stored in halves instead of interleaved"
