@@ -64,6 +64,16 @@ COMMON: Mapping[str, str] = {
     "shared_head.norm": "nextn.shared_head_norm",
     "shared_head.head": "nextn.shared_head_head",
 }
+# With those of grouped attention.
+GROUPED: Mapping[str, str] = {
+    **COMMON,
+    "post_attention_layernorm": "post_attention_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+}
 
 
 class Change(StrEnum):

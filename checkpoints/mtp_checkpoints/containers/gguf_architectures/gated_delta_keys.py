@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from mtp_checkpoints.containers.gguf_architectures.base import COMMON
+from mtp_checkpoints.containers.gguf_architectures.base import GROUPED
 from mtp_checkpoints.containers.gguf_architectures.keys_read import (
     KeyReader,
     rope_fields,
@@ -32,13 +32,7 @@ _MOST_HEADS = 1 << 16
 _MOST_LAYERS = 1 << 16
 
 GATED: Mapping[str, str] = {
-    **{name: own for name, own in COMMON.items() if "shared_experts" not in name},
-    "post_attention_layernorm": "post_attention_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
+    **{name: own for name, own in GROUPED.items() if "shared_experts" not in name},
     "linear_attn.A_log": "ssm_a",
     "linear_attn.dt_bias": "ssm_dt.bias",
     "linear_attn.conv1d": "ssm_conv1d",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from mtp_checkpoints.containers.gguf_architectures.base import COMMON, Architecture
+from mtp_checkpoints.containers.gguf_architectures.base import GROUPED, Architecture
 from mtp_checkpoints.containers.gguf_architectures.keys_read import (
     KeyReader,
     model_fields,
@@ -15,16 +15,6 @@ from mtp_checkpoints.containers.gguf_architectures.keys_written import grouped_k
 from mtp_checkpoints.containers.gguf_values import Keys, Value
 from mtp_checkpoints.families.parts.gqa import Gqa
 from mtp_checkpoints.families.spec import ModelSpec
-
-_MODULES = {
-    **COMMON,
-    "post_attention_layernorm": "post_attention_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-}
 
 
 def _keys(spec: ModelSpec, name: str) -> dict[str, Value]:
@@ -51,4 +41,4 @@ def _config(keys: Keys, names: Collection[str]) -> dict[str, Any]:
     }
 
 
-GLM4MOE = Architecture("glm4moe", ("glm4_moe",), _MODULES, _keys, _config)
+GLM4MOE = Architecture("glm4moe", ("glm4_moe",), GROUPED, _keys, _config)
