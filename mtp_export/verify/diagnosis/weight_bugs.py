@@ -92,10 +92,11 @@ def explain_within(weight: WeightOnDisk, source: WeightOnDisk) -> str | None:
     from mtp_export.verify.diagnosis.compared import compare
     from mtp_export.verify.diagnosis.parts import lost
 
+    if (cause := lost(compare(weight, source))) is not None:
+        return cause
     stop = _sample_rows(weight)
     raw, wanted = weight.encoded(0, stop), source.encoded(0, stop).dequantize()
-    refitted = _sqnr_db(wanted, raw.dequantize()) + _REFITTED_DB
-    return lost(compare(weight, source)) or _scales(raw, wanted, refitted)
+    return _scales(raw, wanted, _sqnr_db(wanted, raw.dequantize()) + _REFITTED_DB)
 
 
 def _first_undone(bugs: Iterable[Undone], wanted: torch.Tensor, bound: float) -> str | None:
