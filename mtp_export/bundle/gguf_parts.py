@@ -25,7 +25,7 @@ from mtp_checkpoints.formats import WeightFormat
 from mtp_checkpoints.formats.ggml_blocks import GgmlBlocks
 from mtp_checkpoints.layouts.base import Target
 from mtp_checkpoints.quantization.stored import StoredModel
-from mtp_checkpoints.tensors.bundle_folder import MTP
+from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.plan import COPY, OutputShard, PartPlan, Step, pack_together
 from mtp_export.schemes.gguf_forms import Reform
@@ -55,11 +55,15 @@ _WIDE = (Role.ROUTER, Role.INDEXER_HEADS)
 
 @dataclass(frozen=True)
 class GgufParts:
-    """Name and vocabulary of a bundle's GGUF files, and the size above which they are split."""
+    """Name and vocabulary of a bundle's GGUF files, and the size above which they are split.
+
+    main are the files of a main model that stay as they are; without them it is written.
+    """
 
     name: str
     vocabulary: Mapping[str, Value]
     max_shard_bytes: int
+    main: tuple[OutputShard, ...] = ()
 
     def part(
         self,
@@ -71,6 +75,9 @@ class GgufParts:
         """Return a part, planned as for files of safetensors, as GGUF files (UnsupportedError for
         a model that llama.cpp has no keys for). of_main: steps of the main model's tensors that
         the file of a module has as well."""
+        if self.main and plan.name == MAIN:
+            return replace(plan, shards=self.main)
+        of_main = [*of_main]
         steps = [
             step
             for step in chain(of_main, *(shard.steps for shard in plan.shards))
@@ -79,7 +86,8 @@ class GgufParts:
         architecture = ARCHITECTURE_OF[str(checkpoint.config["model_type"])]
         keys = architecture.keys(family, modules=1 if plan.name == MTP else 0)
         form_of = architecture.form_in(keys, family.mtp_layers[0])
-        made = [_as_stored(step, family, form_of) for step in steps]
+        kept = of_main if self.main else ()  # of files that have its form
+        made = [step if step in kept else _as_stored(step, family, form_of) for step in steps]
         files = self._files(plan, family, architecture, made)
         groups: dict[str, list[Step]] = {}
         for step in made:

@@ -5,41 +5,43 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mtp_checkpoints.containers.base import TensorInfo
-from mtp_checkpoints.errors import InvalidInputError, UnsupportedError, UsageError
-from mtp_checkpoints.families import family_of
-from mtp_checkpoints.formats import FORMATS
+from mtp_checkpoints.errors import UnsupportedError, UsageError
+from mtp_checkpoints.formats import FORMATS, GGUF
 from mtp_checkpoints.formats.base import ReadOnlyFormat
 from mtp_checkpoints.layouts import engine_of, names_that_read, target_names, target_of
 from mtp_checkpoints.quantization.method import VLLM
 from mtp_checkpoints.quantization.native import (
     DTYPE_KEYS,
     Config,
+    is_gguf,
     quantization_of,
     with_quantization,
 )
 from mtp_checkpoints.quantization.stored import StoredModel, stored_model
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.tensors.bundle_folder import open_checkpoint
-from mtp_checkpoints.tensors.grafted import GraftedCheckpoint
 from mtp_checkpoints.tensors.reader import Checkpoint
-from mtp_checkpoints.tensors.untied_head import with_head_like
 from mtp_export.bundle.bundle_plan import BundlePlan, Recipe
-from mtp_export.bundle.export import open_source, plan_bundle, viewed
-from mtp_export.bundle.gguf_module import refuse_gguf_main
+from mtp_export.bundle.export import open_source, plan_bundle
+from mtp_export.bundle.gguf_graft import (
+    files_of_main,
+    grafted_parts,
+    with_single_experts,
+)
+from mtp_export.bundle.graft_sources import GraftSources
 from mtp_export.bundle.options import PlannerOptions
 from mtp_export.bundle.run_folder import check_output
-from mtp_export.bundle.same_model import check_same_model, with_mtp_layers
 from mtp_export.bundle.split import SplitOptions
 from mtp_export.paths import refuse_overlaps
 from mtp_export.schemes import SCHEMES
 from mtp_export.schemes.conversion import AS_STORED
-from mtp_export.schemes.grafting import Draft, GraftDescription, describe_graft
+from mtp_export.schemes.grafting import Draft, describe_graft
 from mtp_export.schemes.scheme import BF16, GRAFTED
+from mtp_export.schemes.table import GGUF_MTP
 
 
 @dataclass(frozen=True)
@@ -62,24 +64,40 @@ def plan_graft(options: GraftOptions, *, dry_run: bool = False) -> BundlePlan:
     """Check both checkpoints against each other, and plan the bundle (MtpExportError)."""
     _check_places(options)
     host = open_checkpoint(options.bundle.input_dir)
-    refuse_gguf_main(host.path, host.config, options.mtp_source, options.bundle.output_dir)
+    in_gguf = is_gguf(quantization_of(host.config))
+    _check_target(options, in_gguf=in_gguf)
     opened = open_source(options.mtp_source)
-    donor, donated = viewed(with_head_like(opened[0], host), opened)
-    config = with_mtp_layers(host.config, donor.config)
-    check_same_model(host, config, donor)
-    own = _own_layers(host, config)
-    if own and not options.replace:
-        raise _has_layers(host, own, donated.family.mtp[0].name)
+    sources = GraftSources.of(host, opened, replace=options.replace)
+    grafted = _in_gguf(options, sources) if in_gguf else _in_safetensors(options, sources)
+    recipe = Recipe(grafted.split, _recorded(options, grafted))
+    source = grafted.checkpoint, grafted.stored
+    return plan_bundle(options.bundle, source, recipe, dry_run=dry_run)
+
+
+@dataclass(frozen=True)
+class _Grafted:
+    """Both checkpoints as one, its split, and what the manifest records of the main model: its
+    quant_method and its storages, and the reader that the draft is described for alone."""
+
+    checkpoint: Checkpoint
+    stored: StoredModel
+    split: SplitOptions
+    method: str
+    storages: frozenset[str]
+    reader: str | None = None
+
+
+def _in_safetensors(options: GraftOptions, sources: GraftSources) -> _Grafted:
+    """Return the graft onto a main model whose config describes the draft, or leaves it out."""
+    host, donor, donated = sources.host, sources.donor, sources.donated
     dialect = engine_of(options.bundle.target).dialect or VLLM  # without integers they are alike
     draft = Draft(donated, SCHEMES[options.mtp_quant], dialect)
-    tensors = {name: one for name, one in host.tensors.items() if name not in own}
+    tensors = sources.main_tensors
     described = describe_graft(quantization_of(host.config), tensors, draft)
-    config = with_quantization(config, described.main)
+    config = with_quantization(sources.config, described.main)
     main = stored_model(config, tensors).main
-    _check_tensors(host, main, tensors)
+    sources.check_main(main)
     _check_draft_is_read(options, draft, main)
-    stored = main.with_mtp_of(donated, donated.quantization)
-    checkpoint = GraftedCheckpoint.of(host, donor, config, _moved(donor, donated), own)
     split = SplitOptions(
         target=target_of(options.bundle.target),
         shared_weights=options.bundle.content.shared_weights,
@@ -89,13 +107,49 @@ def plan_graft(options: GraftOptions, *, dry_run: bool = False) -> BundlePlan:
         main_config=config,
         mtp_config=_draft_config(config, donor.config, described.mtp),
     )
-    recipe = Recipe(split, _recorded(options, described, main))
-    return plan_bundle(options.bundle, (checkpoint, stored), recipe, dry_run=dry_run)
+    return _Grafted(
+        checkpoint=replace(sources, config=config).joined(),
+        stored=main.with_mtp_of(donated, donated.quantization),
+        split=split,
+        method=described.main["quant_method"] if described.main else "none",
+        storages=_storages(main),
+        reader=described.reader,
+    )
+
+
+def _in_gguf(options: GraftOptions, sources: GraftSources) -> _Grafted:
+    """Return the graft onto a main model in GGUF files: they stay as they are, and the module gets
+    a file of its own, with their vocabulary."""
+    target = target_of(options.bundle.target)
+    sources = with_single_experts(sources)
+    main = stored_model(sources.config, sources.main_tensors).main
+    sources.check_main(main)
+    draft = Draft(sources.donated, SCHEMES[options.mtp_quant], VLLM)
+    host = files_of_main(sources)
+    config = with_quantization(sources.donor.config, None)
+    split = SplitOptions(
+        target=target,
+        shared_weights=options.bundle.content.shared_weights,
+        max_shard_bytes=options.bundle.content.max_shard_bytes,
+        main=AS_STORED,
+        mtp=draft.conversion(in_groups=False),
+        main_config=config,
+        mtp_config=config,
+        gguf=grafted_parts(host, options.bundle.content),
+    )
+    # Of the keys alone no tokenizer and no config.json could be made.
+    joined = replace(sources, host=host, config=config, own={}).joined()
+    return _Grafted(
+        checkpoint=replace(joined, files=sources.donor.files),
+        stored=main.with_mtp_of(sources.donated, sources.donated.quantization),
+        split=split,
+        method=GGUF,
+        storages=_storages(main),
+    )
 
 
 def _check_places(options: GraftOptions) -> None:
-    """Refuse folders and a target that no graft can be made with (UsageError, and what
-    check_output raises)."""
+    """Refuse folders that no graft can be made with (UsageError, and what check_output raises)."""
     main, mtp = options.bundle.input_dir, options.mtp_source
     if _real(main) == _real(mtp):
         raise UsageError(
@@ -104,50 +158,48 @@ def _check_places(options: GraftOptions) -> None:
             found=str(main),
             todo="mtp-export splits one checkpoint that has both: --input-dir",
         )
-    target = target_of(options.bundle.target)
-    others = {name for name, known in FORMATS.items() if issubclass(known, ReadOnlyFormat)}
+    refuse_overlaps({"--main": main, "--mtp": mtp}, {"--output-dir": options.bundle.output_dir})
+    check_output(options.bundle.output_dir, options.bundle.run)
+
+
+def _check_target(options: GraftOptions, *, in_gguf: bool) -> None:
+    """Refuse a target that does not read such main models, or a module beside them in a precision
+    that files of another format hold (UnsupportedError)."""
+    target = options.bundle.target
+    foreign = {name for name, known in FORMATS.items() if issubclass(known, ReadOnlyFormat)}
     readers = [
         name
         for name in target_names()
-        if engine_of(name).storages & others and not target_of(name).rewrites_main
+        if engine_of(name).storages & foreign and target_of(name).rewrites_main is in_gguf
     ]
-    if options.bundle.target not in readers:
+    if target not in readers:
+        kind = "main models in GGUF files" if in_gguf else "models that others quantized"
+        *others, last = readers
         raise UnsupportedError(
-            f"Target {options.bundle.target} does not read models that others quantized",
-            expected=f"--target {', '.join(readers[:-1])} or {readers[-1]}",
-            found=target.name,
+            f"Target {target} does not read {kind}",
+            expected=f"--target {', '.join(others)} or {last}" if others else f"--target {last}",
+            found=target,
         )
-    refuse_overlaps({"--main": main, "--mtp": mtp}, {"--output-dir": options.bundle.output_dir})
-    check_output(options.bundle.output_dir, options.bundle.run)
+    if not target_of(target).mtp_storages.issuperset(SCHEMES[options.mtp_quant].storages.values()):
+        raise UnsupportedError(
+            f"Target {target} does not take the MTP module in {options.mtp_quant}",
+            expected=f"--mtp-quant {BF16}" + (f" or {GGUF_MTP}" if in_gguf else ""),
+            found=f"--mtp-quant {options.mtp_quant}",
+        )
+    if in_gguf and options.bundle.content.pre_tokenizer is not None:
+        raise UsageError(
+            "A module beside GGUF files has their pre-tokenizer",
+            expected="no --pre-tokenizer",
+            found=f"--pre-tokenizer {options.bundle.content.pre_tokenizer[:50]}",
+        )
 
 
 def _real(place: Place) -> str:
     return os.path.realpath(place) if isinstance(place, Path) else str(place)
 
 
-def _own_layers(host: Checkpoint, config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the main model's own MTP tensors, each with its layer."""
-    layer_of = family_of(config).mtp_layer_of
-    layers = ((name, layer_of(name)) for name in host.tensors)
-    return {name: layer for name, layer in layers if layer is not None}
-
-
-def _has_layers(host: Checkpoint, own: Mapping[str, int], module: str) -> InvalidInputError:
-    first = next(iter(own))
-    return InvalidInputError(
-        "The main model has an MTP layer already",
-        where=host.path,
-        expected=f"no tensor of {module}",
-        found=f"{first} ({len(own) - 1} more)",
-        todo="Serve it as it is, split it with mtp-export --input-dir, or give --replace to graft"
-        " the other layer in its place",
-    )
-
-
-def _check_tensors(host: Checkpoint, main: StoredModel, tensors: Mapping[str, TensorInfo]) -> None:
-    problems = main.differences(tensors)
-    if problems:
-        problems[0].raise_as_error(host.path, len(problems) - 1)
+def _storages(main: StoredModel) -> frozenset[str]:
+    return frozenset(str(weight.storage) for weight in main.weights.values())
 
 
 def _check_draft_is_read(options: GraftOptions, draft: Draft, main: StoredModel) -> None:
@@ -162,7 +214,7 @@ def _check_draft_is_read(options: GraftOptions, draft: Draft, main: StoredModel)
                 found=f"--mtp-quant {options.mtp_quant}",
             )
     unquantized_beside = engine.draft_reading.unquantized_beside if engine.draft_reading else set()
-    storages = {str(weight.storage) for weight in main.weights.values()} & unquantized_beside
+    storages = _storages(main) & unquantized_beside
     if storages and draft.storages:
         raise UnsupportedError(
             f"{engine.title} builds every draft unquantized beside a main model in"
@@ -171,17 +223,6 @@ def _check_draft_is_read(options: GraftOptions, draft: Draft, main: StoredModel)
             expected="--mtp-quant bf16",
             found=f"--mtp-quant {options.mtp_quant}",
         )
-
-
-def _moved(donor: Checkpoint, donated: StoredModel) -> dict[str, str]:
-    """Return the donor's tensors by the names that they get: those of its MTP layers, and its main
-    embedding and head where the layers have no copies of their own."""
-    names = donor.tensors.keys() & donated.mtp.tensors.keys()
-    moved = {name: name for name in donor.tensors if name in names}
-    for pair in donated.family.shared:
-        if pair.mtp_name not in moved:
-            moved[pair.mtp_name] = pair.main_name
-    return moved
 
 
 def _draft_config(
@@ -194,15 +235,13 @@ def _draft_config(
     return with_quantization({**others, **dtypes}, quantization)
 
 
-def _recorded(
-    options: GraftOptions, described: GraftDescription, main: StoredModel
-) -> dict[str, Any]:
-    reader = {} if described.reader is None else {"reader": described.reader}
+def _recorded(options: GraftOptions, grafted: _Grafted) -> dict[str, Any]:
+    reader = {} if grafted.reader is None else {"reader": grafted.reader}
     return {
         **options.bundle.recorded(),
         "base_quant": GRAFTED,
         "mtp_quant": options.mtp_quant,
         **reader,
-        "main_quant_method": described.main["quant_method"] if described.main else "none",
-        "main_storages": sorted({str(one.storage) for one in main.weights.values()}),
+        "main_quant_method": grafted.method,
+        "main_storages": sorted(grafted.storages),
     }

@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from fnmatch import fnmatch
 from typing import Any
 
+from mtp_checkpoints.containers.gguf_architectures.keys_read import TOKENS
+from mtp_checkpoints.containers.gguf_file import NAME as GGUF
+from mtp_checkpoints.containers.gguf_file import read_header
+from mtp_checkpoints.containers.gguf_vocabulary import unlike_tokens
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.families import family_of
 from mtp_checkpoints.families.parts import GatedMlp, Moe
@@ -111,7 +115,11 @@ def _pruned(where: Place, expected: int, found: int) -> InvalidInputError:
 
 
 def check_same_tokenizer(main: Checkpoint, donor: Checkpoint) -> None:
-    """Refuse tokenizers that give a token different ids; files that both have are compared."""
+    """Refuse tokenizers that give a token different ids; files that both have are compared, and of
+    a GGUF file its tokens."""
+    if main.shards[:1] and main.shards[0].container == GGUF:
+        _check_tokens(main, donor)
+        return
     names = main.files.names() & donor.files.names()
     if _TOKENIZER in names:
         _check_ids(main, donor)
@@ -120,6 +128,17 @@ def check_same_tokenizer(main: Checkpoint, donor: Checkpoint) -> None:
         is_vocabulary = any(fnmatch(name, pattern) for pattern in _VOCABULARIES)
         if is_vocabulary and main.files.read(name) != donor.files.read(name):
             raise _unlike(main.path, name, "the same bytes", "others")
+
+
+def _check_tokens(main: Checkpoint, donor: Checkpoint) -> None:
+    """Compare the tokens of a GGUF file with the donor's tokenizer.json, where there are both."""
+    tokens = read_header(main.shards[0].file).keys.get(TOKENS)
+    if tokens is None or not isinstance(tokens.data, tuple):
+        return
+    if _TOKENIZER in donor.files.names():
+        for number, found, expected in unlike_tokens(tokens.data, donor.files, donor.config):
+            what = f"token {number} of {_TOKENIZER}"
+            raise _unlike(main.path, what, repr(expected)[:40], repr(found)[:40])
 
 
 def _check_ids(main: Checkpoint, donor: Checkpoint) -> None:

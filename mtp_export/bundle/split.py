@@ -129,13 +129,14 @@ def mtp_part(
     )
     if options.gguf is None:
         return part
-    of_main = _of_main(checkpoint, stored, options.mtp)
+    of_main = _of_main(checkpoint, stored, options.main if options.main.keeps_all else options.mtp)
     return options.gguf.part(part, checkpoint, family, of_main)
 
 
 def _of_main(checkpoint: Checkpoint, stored: StoredModel, conversion: Conversion) -> Iterator[Step]:
     """Yield the steps of the main model's tensors that llama.cpp asks for in a module's file: the
-    norm, and the tables of a module that has none of its own."""
+    norm, and the tables of a module that has none of its own. Of a main model that stays as it is
+    they do too."""
     family = stored.family
     yield copy_step(checkpoint.tensors[weight_name(family.norm)])
     if family.shared:
@@ -264,7 +265,8 @@ def _shared_steps(
     checkpoint: Checkpoint, stored: StoredModel, options: SplitOptions, pair: SharedTensor
 ) -> Iterator[Step]:
     """Yield the steps of an embedding or head: of the MTP layer's own, else of the main model's; of
-    the main model's too where a head is converted and both are stored in different precisions.
+    the main model's too where a head is converted and both are stored in different precisions, of
+    which neither stays as it is.
 
     An own copy in another precision than the main model's is kept where it is unquantized, as every
     config that is written promises, or where the draft's config.json stays as it is; without one
@@ -276,7 +278,8 @@ def _shared_steps(
     layer = family.mtp_layer_of(pair.mtp_name)
     assert layer is not None
     if options.mtp.storage_of(own.weight) is not None:
-        one = own if alike and pair.mtp_name in checkpoint.tensors else main
+        is_own = (alike or options.main.keeps_all) and pair.mtp_name in checkpoint.tensors
+        one = own if is_own else main
         source, name = checkpoint.tensors[one.weight.name], target.mtp_name(pair.mtp_name, layer)
         converted = options.mtp.step(one, source, checkpoint.tensors, name=name)
         assert converted is not None, "the step of a weight"

@@ -46,9 +46,8 @@ def _mtp_schemes() -> Sequence[str]:
 def _graft_schemes() -> Sequence[str]:
     """Return those that a grafted layer is written in; its main model's has no scheme to keep."""
     from mtp_export.schemes import SCHEMES
-    from mtp_export.schemes.table import GGUF_SCHEMES
 
-    return [name for name in _mtp_schemes() if name in SCHEMES and name not in GGUF_SCHEMES]
+    return [name for name in _mtp_schemes() if name in SCHEMES]
 
 
 def _group_sizes() -> Sequence[str]:

@@ -51,7 +51,7 @@ class Draft:
         name for fp8 scales, and linears that attention absorbs stay in bf16."""
         return Conversion(
             scheme=self.scheme.name,
-            storages=self.scheme.storages,
+            storages=self.scheme.with_tables,
             options=FormatOptions(fp8_scale_name=COMPRESSED_SCALE if in_groups else NATIVE_SCALE),
             bf16_modules=self.family.patterns.absorbed if in_groups else (),
             native=self.stored.native,

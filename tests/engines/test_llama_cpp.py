@@ -16,7 +16,7 @@ import pytest
 from engine_runs import DELTA_FIXTURE, FIXTURE, GROUPED_FIXTURE, Prompts
 from llama_server import Text, first_file, server, texts_of
 
-from cases import edit_json, export, quantize
+from cases import edit_json, export, quantize, run_program
 from mtp_runtime import LLM, SamplingParams
 
 TOKENS = 48
@@ -136,6 +136,26 @@ def test_drafts_are_accepted_as_ours_and_change_no_text(
     if scheme == "bf16":  # beside blocks its activations are in int8, which ours are not
         assert faults(undrafted, own.tokens) == []
     assert accepted / drafted == pytest.approx(own.accepted / own.drafted, abs=POINTS[scheme])
+    assert accepted / drafted > 0.5
+
+
+def test_a_module_grafted_beside_a_main_model(
+    bundles: Callable[[str, str], Path],
+    plain: Callable[[str, str], list[Text]],
+    prompts: Prompts,
+    tmp_path: Path,
+    figures: dict[str, Any],
+) -> None:
+    """A main file in Q4_0 whose module is elsewhere, and the original's in Q8_0 beside it."""
+    main = first_file(bundles("deepseek2", "q4_0") / "main")
+    named = ("--target", "llama.cpp", "--mtp-quant", "q8_0", "--quiet")
+    made = run_program("graft", main, FIXTURE, "--output-dir", tmp_path / "out", *named)
+    assert made.code == 0, made.err
+    undrafted = plain("deepseek2", "q4_0")
+    theirs = texts_of(tmp_path / "out", 2, prompts, TOKENS, tmp_path / "log")
+    assert faults(undrafted, [text.tokens for text in theirs]) == []
+    drafted, accepted = (sum(getattr(t, name) for t in theirs) for name in ("drafted", "accepted"))
+    figures["llama.cpp, deepseek2 q4_0 with a graft"] = {"drafted": drafted, "accepted": accepted}
     assert accepted / drafted > 0.5
 
 

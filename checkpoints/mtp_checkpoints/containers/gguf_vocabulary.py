@@ -3,13 +3,13 @@ and the pre-tokenizer, as llama.cpp's converter writes them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
 from mtp_checkpoints.containers.gguf_pre_tokenizers import NONE, checked, pre_tokenizer_of
 from mtp_checkpoints.containers.gguf_special_tokens import SpecialTokens
-from mtp_checkpoints.containers.gguf_values import Value, i32s, text, texts
+from mtp_checkpoints.containers.gguf_values import Keys, Value, i32s, text, texts
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.sources.byte_source import ByteSource, Place
 from mtp_checkpoints.sources.strict_json import parsed_json_object
@@ -23,7 +23,10 @@ _SETTINGS, _TEMPLATE, _TEMPLATES = (
 _TEMPLATE_OBJECT = "chat_template.json"
 _DEFAULT = "default"
 _GLM = ("glm4", "glm5")
-_MODEL = "tokenizer.ggml.model"
+_OF_VOCABULARY = "tokenizer."
+_MODEL = f"{_OF_VOCABULARY}ggml.model"
+_TOKENS, _KINDS = f"{_OF_VOCABULARY}ggml.tokens", f"{_OF_VOCABULARY}ggml.token_type"
+_ANY_PRE_TOKENIZER = "gpt-2"  # the tokens do not depend on it
 _SPACE, _UNDERLINE = " ", "▁"
 # How an added token looks that is meant as a control token, whatever its entry says.
 _CONTROL = ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
@@ -72,13 +75,31 @@ def vocabulary_keys(
     keys = {
         _MODEL: text("gpt2"),
         "tokenizer.ggml.pre": text(name),
-        "tokenizer.ggml.tokens": texts(tokens),
-        "tokenizer.ggml.token_type": i32s(kinds),
+        _TOKENS: texts(tokens),
+        _KINDS: i32s(kinds),
         "tokenizer.ggml.merges": texts(_merges(path, tokenizer)),
         **dict(special.keys()),
         **dict(_template_keys(source, settings)),
     }
     return keys
+
+
+def unlike_tokens(
+    tokens: Sequence[object], source: ByteSource, config: Mapping[str, Any]
+) -> list[tuple[int, object, object]]:
+    """Return the ids of a file's tokens that a checkpoint's tokenizer gives another text, each with
+    both texts, but for ids that it does not use. Raises what vocabulary_keys does."""
+    keys = vocabulary_keys(source, config, len(tokens), _ANY_PRE_TOKENIZER)
+    wanted, kinds = (keys[name].data for name in (_TOKENS, _KINDS))
+    assert isinstance(wanted, tuple) and isinstance(kinds, tuple), "arrays"
+    every = enumerate(zip(tokens, wanted, kinds, strict=True))
+    return [(n, own, other) for n, (own, other, kind) in every
+            if own != other and kind != _Kind.UNUSED]  # fmt: skip
+
+
+def copied_keys(keys: Keys) -> dict[str, Value]:
+    """Return the keys of the vocabulary of another file."""
+    return {name: value for name, value in keys.items() if name.startswith(_OF_VOCABULARY)}
 
 
 def _object(source: ByteSource, name: str) -> dict[str, Any]:

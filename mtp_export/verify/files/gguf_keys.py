@@ -12,7 +12,7 @@ from mtp_checkpoints.containers.gguf_architectures import ARCHITECTURES
 from mtp_checkpoints.containers.gguf_architectures.base import ARCHITECTURE, TEXT_CONFIG
 from mtp_checkpoints.containers.gguf_architectures.keys_read import TOKENS
 from mtp_checkpoints.containers.gguf_file import NAME, GgufHeader, read_header
-from mtp_checkpoints.containers.gguf_vocabulary import vocabulary_keys
+from mtp_checkpoints.containers.gguf_vocabulary import unlike_tokens
 from mtp_checkpoints.errors import MtpExportError
 from mtp_checkpoints.families.signs import COUNT_FIELDS, flattened
 from mtp_checkpoints.sources.byte_source import ByteSource
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from mtp_export.verify.context import Context
 
 _TOLERANCE = 1e-6  # of numbers in single precision
-_ANY_PRE_TOKENIZER = "gpt-2"  # the tokens do not depend on it
 
 
 def run(context: Context) -> Iterator[Item]:
@@ -95,24 +94,16 @@ def _vocabulary(
     if files is None:
         return not_tested(name, causes.NO_TOKENIZER_BESIDE)
     try:
-        wanted = _tokens(files, checkpoint.config, len(tokens.data))
+        unlike = unlike_tokens(tokens.data, files, checkpoint.config)
     except MtpExportError as error:
         return not_tested(name, str(error))
-    unlike = [n for n, pair in enumerate(zip(tokens.data, wanted, strict=True)) if len({*pair}) > 1]
     problems = []
     if unlike:
-        first = unlike[0]
-        words = causes.another_vocabulary(len(unlike), first, tokens.data[first], wanted[first])
+        words = causes.another_vocabulary(len(unlike), *unlike[0])
         problems.append(Problem(str(shard.path), words))
-    return verdict(name, problems, counted(len(wanted), "token"), TOKENIZER_NAME)
+    return verdict(name, problems, counted(len(tokens.data), "token"), TOKENIZER_NAME)
 
 
 def _tokenizer_of(context: Context, checkpoint: Checkpoint) -> ByteSource | None:
     sources = [checkpoint.files, *([context.source.files] if context.source else [])]
     return next((files for files in sources if TOKENIZER_NAME in files.names()), None)
-
-
-def _tokens(files: ByteSource, config: Mapping[str, Any], size: int) -> tuple[object, ...]:
-    found = vocabulary_keys(files, config, size, _ANY_PRE_TOKENIZER)[TOKENS].data
-    assert isinstance(found, tuple), "an array"
-    return found

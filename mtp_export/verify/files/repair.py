@@ -16,7 +16,6 @@ from mtp_checkpoints.quantization.methods import quant_config_of
 from mtp_checkpoints.quantization.native import is_gguf, quantization_of
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_checkpoints.tensors.untied_head import with_head_like
-from mtp_export.bundle.gguf_module import gguf_module_command
 from mtp_export.bundle.journal import journaled
 from mtp_export.bundle.same_model import check_same_model, with_mtp_layers
 from mtp_export.bundle.shares import division_of
@@ -186,8 +185,7 @@ def _mtp_names(context: Context) -> Collection[str]:
 
 def graft_command(context: Context) -> str:
     """Return the command, ready to run where the original is known; "" for a bundle, a draft alone,
-    and models or quantizations that a graft does not read, or main models that differ from them.
-    A GGUF file gets the original's module as a file beside it."""
+    and models or quantizations that a graft does not read, or main models that differ from them."""
     main = context.main
     if context.is_bundle or main is None or str(main.config.get("model_type")) not in FAMILIES:
         return ""
@@ -204,13 +202,24 @@ def graft_command(context: Context) -> str:
         pass
     source = context.options.source
     original = _original(context) if source is None else quote(str(source))
-    if is_gguf(quantization_of(main.config)):
-        return gguf_module_command(original, str(Unknown.BUNDLE))
-    here = quote(str(context.options.bundle))
+    in_gguf = is_gguf(quantization_of(main.config))
+    here, target = quote(str(context.options.bundle)), " --target llama.cpp" if in_gguf else ""
     replacing = " --replace" if context.mtp is not None and context.options.mtp is None else ""
+    if in_gguf and replacing and _in_one_file(context):
+        return ""  # which no graft writes anew
     return (
-        f"mtp-export graft --main {here} --mtp {original} --output-dir {Unknown.BUNDLE}{replacing}"
+        f"mtp-export graft --main {here} --mtp {original} --output-dir {Unknown.BUNDLE}"
+        f"{replacing}{target}"
     )
+
+
+def _in_one_file(context: Context) -> bool:
+    """Return whether tensors of both parts are in one file."""
+    main, mtp = (
+        {tensor.path for tensor in part.written.values()} if part is not None else set()
+        for part in (context.main, context.mtp)
+    )
+    return not main.isdisjoint(mtp)
 
 
 def unlike_source(context: Context) -> str:
