@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.base import Role, TensorSpec
 from mtp_checkpoints.families.contract import MtpContract
-from mtp_checkpoints.families.parts import Gqa, Moe, SlidingGqa
+from mtp_checkpoints.families.parts import Gqa, HeadGatedGqa, Moe, SlidingGqa
 from mtp_checkpoints.formats.base import ReadOnlyFormat
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.tune.draft import DraftType, Sizes
@@ -139,7 +139,10 @@ def _check(source: SourceBundle) -> None:
         )
     attention = source.family.mtp[0].layer.attention
     windowed = isinstance(attention, SlidingGqa)
-    if windowed or (isinstance(attention, Gqa) and attention.sizes.is_gated):
+    gated = isinstance(attention, HeadGatedGqa) or (
+        isinstance(attention, Gqa) and attention.sizes.is_gated
+    )
+    if windowed or gated:
         raise UnsupportedError(
             f"MTP layers with {'a sliding window' if windowed else 'gated attention'} are not"
             " trained",

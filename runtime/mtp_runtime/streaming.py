@@ -77,4 +77,4 @@ def pass_through(
     for chunk in chunks:
         x[chunk.rows] = layer.attend(x[chunk.rows], cache, chunk.forward)
     del cache
-    x += layer.feed_forward(layer.post_norm(x))
+    x += layer.added(x)

@@ -1,13 +1,13 @@
-"""Every model that vLLM takes for one with an MTP module has a row in docs/models.md."""
+"""Every model that vLLM or SGLang takes for one with an MTP module has a row in docs/models.md."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-from engine_runs import process
+from engine_runs import process, sglang_wheel
 
-from mtp_checkpoints.families import FAMILIES
+from mtp_checkpoints.families import FAMILIES, family_of
 from mtp_checkpoints.families.without_mtp import NOT_DESCRIBED, SEPARATE_DRAFTS, WITHOUT_MTP
 from runtime.checkpoints import SMALL_CONFIGS
 
@@ -22,6 +22,23 @@ OTHERS = {
     "MiMoV2OmniForCausalLM": "mimo_v2",
     "MiniMaxM3SparseForConditionalGeneration": "minimax_m3_vl",
 }
+# The same of SGLang's rewriting. That of dots3 it knows by the class of its config.
+OF_SGLANG = OTHERS | {
+    "BailingMoeForCausalLM": "bailing_moe",
+    "BailingMoeV2ForCausalLM": "bailing_moe_v2",
+    "DeepseekV4ForCausalLM": "deepseek_v4",
+    "ExaoneMoEForCausalLM": "exaone_moe",
+    "GigaChat35ForCausalLM": "gigachat3_5",
+    "HYV4ForCausalLM": "hy_v4",
+    "InklingForConditionalGeneration": "inkling_mm_model",
+    "InternS2MobiusForConditionalGeneration": "interns2_mobius",
+    "InternS2PreviewForConditionalGeneration": "intern_s2_preview",
+    "NemotronHPuzzleForCausalLM": "nemotron_h_puzzle",
+    "NemotronH_Omni_Reasoning_V3": "nemotron_h_omni",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
+# Classes of transformers, under whose names nothing is released.
+UNRELEASED = {"BailingHybridForCausalLM", "Qwen4ExpForCausalLM"}
 EAGLE = {"MistralLarge3ForCausalLM"}  # a draft of its own, and no MTP module
 
 
@@ -35,3 +52,23 @@ def test_every_model_of_vllms_map_has_a_row(tmp_path: Path) -> None:
     ours = {name for config in SMALL_CONFIGS.values() for name in config["architectures"]}
     assert set(OTHERS.values()) <= ROWS
     assert set(found["architectures"]) <= ours | OTHERS.keys() | EAGLE
+
+
+def test_every_model_that_sglang_rewrites_has_a_row(tmp_path: Path) -> None:
+    """And of those that run, SGLang has the drafts that their families name it for."""
+    ours = {name for config in SMALL_CONFIGS.values() for name in config["architectures"]}
+    job = {"wheel": str(sglang_wheel()), "architectures": sorted(ours)}
+    script = Path(__file__).with_name("sglang_draft_map.py")
+    status, log, result = process(script, job, tmp_path)
+    assert status == 0, log[-3000:]
+    made = json.loads(result.read_text())
+    rewritten = {name for name, draft in made.items() if draft != name}
+    assert set(OF_SGLANG.values()) <= ROWS
+    assert rewritten <= ours | OF_SGLANG.keys()
+    told = {
+        name
+        for config in SMALL_CONFIGS.values()
+        if "sglang" in family_of(config).engines
+        for name in config["architectures"]
+    }
+    assert told - UNRELEASED <= rewritten

@@ -337,7 +337,13 @@ EXAONE4_5: dict[str, Any] = {
     "architectures": ["Exaone4_5_ForConditionalGeneration"],
     "model_type": "exaone4_5",
     "tie_word_embeddings": False,
-    "text_config": PLAIN | {"model_type": "exaone4", "num_nextn_predict_layers": 1},
+    "text_config": PLAIN
+    | {
+        "model_type": "exaone4",
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 32,
+        "num_nextn_predict_layers": 1,
+    },
     "vision_config": _VISION,
 }
 LONGCAT_FLASH: dict[str, Any] = {
@@ -474,12 +480,12 @@ COMPUTED = tuple(
     name for name, config in SMALL_CONFIGS.items() if not why_not_computed(family_of(config))
 )
 # Families whose attention the kernels divide among ranks, and trainings take: without states of
-# requests and sliding windows.
+# requests, sliding windows and gates of heads.
 DIVIDED = tuple(
     name
     for name in COMPUTED
     if not any(
-        isinstance(part, parts.GatedDeltaNet | parts.SlidingGqa)
+        isinstance(part, parts.GatedDeltaNet | parts.SlidingGqa | parts.HeadGatedGqa)
         for part in family_of(SMALL_CONFIGS[name]).parts
     )
 )

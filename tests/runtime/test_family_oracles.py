@@ -7,6 +7,7 @@ executions are compared. A random model with a tiny vocabulary accepts drafts by
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from safetensors.torch import load_file, save_file
 
 from cases import nightly_but
 from mtp_checkpoints.errors import UsageError
+from mtp_checkpoints.families import family_of
 from mtp_runtime import SamplingParams
-from runtime.checkpoints import SMALL_CONFIGS, write_checkpoint
+from runtime.checkpoints import SMALL_CONFIGS, changed, write_checkpoint
 from runtime.harness import Walk, load, prompts_of, run
-from runtime.oracles import MTP_MODEL, oracle, rename_tensors
+from runtime.oracles import MTP_MODEL, oracle, rename_mtp_tensors, with_own_heads
 
 TOLERANCE = 1e-4
 ORACLES = {
@@ -30,9 +32,26 @@ ORACLES = {
     "hy_v3": "HYV3ForCausalLM",
     "exaone_moe": "ExaoneMoeForCausalLM",
     "mellum": "MellumForCausalLM",
+    "step3p5": "Step3p7ForConditionalGeneration",
 }
 # transformers runs no MTP layer with an indexer: the same weights without it are another model's.
 WITHOUT_INDEXER = {"deepseek_v32": "deepseek_v3", "glm_moe_dsa": "glm4_moe_lite"}
+# As the release has it: rotations by layer, of which full attention's are stretched, and limits.
+STEP_RELEASED = {
+    "rope_theta": [5000000.0, 10000.0] * 2 + [10000.0] * 3,
+    "partial_rotary_factors": [0.5, 1.0] * 2 + [1.0] * 3,
+    "yarn_only_types": ["full_attention"],
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 2.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 32.0,
+        "original_max_position_embeddings": 128,
+    },
+    "moe_router_scaling_factor": 3.0,
+    "swiglu_limits": [0.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0],
+    "swiglu_limits_shared": [0.05, 0.0, 0.0, 0.1, 0.0, 0.0, 0.0],
+}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("glm4_moe", {}),
     "glm4_moe without norms": ("glm4_moe", {"use_qk_norm": False}),
@@ -45,6 +64,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mimo": ("mimo", {}),
     "exaone_moe": ("exaone_moe", {}),
     "mellum": ("mellum", {}),
+    "step3p5": ("step3p5", STEP_RELEASED),
     "qwen3_next": ("qwen3_next", {}),
     "qwen3_next, weights not normalised": ("qwen3_next", {"norm_topk_prob": False}),
     "qwen3_5": ("qwen3_5_text", {}),
@@ -66,7 +86,7 @@ def logits_of(reference: Any, tokens: Any) -> torch.Tensor:
 def test_logits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one prefill, and token by token after one."""
     model_type, changes = VARIANTS[name]
-    path = write_checkpoint(tmp_path, SMALL_CONFIGS[model_type] | changes)
+    path = write_checkpoint(tmp_path, changed(SMALL_CONFIGS[model_type], **changes))
     (tokens,) = prompts_of([150], 96)
     expected = logits_of(oracle(path, monkeypatch), tokens)
     for compiled in (False, True):
@@ -104,9 +124,9 @@ def test_greedy_tokens_and_mtp_steps(
     model_type: str, count: int, new: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens equal transformers', with speculation or without, in as many steps of the target."""
-    config = SMALL_CONFIGS[model_type] | {"vocab_size": 4, "eos_token_id": None}
+    config = changed(SMALL_CONFIGS[model_type], vocab_size=4, eos_token_id=None)
     path = write_checkpoint(tmp_path / "model", config)
-    model, accepted = load(path), 0
+    model, accepted, expected = load(path), 0, []
     reference = drafting_oracle(path, tmp_path / "oracle", monkeypatch)
     steps = counted_steps(reference, monkeypatch)
     prompts = prompts_of(range(9, 9 + 11 * count, 11), 4, seed=2)
@@ -122,34 +142,37 @@ def test_greedy_tokens_and_mtp_steps(
             max_new_tokens=params.max_tokens,
             pad_token_id=0,
         )
-        ours = run(model, [prompt], params, method="mtp", k=1)
-        assert ours.outputs[0] == out[0, len(prompt) :].tolist()
+        ours = run(model, [prompt], params, method="mtp", k=len(model.mtp_modules))
+        expected.append(out[0, len(prompt) :].tolist())
+        assert ours.outputs[0] == expected[-1]
         assert ours.requests[0].metrics.target_steps == len(steps)
         accepted += sum(ours.requests[0].metrics.accepted)
     assert accepted
-    plain = run(model, prompts, params).outputs
-    assert run(model, prompts, params, method="mtp", k=3).outputs == plain
+    assert run(model, prompts, params).outputs == expected
+    assert run(model, prompts, params, method="mtp", k=3).outputs == expected
 
 
 def drafting_oracle(path: Path, other: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """transformers' model of a checkpoint, ready to draft with its MTP layer."""
-    config = json.loads((path / "config.json").read_text())
+    shutil.copytree(path, other)  # ours reads its weights when it uses them
+    config = json.loads((other / "config.json").read_text())
     if config["model_type"] in WITHOUT_INDEXER:
         like = SMALL_CONFIGS[WITHOUT_INDEXER[config["model_type"]]]
         tensors = load_file(path / "model.safetensors")
         kept = {name: tensor for name, tensor in tensors.items() if ".indexer." not in name}
-        other.mkdir()
         save_file(kept, other / "model.safetensors", metadata={"format": "pt"})
         named = {key: like[key] for key in ("model_type", "architectures")}
         (other / "config.json").write_text(json.dumps(config | named))
-        path = other
-    rename_tensors(path, "final_layernorm", "shared_head.norm")  # MtpModel's name
-    reference = oracle(path, monkeypatch)
-    reference.config.num_mtp_layers = 1
-    if getattr(reference.config, "mlp_layer_types", None) is not None:
-        reference.config.mtp_mlp_layer_types = ["sparse"]
+    rename_mtp_tensors(other)
+    reference = oracle(other, monkeypatch)
+    text = reference.config.get_text_config()
+    text.num_mtp_layers = len(family_of(config).mtp)
+    if getattr(text, "mlp_layer_types", None) is not None:
+        text.mtp_mlp_layer_types = ["sparse"]
     for key, value in MTP_MODEL.get(config["model_type"], {}).items():
-        setattr(reference.config, key, value)
+        setattr(text, key, value)
+    if any(mtp.own_head for mtp in family_of(config).mtp):
+        with_own_heads(reference, monkeypatch)
     return reference
 
 

@@ -31,6 +31,7 @@ class Role(StrEnum):
     ROUTED_EXPERT = "routed expert"
     MTP_PROJECTION = "mtp projection"
     MTP_INPUT = "mtp input"  # projection of embedding or hidden state alone; never quantized
+    ATTENTION_GATES = "attention gates"  # one value per head; never quantized
     CONVOLUTION = "convolution"
     DELTA_GATES = "delta net gates"  # decay and write strength, by head; never quantized
     INDEXER = "indexer"  # projections of queries and keys

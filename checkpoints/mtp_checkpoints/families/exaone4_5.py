@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.exaone_attention import exaone_attention
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.gated_delta_decoder import at_most_one_mtp_layer
 from mtp_checkpoints.families.listed_decoder import listed_decoder
@@ -19,22 +20,25 @@ from mtp_checkpoints.families.spec import LayerSpec, ModelSpec, MtpModules, MtpS
 from mtp_checkpoints.families.text_part import TextPart
 
 _CONTRACT = MtpContract(source="vLLM")
+_DEFAULTS = {"use_qk_norm": True, "partial_rotary_factor": 1.0, "sliding_window": 4096}
 _NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
 
 
 def spec(fields: Fields) -> ModelSpec:
     """Describe a config.json."""
     part = TextPart.of(fields)
-    known = part.fields.with_defaults(use_qk_norm=True, partial_rotary_factor=1.0)
-    attention, mlp = Gqa.of(known), GatedMlp.of(known)
+    known = part.fields.with_defaults(**_DEFAULTS)
+    attentions, _ = exaone_attention(known, main_layers(known))
+    mlp = GatedMlp.of(known)
 
-    def layer(prefix: str) -> LayerSpec:
-        return LayerSpec(prefix, attention, mlp, norms=_NORMS)
+    def layer(prefix: str, attention: Gqa) -> LayerSpec:
+        return LayerSpec(prefix, attention, mlp, norms=_NORMS, norms_after=True)
 
-    module = MtpSpec(layer("mtp.layers.0"), MtpModules.of_qwen(), prefix="mtp")
+    # vLLM makes the module's layer as the first one, in its kind and positions too.
+    module = MtpSpec(layer("mtp.layers.0", attentions[0]), MtpModules.of_qwen(), prefix="mtp")
     described = listed_decoder(
         part,
-        [layer(f"{part.prefix}.layers.{index}") for index in range(main_layers(known))],
+        [layer(f"{part.prefix}.layers.{index}", own) for index, own in enumerate(attentions)],
         [module] * at_most_one_mtp_layer(known, 0),
         _CONTRACT,
         mtp_prefix="mtp",
@@ -43,5 +47,5 @@ def spec(fields: Fields) -> ModelSpec:
         described,
         engines=("vllm",),
         linear_projection=True,
-        uncomputed="norms follow attention and MLP; some layers attend to the last tokens alone",
+        uncomputed="norms follow attention and MLP",
     )

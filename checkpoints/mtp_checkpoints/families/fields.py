@@ -41,6 +41,18 @@ class Fields:
         own = {self.name(key): value for key, value in values.items()}
         return replace(self, values={**self.values, **own})
 
+    def at(self, index: int, *keys: str) -> Fields:
+        """Return the fields of one layer: of fields that list a value by layer, given by their
+        usual names, its own; what is null or beyond a list is absent."""
+        own = {name: self.values.get(name) for name in map(self.name, keys)}
+        kept = {name: value for name, value in self.values.items() if name not in own}
+        for name, value in own.items():
+            if isinstance(value, list):
+                value = value[index] if index < len(value) else None
+            if value is not None:
+                kept[name] = value
+        return replace(self, values=kept)
+
     def name(self, key: str) -> str:
         """Return the name that a field has here."""
         return self.names.get(key, key)

@@ -24,7 +24,7 @@ from mtp_checkpoints.families.base import (
 )
 from mtp_checkpoints.families.contract import MtpContract
 from mtp_checkpoints.families.facts import ModelFacts
-from mtp_checkpoints.families.parts.feed_forward import DENSE, FusedExperts, Moe
+from mtp_checkpoints.families.parts.feed_forward import DENSE, Moe
 from mtp_checkpoints.families.parts.listed import Entry, Listed
 from mtp_checkpoints.families.parts.rope import Rope
 
@@ -37,7 +37,7 @@ PLAIN_HEADS = ("lm_head", "re:.*shared_head.*")
 """Entries of a config that leave out the heads."""
 _PLAIN_ROLES = (
     *(Role.ROUTER, Role.DELTA_GATES, Role.CONVOLUTION, Role.HYPER_CONNECTION),
-    *(Role.MTP_PROJECTION, Role.MTP_INPUT),
+    *(Role.MTP_PROJECTION, Role.MTP_INPUT, Role.ATTENTION_GATES),
 )
 _USUAL = ".eh_proj"  # of most MTP layers' projections
 _EXPERTS = ".experts."
@@ -74,8 +74,9 @@ class LayerSpec:
     """One decoder layer, main or MTP: its parts, and the names of its modules under a prefix.
 
     The name of a part is "" where its modules lie in the layer itself. norms are those of the
-    stream; a layer that the runtime computes has two, one before each part, and no more than these:
-    more are other tensors, by their names under the prefix.
+    stream; a layer that the runtime computes has two, one before each part, or after each where
+    norms_after is True. It has no more than these: more are other tensors, by their names under the
+    prefix.
     """
 
     prefix: str
@@ -85,6 +86,7 @@ class LayerSpec:
     feed_forward_name: str = "mlp"
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     more: tuple[Entry, ...] = ()
+    norms_after: bool = False
 
     @property
     def input_norm(self) -> str:
@@ -185,6 +187,11 @@ class MtpSpec:
         return self.prefix or self.layer.prefix
 
     @property
+    def own_head(self) -> str | None:
+        """Module of its head that is no copy of the main model's."""
+        return next((own.module for own in self.more if own.role is Role.OWN_HEAD), None)
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Beginnings of the names of all its modules."""
         own = f"{self.name}."
@@ -270,9 +277,9 @@ class ModelSpec:
     def plain_matrices(self) -> tuple[str, ...]:
         """Modules of matrices that are never quantized, and that engines build as linears unless a
         list names them; none where they build them plain."""
-        if not self.mtp_prefix and not any(isinstance(part, Listed) for part in self.parts):
-            return ()
-        plain = (s for s in self.tensors.values() if s.role in _PLAIN_ROLES and len(s.shape) > 1)
+        listed = self.mtp_prefix or self.carried or any(isinstance(p, Listed) for p in self.parts)
+        roles = _PLAIN_ROLES if listed else (Role.ATTENTION_GATES,)  # which all build as linears
+        plain = (s for s in self.tensors.values() if s.role in roles and len(s.shape) > 1)
         modules = (spec.module for spec in plain if spec.name == weight_name(spec.module))
         return (*modules, *self.carried_modules)
 
@@ -385,7 +392,7 @@ def _as_stored(layer: LayerSpec, names: Collection[str], apart: Collection[str])
     moe, prefix = layer.feed_forward, layer.feed_forward_prefix
     if not isinstance(moe, Moe):
         return layer
-    fused = any(name in names for name in FusedExperts.under(prefix))
+    fused = any(name in names for name in moe.names.fused.under(prefix).every)
     if not fused and prefix not in apart:
         return layer
     return replace(layer, feed_forward=replace(moe, is_fused=fused))

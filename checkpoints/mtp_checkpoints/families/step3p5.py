@@ -1,7 +1,8 @@
 """Step-3.5: gates of attention heads, of which sliding layers have more, a mixture of experts that
 are stored fused, and MTP layers with a head each.
 
-Source: transformers' step3p7 and its conversion mapping; vLLM's and SGLang's step3p5_mtp.
+Source: transformers' step3p7 and its conversion mapping; vLLM's step3p5 and step3p5_mtp; SGLang's
+step3p5_mtp.
 """
 
 from __future__ import annotations
@@ -12,9 +13,19 @@ from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.families.contract import Hidden, MtpContract
 from mtp_checkpoints.families.facts import refuse_set
 from mtp_checkpoints.families.fields import Fields
-from mtp_checkpoints.families.listed_decoder import listed_decoder, listed_layer
+from mtp_checkpoints.families.listed_decoder import listed_decoder
 from mtp_checkpoints.families.moe_decoder import main_layers, mtp_count
-from mtp_checkpoints.families.parts.listed import Entry, Listed, gated_mlp, grouped, matrix, norm
+from mtp_checkpoints.families.parts.feed_forward import (
+    FusedExperts,
+    GatedMlp,
+    Moe,
+    MoeNames,
+    Router,
+)
+from mtp_checkpoints.families.parts.gqa import Gqa
+from mtp_checkpoints.families.parts.head_gated_gqa import HeadGatedGqa
+from mtp_checkpoints.families.parts.listed import Entry
+from mtp_checkpoints.families.parts.sliding_gqa import SlidingGqa
 from mtp_checkpoints.families.spec import LayerSpec, ModelSpec, MtpModules, MtpSpec
 from mtp_checkpoints.families.text_part import TextPart
 
@@ -22,8 +33,22 @@ _CONTRACT = MtpContract(
     Hidden.BEFORE_NORM, recycled_hidden=Hidden.BEFORE_NORM, source="vLLM and SGLang"
 )
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-_ATTENTION = "attention with a gate per head, in some layers to the last tokens alone"
-_EXPERTS = "fused experts behind a sigmoid router"
+_FIELDS = {
+    "num_key_value_heads": "num_attention_groups",
+    "partial_rotary_factor": "partial_rotary_factors",
+    "num_experts_per_tok": "moe_top_k",
+    "norm_topk_prob": "norm_expert_weight",
+    "routed_scaling_factor": "moe_router_scaling_factor",
+    "scoring_func": "moe_router_activation",
+}
+_OF_LAYERS = ("rope_theta", "partial_rotary_factor", "swiglu_limits", "swiglu_limits_shared")
+_NAMES = MoeNames(
+    router="moe.gate",
+    bias="moe.router_bias",
+    shared="share_expert",
+    module="",
+    fused=FusedExperts(("moe.gate_proj.weight", "moe.up_proj.weight"), "moe.down_proj.weight"),
+)
 
 
 def spec(fields: Fields) -> ModelSpec:
@@ -49,8 +74,11 @@ def decoder(part: TextPart) -> ModelSpec:
 
 
 def _layer(fields: Fields, index: int, kind: str, sparse: frozenset[int]) -> LayerSpec:
-    parts = _attention(fields, kind), _moe(fields) if index in sparse else _mlp(fields)
-    return listed_layer(f"model.layers.{index}", *parts)
+    own = fields.named(**_FIELDS).at(index, *_OF_LAYERS)
+    prefix, attention = f"model.layers.{index}", _attention(own, index, kind)
+    if index in sparse:
+        return LayerSpec(prefix, attention, _moe(own), feed_forward_name=_NAMES.module)
+    return LayerSpec(prefix, attention, replace(GatedMlp.of(own), limit=_limit(own, shared=True)))
 
 
 def _mtp(fields: Fields, layer: LayerSpec) -> MtpSpec:
@@ -82,38 +110,44 @@ def _sparse(fields: Fields, main: int) -> frozenset[int]:
     return frozenset(map(int, numbers))
 
 
-def _attention(fields: Fields, kind: str) -> Listed:
-    sizes = fields
+def _attention(fields: Fields, index: int, kind: str) -> Gqa:
+    """Read the attention of a layer: those of one kind have other heads."""
+    known = fields.with_defaults(use_qk_norm=True, partial_rotary_factor=1.0)
     other = fields.section("attention_other_setting")
     if other.values and kind == other.word("attention_type", _SLIDING):
-        sizes = other
-    hidden = fields.whole("hidden_size")
-    heads, groups = sizes.whole("num_attention_heads"), sizes.whole("num_attention_groups")
-    head = sizes.whole("head_dim")
-    entries = [*grouped(hidden, heads, groups, head), norm("q_norm", head), norm("k_norm", head)]
+        groups = other.whole("num_attention_groups")
+        known = known.with_values(
+            num_attention_heads=other.whole("num_attention_heads"),
+            num_key_value_heads=groups,
+            head_dim=other.whole("head_dim"),
+        )
+    if kind not in (fields.values.get("yarn_only_types") or [_SLIDING, _FULL]):
+        known = known.with_values(rope_scaling=None)
+    whole = Gqa.of(known)
+    placed = fields.at(index, "use_rope_layers")
+    if placed.has("use_rope_layers") and not placed.flag("use_rope_layers"):
+        whole = whole.without_positions()
+    window = fields.whole("sliding_window") if kind == _SLIDING else None
     if fields.flag("use_head_wise_attn_gate", True):
-        entries.append(matrix("g_proj", heads, hidden, Role.ATTENTION))
-    return Listed(_ATTENTION, "self_attn", tuple(entries))
+        return HeadGatedGqa(whole.hidden, whole.sizes, whole.rope, window)
+    return whole if window is None else SlidingGqa(whole.hidden, whole.sizes, whole.rope, window)
 
 
-def _mlp(fields: Fields) -> Listed:
-    sizes = fields.whole("hidden_size"), fields.whole("intermediate_size")
-    return Listed("gated MLP", "mlp", gated_mlp("", *sizes, Role.DENSE_MLP))
+def _limit(fields: Fields, *, shared: bool) -> float | None:
+    """Return the bound of a layer's inner values, of routed experts or of others; 0 is none."""
+    key = "swiglu_limits_shared" if shared else "swiglu_limits"
+    return fields.number(key, 0.0, maximum=1e6) or None
 
 
-def _moe(fields: Fields) -> Listed:
-    hidden, experts = fields.whole("hidden_size"), fields.whole("moe_num_experts")
-    inner, shared = fields.whole("moe_intermediate_size"), fields.whole("share_expert_dim")
-    routed = Role.ROUTED_EXPERT
-    return Listed(
-        _EXPERTS,
-        "",
-        (
-            matrix("moe.gate", experts, hidden, Role.ROUTER),
-            Entry("moe.router_bias", (experts,), Role.ROUTER),
-            Entry("moe.gate_proj.weight", (experts, inner, hidden), routed),
-            Entry("moe.up_proj.weight", (experts, inner, hidden), routed),
-            Entry("moe.down_proj.weight", (experts, hidden, inner), routed),
-            *gated_mlp("share_expert.", hidden, shared, Role.SHARED_EXPERT),
-        ),
+def _moe(fields: Fields) -> Moe:
+    experts, inner = fields.whole("moe_num_experts"), fields.whole("moe_intermediate_size")
+    return Moe(
+        replace(GatedMlp.of(fields), inner=inner, limit=_limit(fields, shared=False)),
+        experts,
+        shared=1,
+        router=Router.of(fields, experts),
+        shared_inner=fields.whole("share_expert_dim"),
+        is_fused=True,
+        names=_NAMES,
+        shared_limit=_limit(fields, shared=True),
     )

@@ -34,6 +34,11 @@ NOT_DESCRIBED: dict[str, str] = {
     "nemotron_h_puzzle": "Nemotron-H Puzzle",
     "intern_s2_preview": "Intern-S2-preview",
     "interns2_mobius": "Intern-S2 Mobius",
+    "gigachat3_5": "GigaChat-3.5",
+    "bailing_moe": "Ling",
+    "bailing_moe_v2": "Ling-2.0",
+    "qwen3_moe": "Qwen3 with experts",
+    "nemotron_h_omni": "Nemotron-3 Nano Omni",
 }
 
 

@@ -13,7 +13,7 @@ from mtp_checkpoints.families.contract import Hidden
 from mtp_checkpoints.families.parts import Rope
 from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_runtime.layers.attention import Attention
-from mtp_runtime.layers.gqa import Gqa, SlidingGqa
+from mtp_runtime.layers.gqa import Gqa, HeadGatedGqa, SlidingGqa
 from mtp_runtime.layers.linear import Linear, Weight
 from mtp_runtime.layers.mla import Mla
 from mtp_runtime.layers.norm import RmsNorm
@@ -166,6 +166,7 @@ _VARIANTS_OF: dict[type, Callable[[Model, Variant, Any], Iterator[Variant]]] = {
     Mla: _latent,
     Gqa: _grouped,
     SlidingGqa: _grouped,
+    HeadGatedGqa: _grouped,
 }
 
 

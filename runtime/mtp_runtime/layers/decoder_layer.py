@@ -1,4 +1,5 @@
-"""One decoder layer: attention and feed-forward, each after a norm and added to the stream."""
+"""One decoder layer: attention and feed-forward, each after a norm, or before one, and added to the
+stream."""
 
 from __future__ import annotations
 
@@ -54,15 +55,44 @@ class DecoderLayer:
         attention_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Take rows x [T, d] through the first half alone."""
-        return x + self.attention(
-            self.normed(x) if attention_input is None else attention_input, cache, forward
-        )
+        taken = self.normed(x) if attention_input is None else attention_input
+        return self.with_attended(x, self.attention(taken, cache, forward))
 
     def normed(self, x: torch.Tensor) -> torch.Tensor:
         """Return what attention takes of rows x [T, d]."""
         assert self.input_norm is not None, "rows are given to a layer without one"
         return self.input_norm(x)
 
+    def with_attended(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """Return rows x [T, d] with what attention made of them [T, d]."""
+        return x + attended
+
     def fed_forward(self, x: torch.Tensor) -> torch.Tensor:
         """Take rows x [T, d] through the second half alone."""
-        return x + self.feed_forward(self.post_norm(x))
+        return x + self.added(x)
+
+    def added(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the second half adds to rows x [T, d]."""
+        return self.feed_forward(self.post_norm(x))
+
+
+@dataclass(frozen=True)
+class PostNormLayer(DecoderLayer):
+    """Decoder layer whose norms follow its parts: input_norm that of attention, post_norm that of
+    the feed-forward.
+
+    Source: transformers' exaone4.
+    """
+
+    def normed(self, x: torch.Tensor) -> torch.Tensor:
+        """Return rows x [T, d], which attention takes as they are."""
+        return x
+
+    def with_attended(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """Return rows x [T, d] with the norm of what attention made of them [T, d]."""
+        assert self.input_norm is not None, "every such layer has both norms"
+        return x + self.input_norm(attended)
+
+    def added(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the second half adds to rows x [T, d]."""
+        return self.post_norm(self.feed_forward(x))

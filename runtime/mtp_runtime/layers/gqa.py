@@ -70,7 +70,7 @@ class Gqa(Attention):
             attended[rows] = attend(
                 query[rows], _cached(keys, pages, length), _cached(values, pages, length), seen
             )
-        return self.output(self.gated(attended, heads).flatten(1))
+        return self.output(self.gated(attended, heads, x).flatten(1))
 
     def seen(self, tokens: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
         """Return which tokens, of positions [t], queries of positions [s, 1] attend to: [s, t]."""
@@ -84,9 +84,9 @@ class Gqa(Attention):
             projected = projected + self.bias
         return projected.view(len(x), -1, self.sizes.head)
 
-    def gated(self, attended: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+    def gated(self, attended: torch.Tensor, heads: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Return what heads attended to [T, h, n] as the output projection takes it, given all that
-        was projected."""
+        was projected of x [T, d]."""
         return attended
 
     def queries(self, heads: torch.Tensor) -> torch.Tensor:
@@ -127,7 +127,7 @@ class GatedGqa(Gqa):
         """Return every other of the first heads."""
         return heads[:, : self.sizes.queries : 2]
 
-    def gated(self, attended: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+    def gated(self, attended: torch.Tensor, heads: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Multiply what heads attended to by their gates."""
         return attended * heads[:, 1 : self.sizes.queries : 2].sigmoid()
 
@@ -135,11 +135,7 @@ class GatedGqa(Gqa):
         self, x: torch.Tensor, cos_sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Refuse to be trained: what trains attention takes no gates."""
-        raise UnsupportedError(
-            "Layers with gated attention are not trained",
-            expected="attention without gates of its heads",
-            todo="Export the module as it is, or graft another one",
-        )
+        raise _with_gates()
 
 
 @dataclass(frozen=True)
@@ -153,7 +149,7 @@ class SlidingGqa(Gqa):
 
     def seen(self, tokens: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
         """Return which tokens queries attend to, [s, t]: those in their windows."""
-        return (tokens <= queries) & (tokens > queries - self.window)
+        return _in_window(tokens, queries, self.window)
 
     def expanded(
         self, x: torch.Tensor, cos_sin: torch.Tensor
@@ -165,6 +161,47 @@ class SlidingGqa(Gqa):
             found=f"the last {self.window}",
             todo="Export the module as it is, or graft another one",
         )
+
+
+@dataclass(frozen=True)
+class HeadGatedGqa(Gqa):
+    """Grouped-query attention whose heads are gated: the sigmoid of its gate, one of gates(x)
+    [T, h], multiplies what a head attended to. A token attends to `window` tokens, None: to all.
+
+    Source: transformers' step3p7.
+    """
+
+    gates: Linear
+    window: int | None
+
+    def seen(self, tokens: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+        """Return which tokens queries attend to, [s, t]: those in their windows."""
+        if self.window is None:
+            return super().seen(tokens, queries)
+        return _in_window(tokens, queries, self.window)
+
+    def gated(self, attended: torch.Tensor, heads: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Multiply what heads attended to by their gates."""
+        return attended * self.gates(x).sigmoid()[..., None]
+
+    def expanded(
+        self, x: torch.Tensor, cos_sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Refuse to be trained: what trains attention takes no gates."""
+        raise _with_gates()
+
+
+def _with_gates() -> UnsupportedError:
+    return UnsupportedError(
+        "Layers with gated attention are not trained",
+        expected="attention without gates of its heads",
+        todo="Export the module as it is, or graft another one",
+    )
+
+
+def _in_window(tokens: torch.Tensor, queries: torch.Tensor, window: int) -> torch.Tensor:
+    """Return which tokens, of positions [t], are among the last `window` up to queries [s, 1]."""
+    return (tokens <= queries) & (tokens > queries - window)
 
 
 def _cached(entries: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:

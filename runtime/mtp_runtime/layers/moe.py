@@ -19,18 +19,22 @@ from mtp_runtime.layers.linear import Linear
 MLP_ROWS = 2048
 
 
-def gated(both: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) * up for [gate, up] side by side."""
+def gated(both: torch.Tensor, limit: float | None = None) -> torch.Tensor:
+    """Return silu(gate) * up for [gate, up] side by side; limit: what the first factor is at most,
+    and the second on either side of 0."""
     gate, up = both.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
+    if limit is None:
+        return F.silu(gate).mul_(up)
+    return F.silu(gate).clamp_(max=limit).mul_(up.clamp(-limit, limit))
 
 
 @dataclass(frozen=True)
 class Mlp:
-    """down(silu(gate(x)) * up(x)); gate and up are one matrix."""
+    """down(silu(gate(x)) * up(x)); gate and up are one matrix, limit as in `gated`."""
 
     gate_up: Linear
     down: Linear
+    limit: float | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if x.shape[0] > MLP_ROWS:
@@ -39,7 +43,7 @@ class Mlp:
 
     def inner(self, x: torch.Tensor) -> torch.Tensor:
         """Return the inner values [T, i] of rows x [T, d]."""
-        return gated(self.gate_up(x))
+        return gated(self.gate_up(x), self.limit)
 
 
 class Experts(Protocol):

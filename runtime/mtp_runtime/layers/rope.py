@@ -18,7 +18,12 @@ def inverse_frequencies(rope: parts.Rope) -> torch.Tensor:
     """Return inv_freq [r/2], float32: the angle per position of each pair, in radians."""
     exponents = torch.arange(0, rope.size, 2, dtype=torch.float32) / rope.size
     plain = 1.0 / rope.theta**exponents
-    yarn = rope.yarn
+    yarn, llama3 = rope.yarn, rope.llama3
+    if llama3 is not None:
+        rotations = llama3.original_positions * plain / (2 * math.pi)
+        band = llama3.high_frequency - llama3.low_frequency
+        kept = ((rotations - llama3.low_frequency) / band).clamp(0, 1)
+        return plain * kept + plain / llama3.factor * (1 - kept)
     if yarn is None or yarn.factor <= 1.0:
         return plain
     # Bounded first: of a config's tiniest beta the pair is infinite.

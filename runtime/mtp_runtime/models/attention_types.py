@@ -16,7 +16,7 @@ from mtp_checkpoints.families.spec import LayerSpec
 from mtp_kernels.sizes import LatentSizes
 from mtp_runtime.layers.attention import Attention
 from mtp_runtime.layers.gated_delta_net import GatedDeltaNet, GatedNorm
-from mtp_runtime.layers.gqa import GatedGqa, Gqa, SlidingGqa
+from mtp_runtime.layers.gqa import GatedGqa, Gqa, HeadGatedGqa, SlidingGqa
 from mtp_runtime.layers.linear import Linear, UnreadWeight, Weight, dense
 from mtp_runtime.layers.mla import Halves, Mla, StoredHalves
 from mtp_runtime.layers.norm import LayerNorm
@@ -29,14 +29,14 @@ _KEY_NORM_EPS = 1e-6  # of an indexer, whatever rms_norm_eps is
 
 
 def check_rope(part: parts.Mla | parts.SparseMla | parts.Gqa) -> None:
-    """Raise UnsupportedError for a rotary scaling other than YaRN's, or a YaRN that leaves the
-    original positions open."""
+    """Raise UnsupportedError for a rotary scaling other than YaRN's and Llama 3.1's, or a YaRN that
+    leaves the original positions open."""
     rope = part.rope
     stretched = rope.yarn is not None and rope.yarn.original_positions is not None
-    if rope.scaling != parts.PLAIN and not stretched:
+    if rope.scaling != parts.PLAIN and not stretched and rope.llama3 is None:
         raise UnsupportedError(
             "config.json asks for a rotary scaling that the runtime does not have",
-            expected="default, or yarn with original_max_position_embeddings",
+            expected="default, llama3, or yarn with original_max_position_embeddings",
             found=rope.scaling,
         )
 
@@ -166,6 +166,18 @@ def load_gqa(loader: LayerLoader, part: parts.Gqa, prefix: str) -> Gqa:
 def load_sliding_gqa(loader: LayerLoader, part: parts.SlidingGqa, prefix: str) -> SlidingGqa:
     """Load grouped-query attention to the last tokens alone."""
     return SlidingGqa(**vars(load_gqa(loader, part, prefix)), window=part.window)
+
+
+def load_head_gated_gqa(loader: LayerLoader, part: parts.HeadGatedGqa, prefix: str) -> HeadGatedGqa:
+    """Load grouped-query attention with a gate of each head."""
+    source, sizes = loader.source, part.sizes
+    groups = source.split.nonempty_parts(sizes.kv_heads, "key heads")
+    rows = _rows(groups[source.split.rank], sizes.heads // sizes.kv_heads)
+    return HeadGatedGqa(
+        **vars(load_gqa(loader, part, prefix)),
+        gates=source.linear(part.gates(prefix), rows),
+        window=part.window,
+    )
 
 
 def load_gated_delta_net(

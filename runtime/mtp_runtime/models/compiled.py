@@ -18,7 +18,7 @@ from mtp_kernels import decoder as kernels
 from mtp_kernels.gated_delta import DeltaState
 from mtp_runtime.cache import Cache, CacheSpec, JoinedCaches
 from mtp_runtime.layers.attention import ForwardPass
-from mtp_runtime.layers.decoder_layer import DecoderLayer
+from mtp_runtime.layers.decoder_layer import DecoderLayer, FeedForward, PostNormLayer
 from mtp_runtime.layers.embedding import EmbeddingTable
 from mtp_runtime.layers.gated_delta_net import GatedDeltaNet, clear_new
 from mtp_runtime.layers.gqa import Gqa
@@ -275,12 +275,22 @@ def kind_of(layer: DecoderLayer) -> kernels.LayerKind:
     kinds = [KINDS.get(type(part), type(part).__name__) for part in (attention, deciding)]
     if isinstance(attention, GatedDeltaNet) and not attention.sizes.has_whole_vectors:
         kinds[0] = f"{kinds[0]} with keys of {attention.sizes.key}"
-    if isinstance(feed_forward, Moe) and not _are_alike(feed_forward):
+    if isinstance(layer, PostNormLayer):
+        kinds[0] = f"{kinds[0]} with norms after its parts"
+    mlps = tuple(_mlps(feed_forward))
+    if len({tuple(mlp.down.weight.shape) for mlp in mlps}) > 1:
         kinds[1] = f"{kinds[1]} with shared experts of another width"
+    if any(mlp.limit is not None for mlp in mlps):
+        kinds[1] = f"{kinds[1]} with limits of inner values"
     return kernels.LayerKind(*kinds)
 
 
-def _are_alike(moe: Moe) -> bool:
-    """Return True where shared experts are as wide as routed ones."""
-    numbers = (0, *range(moe.routed_experts, len(moe.experts)))
-    return len({tuple(mlp.down.weight.shape) for mlp in moe.experts.each(numbers)}) == 1
+def _mlps(feed_forward: FeedForward) -> Iterable[Mlp]:
+    """Return an MLP of each kind: of experts the first routed one, and the shared ones."""
+    if isinstance(feed_forward, Mlp):
+        return (feed_forward,)
+    if not isinstance(feed_forward, Moe):
+        return ()
+    return feed_forward.experts.each(
+        (0, *range(feed_forward.routed_experts, len(feed_forward.experts)))
+    )

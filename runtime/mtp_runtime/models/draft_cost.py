@@ -94,7 +94,7 @@ class DraftCost:
             return None
         head = weight_name(spec.head)
         read = matrices.keys() - embeddings | {head}  # which may be the embedding
-        own_head = spec.mtp[0].modules.head
+        own_head = spec.mtp[0].own_head or spec.mtp[0].modules.head
         has_own = own_head is not None and weight_name(own_head) in matrices
         draft = read & drafting[0] | (set() if has_own else {head})
         return cls(
@@ -122,6 +122,6 @@ def _routed(layer: LayerSpec, matrices: Mapping[str, MatrixMemory]) -> Routed:
     modules = part.modules(layer.feed_forward_prefix)
     names = [weight_name(module) for module in chain.from_iterable(modules.experts)]
     if modules.fused is not None:
-        names += modules.fused
+        names += modules.fused.every
     held = sum(matrices[name].held_bytes for name in names)
     return Routed(held, part.router.routing.experts_per_token / part.experts)

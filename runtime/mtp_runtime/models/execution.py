@@ -247,7 +247,7 @@ class DraftModule:
 
     def leaving(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Return the output [T, d] before the norm, given that of attention [T, d]."""
-        return self.layer.fed_forward(residual + attended)
+        return self.layer.fed_forward(self.layer.with_attended(residual, attended))
 
     def recycled(self, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         """Return the side of its norm on which the output is fed to the next draft."""

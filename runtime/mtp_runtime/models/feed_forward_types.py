@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -18,7 +20,6 @@ from mtp_checkpoints.families.parts.feed_forward import (
     MoeModules,
 )
 from mtp_runtime.config import refuse_other_values
-from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.moe import (
     HeldExperts,
     Mlp,
@@ -48,7 +49,8 @@ def check_moe(part: parts.Moe) -> None:
 
 def load_mlp(loader: LayerLoader, part: parts.GatedMlp, prefix: str) -> Mlp:
     """Load a dense layer's MLP."""
-    return loader.split_mlp(MlpModules.under(prefix), range(part.inner))
+    mlp = loader.split_mlp(MlpModules.under(prefix), range(part.inner))
+    return replace(mlp, limit=part.limit)
 
 
 def load_moe(loader: LayerLoader, part: parts.Moe, prefix: str) -> Moe | ParallelMoe:
@@ -58,9 +60,12 @@ def load_moe(loader: LayerLoader, part: parts.Moe, prefix: str) -> Moe | Paralle
     local = shares[source.split.rank]
     shared = tuple(_shared(loader, part, names.shared))
     if names.fused is None:
-        experts = source.experts(names.experts[local.start : local.stop], loader.mlp, shared)
+        load = partial(loader.mlp, limit=part.expert.limit)
+        experts = source.experts(names.experts[local.start : local.stop], load, shared)
     else:
-        experts = HeldExperts((*_fused(source, names.fused, local), *shared))
+        fused = _fused(loader, names.fused, local)
+        routed = (replace(mlp, limit=part.expert.limit) for mlp in fused)
+        experts = HeldExperts((*routed, *shared))
     router = _router(loader, part.router, names)
     if parallel.group.is_one:
         return Moe(router, experts, len(shared), _shared_gate(source, names))
@@ -86,15 +91,16 @@ def _shared(loader: LayerLoader, part: parts.Moe, names: MlpModules | None) -> I
     each = together.inner // part.shared
     for number in range(part.shared):
         inner = range(number * each, (number + 1) * each)
-        yield loader.split_mlp(names, inner, joins=not loader.source.parallel.reduces)
+        mlp = loader.split_mlp(names, inner, joins=not loader.source.parallel.reduces)
+        yield replace(mlp, limit=together.limit)
 
 
-def _fused(source: WeightSource, names: FusedExperts, experts: range) -> Iterator[Mlp]:
-    """Yield some routed experts of a layer, all of which are in two tensors."""
-    gate_up, down = (source.matrices(name) for name in names)
+def _fused(loader: LayerLoader, names: FusedExperts, experts: range) -> Iterator[Mlp]:
+    """Yield some routed experts of a layer, all of which are in the same tensors."""
+    *gate_up, down = (loader.source.matrices(name) for name in names.every)
     for expert in experts:
-        weights = gate_up[expert], down[expert]
-        yield Mlp(*(Linear.build(one, source.dtype, source.keep_dense) for one in weights))
+        halves = (matrices[expert] for matrices in gate_up)
+        yield Mlp(loader.joined(*halves), loader.joined(down[expert]))
 
 
 def _shared_gate(source: WeightSource, names: MoeModules) -> torch.Tensor | None:
@@ -117,14 +123,20 @@ def _router(loader: LayerLoader, part: parts.Router, names: MoeModules) -> Route
     )
 
 
-def mlp_stacks(part: parts.GatedMlp, prefix: str, max_positions: int) -> Stacks:
+def mlp_stacks(part: parts.GatedMlp, prefix: str, max_positions: int) -> Stacks | None:
+    if part.limit is not None:
+        return None
     names = MlpModules.under(prefix)
     return ((names.gate, names.up),)
 
 
 def moe_stacks(part: parts.Moe, prefix: str, max_positions: int) -> Stacks | None:
     names, together = part.modules(prefix), part.shared_mlp
-    if together is not None and together.inner != part.shared * part.expert.inner:
+    if part.expert.limit is not None:
+        return None
+    if together is not None and together != replace(
+        part.expert, inner=part.shared * part.expert.inner
+    ):
         return None
     shared = () if names.shared is None else (names.shared,)
     return ((mlp.gate, mlp.up) for mlp in (*names.experts, *shared))

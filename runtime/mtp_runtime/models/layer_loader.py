@@ -60,9 +60,9 @@ class LayerLoader:
         """Join loaded weights of the same input into one linear."""
         return Linear.build(stack(weights), self.source.dtype, self.source.keep_dense)
 
-    def mlp(self, names: MlpModules) -> Mlp:
+    def mlp(self, names: MlpModules, limit: float | None = None) -> Mlp:
         """Load a whole gated MLP."""
-        return Mlp(self.stacked(names.gate, names.up), self.source.linear(names.down))
+        return Mlp(self.stacked(names.gate, names.up), self.source.linear(names.down), limit)
 
     def split_mlp(self, names: MlpModules, inner: range, *, joins: bool = True) -> Mlp:
         """Load some inner values of a gated MLP, of which every rank has a part.

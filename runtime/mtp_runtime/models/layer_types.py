@@ -11,7 +11,7 @@ from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families import parts
 from mtp_checkpoints.families.spec import LayerSpec, ModelSpec
 from mtp_runtime.config import ModelConfig
-from mtp_runtime.layers.decoder_layer import DecoderLayer
+from mtp_runtime.layers.decoder_layer import DecoderLayer, PostNormLayer
 from mtp_runtime.models import attention_types as attention
 from mtp_runtime.models import feed_forward_types as feed_forward
 from mtp_runtime.models.layer_loader import LayerLoader, Stacks
@@ -72,6 +72,9 @@ LAYERS: dict[type, LayerType] = {
     parts.SlidingGqa: LayerType(
         attention.load_sliding_gqa, check=attention.check_rope, cached=attention.slot
     ),
+    parts.HeadGatedGqa: LayerType(
+        attention.load_head_gated_gqa, check=attention.check_rope, cached=attention.slot
+    ),
     parts.GatedDeltaNet: LayerType(
         attention.load_gated_delta_net, attention.delta_stacks, state=attention.delta_state
     ),
@@ -85,7 +88,8 @@ LAYERS: dict[type, LayerType] = {
 def load_layer(loader: LayerLoader, layer: LayerSpec) -> DecoderLayer:
     """Load one layer, main or MTP."""
     mixing, rows = layer.attention, layer.feed_forward
-    return DecoderLayer(
+    made = PostNormLayer if layer.norms_after else DecoderLayer
+    return made(
         input_norm=loader.norm(layer.input_norm),
         attention=LAYERS[type(mixing)].load(loader, mixing, layer.attention_prefix),
         post_norm=loader.norm(layer.post_norm),

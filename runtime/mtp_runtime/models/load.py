@@ -291,11 +291,9 @@ class OpenedModel:
         swapped = torch.cat(matrix.chunk(2, dim=1)[::-1], dim=1)
         return Linear.build(unquantized(swapped), source.dtype, source.keep_dense)
 
-    def _is_tied(self, local: str, of_main: str) -> bool:
-        """Return True where an MTP layer's module is absent, or equal to the main's."""
-        return self.source.is_tied(weight_name(local), weight_name(of_main))
-
     def _mtp_outputs(self, main: Model, mtp: MtpSpec) -> Outputs:
+        if mtp.own_head is not None:
+            return Outputs(self.source.head(mtp.own_head), main.execution)
         own = mtp.modules.head
         if own is None or self.source.is_tied(weight_name(own), weight_name(self.spec.head)):
             return main.head.outputs

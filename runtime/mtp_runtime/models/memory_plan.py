@@ -257,7 +257,7 @@ class _Expanded:
                 (layer.feed_forward, layer.feed_forward_prefix),
             )
             stacks = [layer_type(part).stacks(part, own, max_positions) for part, own in halves]
-            if None in stacks:
+            if None in stacks or layer.norms_after:
                 prefixes.append(f"{layer.prefix}.")
                 continue
             for stack in chain.from_iterable(found for found in stacks if found is not None):

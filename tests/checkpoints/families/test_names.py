@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,50 +16,18 @@ from safetensors import safe_open
 from transformers.modeling_layers import MtpModel
 
 from mtp_checkpoints.families import FAMILIES, family_of
+from mtp_checkpoints.families.base import Role
 from runtime.checkpoints import SMALL_CONFIGS, text_part, write_checkpoint
-from runtime.oracles import MTP_MODEL, oracle, rename_tensors
+from runtime.oracles import BESIDE, MTP_MODEL, OTHER_CLASS, as_theirs, oracle, rename_mtp_tensors
 
 Config = dict[str, Any]
 Shapes = dict[str, tuple[int, ...]]
-Renamed = Callable[[Config], Config]
-_VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
-
-
-def _like(model_type: str, architecture: str) -> Renamed:
-    """Another model of the same main tensors."""
-    return lambda config: config | {"model_type": model_type, "architectures": [architecture]}
-
-
-def _step(config: Config) -> Config:
-    """transformers has the model with a vision tower alone."""
-    return {
-        "model_type": "step3p7",
-        "architectures": ["Step3p7ForConditionalGeneration"],
-        "text_config": config,
-        "vision_config": _VISION,
-    }
-
-
-# transformers' class of a family that has none of its own, as a change of its config.
-OTHER_CLASS: dict[str, Renamed] = {
-    "mimo": _like("qwen2", "Qwen2ForCausalLM"),
-    "step3p5": _step,
-}
-# Parts that transformers has beside a model that has none.
-BESIDE = {"step3p5": r"(vision_model|vit_large_projector)\."}
+# What transformers has beside a model, by the names.
+BESIDES = {"step3p5": BESIDE}
 # It keeps room for what experts do not have that do nothing.
-BESIDE["longcat_flash"] = r"model\.layers\.\d+\.mlp\.experts\.([89]|1[01])\.(gate|up)_proj\."
+BESIDES["longcat_flash"] = r"model\.layers\.\d+\.mlp\.experts\.([89]|1[01])\.(gate|up)_proj\."
 # transformers has no class of them.
 UNCONFIRMED = {"mimo_v2"}
-# Tensors of MTP layers for which transformers' MtpModel has no name, with one that it has.
-_LAST_NORM = ("final_layernorm", "shared_head.norm")
 
 
 def saved_by_transformers(config: Config, folder: Path) -> Shapes:
@@ -83,7 +51,7 @@ def test_the_main_model_is_what_transformers_saves(model_type: str, tmp_path: Pa
     described = {
         name: shape
         for name, shape in saved.items()
-        if not family.carries(name) and not re.match(BESIDE.get(model_type, "-"), name)
+        if not family.carries(name) and not re.match(BESIDES.get(model_type, "-"), name)
     }
     specs = family.tensors.values()
     assert {one.name: one.shape for one in specs if one.mtp_layer is None} == described
@@ -96,15 +64,16 @@ def test_the_mtp_layers_are_what_transformers_loads(
     """None is missing, and all numbers are in its parameters; what it joins has other shapes."""
     config = SMALL_CONFIGS[model_type]
     path = write_checkpoint(tmp_path, config)
-    rename_tensors(path, *_LAST_NORM)
+    rename_mtp_tensors(path)
     reference = oracle(path, monkeypatch)
     family = family_of(config)
     fields = {"num_mtp_layers": len(family.mtp), **MTP_MODEL[model_type]}
     for name, value in fields.items():
         setattr(reference.config.get_text_config(), name, value)
     module = MtpModel.from_pretrained(reference)
-    own = [one.name for one in family.tensors.values() if one.mtp_layer is not None]
-    ours = of_mtp(path, [name.replace(*_LAST_NORM) for name in own])
+    of_layers = (one for one in family.tensors.values() if one.mtp_layer is not None)
+    own = [as_theirs(one.name) for one in of_layers if one.role is not Role.OWN_HEAD]
+    ours = of_mtp(path, own)
     shared = {id(p) for p in reference.parameters()}
     theirs = {n: p for n, p in module.state_dict(keep_vars=True).items() if id(p) not in shared}
     assert total(theirs) == pytest.approx(total(ours))
@@ -124,5 +93,5 @@ def total(tensors: Mapping[str, torch.Tensor]) -> tuple[int, float, float]:
 
 
 def test_every_family_is_confirmed_or_listed() -> None:
-    assert FAMILIES.keys() >= {*OTHER_CLASS, *BESIDE, *UNCONFIRMED, *MTP_MODEL}
+    assert FAMILIES.keys() >= {*OTHER_CLASS, *BESIDES, *UNCONFIRMED, *MTP_MODEL}
     assert all(text_part(config) for config in SMALL_CONFIGS.values())

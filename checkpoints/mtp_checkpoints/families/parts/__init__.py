@@ -6,6 +6,7 @@ A part is frozen, has no weights, and needs no torch; the runtime maps its type 
 from mtp_checkpoints.families.parts.feed_forward import GatedMlp, Moe, Router
 from mtp_checkpoints.families.parts.gated_delta import GatedDeltaNet
 from mtp_checkpoints.families.parts.gqa import Gqa
+from mtp_checkpoints.families.parts.head_gated_gqa import HeadGatedGqa
 from mtp_checkpoints.families.parts.listed import NOTHING, Entry, Listed
 from mtp_checkpoints.families.parts.mla import Mla
 from mtp_checkpoints.families.parts.rope import PLAIN, Rope, Yarn
@@ -19,6 +20,7 @@ __all__ = [
     "GatedDeltaNet",
     "GatedMlp",
     "Gqa",
+    "HeadGatedGqa",
     "Indexer",
     "Listed",
     "Mla",

@@ -45,25 +45,35 @@ class MlpModules(NamedTuple):
 
 
 class FusedExperts(NamedTuple):
-    """Tensors that hold the matrices of all experts of a layer, full names: [E, gate | up, in] and
-    [E, out, inner]."""
+    """Tensors that hold the matrices of all experts of a layer: [E, gate | up, in] in one tensor or
+    in two, and [E, out, inner]. Usually the names of transformers' modules, under the prefix of a
+    mixture."""
 
-    gate_up: str
-    down: str
+    gate_up: tuple[str, ...] = ("experts.gate_up_proj",)
+    down: str = "experts.down_proj"
 
-    @classmethod
-    def under(cls, prefix: str) -> FusedExperts:
-        """Names as transformers' modules have them."""
-        return cls(f"{prefix}.experts.gate_up_proj", f"{prefix}.experts.down_proj")
+    def under(self, prefix: str) -> FusedExperts:
+        """Return the full names."""
+        return FusedExperts(
+            tuple(f"{prefix}.{name}" for name in self.gate_up), f"{prefix}.{self.down}"
+        )
+
+    @property
+    def every(self) -> tuple[str, ...]:
+        """Names of all tensors."""
+        return (*self.gate_up, self.down)
 
 
 class MoeNames(NamedTuple):
     """Names of the modules beside the routed experts, under the prefix of a mixture; bias is the
-    name of a tensor."""
+    name of a tensor, module that of the mixture in its layer, "" where they lie in the layer
+    itself. fused are the routed experts' own where they are stored fused."""
 
     router: str = "gate"
     bias: str = "gate.e_score_correction_bias"
     shared: str = "shared_experts"
+    module: str = "mlp"
+    fused: FusedExperts = FusedExperts()
 
 
 _NAMES = MoeNames()
@@ -74,16 +84,17 @@ _OF_QWEN = MoeNames(shared="shared_expert")
 def _patterns(names: MoeNames, *, gated: bool) -> ModulePatterns:
     """Return the patterns of modules of other names than nearly every model has."""
     others = [] if names.router == _NAMES.router else [names.router]
+    under = f"{names.module}.".lstrip(".")
     if gated:
         others.append("shared_expert_gate")
     linears = {}
     if names.shared != _NAMES.shared:
-        linears[Role.SHARED_EXPERT] = f"mlp.{names.shared}[.].*"
+        linears[Role.SHARED_EXPERT] = f"{under}{names.shared}[.].*"
     if names.shared.endswith("mlp"):  # the usual pattern of dense layers would match it too
         linears[Role.DENSE_MLP] = f"(?<!{names.shared.removesuffix('mlp')}){DENSE}"
     return ModulePatterns(
         linears=linears,
-        other_matrices=tuple(f"re:.*mlp.{name}$" for name in others),
+        other_matrices=tuple(f"re:.*{under}{name}$" for name in others),
     )
 
 
@@ -106,11 +117,13 @@ class MoeModules:
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """down(activation(gate(x)) * up(x)), of `inner` values."""
+    """down(activation(gate(x)) * up(x)), of `inner` values; limit: what the activation has at most,
+    and up(x) on either side of 0, None where nothing bounds them."""
 
     hidden: int
     inner: int
     activation: str
+    limit: float | None = None
 
     patterns: ClassVar[ModulePatterns] = _USUAL
 
@@ -202,8 +215,8 @@ class Moe:
 
     shared_inner: inner values of all shared experts together; None: each has those of a routed one.
     shared_gate: the sigmoid of a gate multiplies what the shared expert adds. is_fused: the routed
-    experts are stored as two tensors of three dimensions, else one by one. names are those that
-    checkpoints have for the other modules.
+    experts are stored as tensors of three dimensions, else one by one. names are those that
+    checkpoints have for the modules. shared_limit: the limit of the shared experts.
     """
 
     expert: GatedMlp
@@ -214,6 +227,7 @@ class Moe:
     shared_gate: bool = False
     is_fused: bool = False
     names: MoeNames = _NAMES
+    shared_limit: float | None = None
 
     @classmethod
     def of(cls, fields: Fields, names: MoeNames = _NAMES) -> Moe:
@@ -253,12 +267,12 @@ class Moe:
     def shared_mlp(self) -> GatedMlp | None:
         """The shared experts side by side; None where there are none."""
         inner = self.expert.inner * self.shared if self.shared_inner is None else self.shared_inner
-        return replace(self.expert, inner=inner) if self.shared else None
+        return replace(self.expert, inner=inner, limit=self.shared_limit) if self.shared else None
 
     def modules(self, prefix: str) -> MoeModules:
         """Names of one layer's modules."""
         numbers = range(0 if self.is_fused else self.experts)
-        router, bias, shared = (f"{prefix}.{name}" for name in self.names)
+        router, bias, shared = (f"{prefix}.{name}" for name in self.names[:3])
         biased = self.router.method == BIASED
         return MoeModules(
             router=router,
@@ -266,18 +280,19 @@ class Moe:
             experts=tuple(MlpModules.under(f"{prefix}.experts.{number}") for number in numbers),
             shared=MlpModules.under(shared) if self.shared else None,
             shared_gate=f"{prefix}.shared_expert_gate" if self.shared_gate else None,
-            fused=FusedExperts.under(prefix) if self.is_fused else None,
+            fused=self.names.fused.under(prefix) if self.is_fused else None,
         )
 
     def apart(self, prefix: str) -> dict[str, tuple[str, ...]]:
         """Return per fused tensor of one layer the weights of single experts that it holds, in the
-        order of their rows; nothing where experts are stored one by one."""
+        order of their rows; nothing where experts are stored one by one, or in a layout of which no
+        engine takes them so."""
         fused = self.modules(prefix).fused
-        if fused is None:
+        if fused is None or self.names.fused != _NAMES.fused:
             return {}
         experts = replace(self, is_fused=False).modules(prefix).experts
         return {
-            fused.gate_up: tuple(weight_name(m) for one in experts for m in (one.gate, one.up)),
+            fused.gate_up[0]: tuple(weight_name(m) for one in experts for m in (one.gate, one.up)),
             fused.down: tuple(weight_name(one.down) for one in experts),
         }
 
@@ -294,7 +309,9 @@ class Moe:
             yield from together.matrices([names.shared], Role.SHARED_EXPERT, make)
         if names.fused is not None:
             count, inner, hidden = self.experts, expert.inner, expert.hidden
-            yield make.kept(names.fused.gate_up, (count, 2 * inner, hidden), Role.ROUTED_EXPERT)
+            rows = 2 * inner // len(names.fused.gate_up)
+            for name in names.fused.gate_up:
+                yield make.kept(name, (count, rows, hidden), Role.ROUTED_EXPERT)
             yield make.kept(names.fused.down, (count, hidden, inner), Role.ROUTED_EXPERT)
         yield from expert.matrices(names.experts, Role.ROUTED_EXPERT, make)
 

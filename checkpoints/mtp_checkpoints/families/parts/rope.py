@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 from mtp_checkpoints.families.fields import MAX_POSITIONS, Fields
 
-PLAIN, YARN = "default", "yarn"
+PLAIN, YARN, LLAMA3 = "default", "yarn", "llama3"
 # A base of 1 or less gives no pair a lower frequency than the one before it.
 _MIN_THETA, _MAX_THETA = 2.0, 1e15
 _MAX_FACTOR = 1e6
+_MIN_BAND = 1e-3  # between the frequencies of Llama 3.1's stretching
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +46,46 @@ class Yarn:
 
 
 @dataclass(frozen=True, slots=True)
+class Llama3:
+    """Llama 3.1's stretching: pairs that rotate at most low_frequency times over the original
+    positions are slowed down by a factor, those that rotate at least high_frequency times are not.
+
+    Source: transformers' modeling_rope_utils.
+    """
+
+    factor: float
+    low_frequency: float
+    high_frequency: float
+    original_positions: int
+
+    @classmethod
+    def of(cls, fields: Fields) -> Llama3:
+        """Read a rope_scaling."""
+        low = fields.number("low_freq_factor", maximum=_MAX_FACTOR)
+        return cls(
+            factor=fields.number("factor", minimum=1.0, maximum=_MAX_FACTOR),
+            low_frequency=low,
+            high_frequency=fields.number(
+                "high_freq_factor", minimum=low + _MIN_BAND, maximum=_MAX_FACTOR
+            ),
+            original_positions=fields.whole(
+                "original_max_position_embeddings", maximum=MAX_POSITIONS
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Rope:
     """Rotary positions of `size` elements of a head. scaling is the name of their stretching; yarn
-    has the numbers of YaRN's, and is None for any other. sections are the pairs that each of
-    several positions turns, of which text has equal ones."""
+    has the numbers of YaRN's, llama3 those of Llama 3.1's, and each is None for any other. sections
+    are the pairs that each of several positions turns, of which text has equal ones."""
 
     size: int
     theta: float
     scaling: str = PLAIN
     yarn: Yarn | None = None
     sections: tuple[int, ...] = ()
+    llama3: Llama3 | None = None
 
     @classmethod
     def of(cls, fields: Fields, size: int) -> Rope:
@@ -70,4 +101,5 @@ class Rope:
             scaling=kind,
             yarn=Yarn.of(both) if kind == YARN else None,
             sections=both.wholes("mrope_section"),
+            llama3=Llama3.of(both) if kind == LLAMA3 else None,
         )
