@@ -69,6 +69,7 @@ MTP_MODEL: dict[str, dict[str, Any]] = {
         "mtp_mlp_layer_types": ["dense"] * 3,
         "mtp_per_layer_config": {number: {"num_attention_heads": 12} for number in range(3)},
     },
+    "exaone4_5": {"mtp_layer_types": ["sliding_attention"]},
     "exaone_moe": {"mtp_layer_types": ["sliding_attention"], "mtp_mlp_layer_types": ["dense"]},
 }
 
@@ -132,7 +133,7 @@ def with_own_heads(reference: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         run = module.forward_layer
 
         def forward_layer(number: int, *arguments: Any, **options: Any) -> Any:
-            module._project_to_logits = heads[number]
+            module._project_to_logits = heads[number].forward
             return run(number, *arguments, **options)
 
         module.forward_layer = forward_layer

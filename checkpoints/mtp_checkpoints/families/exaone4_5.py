@@ -43,9 +43,4 @@ def spec(fields: Fields) -> ModelSpec:
         _CONTRACT,
         mtp_prefix="mtp",
     )
-    return replace(
-        described,
-        engines=("vllm",),
-        linear_projection=True,
-        uncomputed="norms follow attention and MLP",
-    )
+    return replace(described, engines=("vllm",), linear_projection=True)
