@@ -1,4 +1,5 @@
-"""Codes of GGUF's Q8_0 and Q4_0 and of mxfp8, multiplied as they are stored by compiled kernels."""
+"""Codes of GGUF's Q8_0, Q4_0 and MXFP4, of nvfp4, mxfp4 and mxfp8, multiplied as they are stored
+by compiled kernels."""
 
 from __future__ import annotations
 
@@ -19,10 +20,12 @@ PROMPTS = prompts_of([9, 40, 3], UNQUANTIZED["vocab_size"])
 TABLES = 64 << 20
 
 
-def mxfp8(source: Path, place: Path) -> Path:
-    row = ("--base-quant", "a8w8_mxfp8", "--mtp-quant", "a8w8_mxfp8")
-    assert quantize(source, place, *row).code == 0
-    return place
+def bundle(scheme: str) -> Callable[[Path, Path], Path]:
+    def write(source: Path, place: Path) -> Path:
+        assert quantize(source, place, "--base-quant", scheme, "--mtp-quant", scheme).code == 0
+        return place
+
+    return write
 
 
 def gguf(kind: str) -> Callable[[Path, Path], Path]:
@@ -32,10 +35,17 @@ def gguf(kind: str) -> Callable[[Path, Path], Path]:
     return write
 
 
-MADE = {"q8_0": gguf("q8_0"), "q4_0": gguf("q4_0"), "mxfp8": mxfp8}
+MADE = {
+    "q8_0": gguf("q8_0"),
+    "q4_0": gguf("q4_0"),
+    "gguf mxfp4": gguf("mxfp4"),
+    "mxfp4": bundle("weight_only_mxfp4"),
+    "mxfp8": bundle("a8w8_mxfp8"),
+    "nvfp4": bundle("weight_only_nvfp4"),
+}
 
 
-@pytest.mark.parametrize("name", nightly_but(["q4_0", "mxfp8"], MADE))
+@pytest.mark.parametrize("name", nightly_but(["q4_0", "nvfp4"], MADE))
 def test_codes_are_multiplied_as_they_are_stored(name: str, tmp_path: Path) -> None:
     place = MADE[name](make_checkpoint(tmp_path / "source", UNQUANTIZED), tmp_path / "made")
     options = LoadOptions()

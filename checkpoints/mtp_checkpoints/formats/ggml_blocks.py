@@ -108,9 +108,10 @@ class DecodedBlocks(ReadOnlyFormat):
 
 
 class _ScaledBlocks(GgmlBlocks):
-    """Blocks of a scale in half precision and codes of whole numbers."""
+    """Blocks of a scale and codes of numbers that it multiplies."""
 
     has_row_codes: ClassVar[bool] = True
+    scale_bytes: ClassVar[int] = 2
 
     def row_codes(self, codes: torch.Tensor, scale: torch.Tensor) -> RowCodes:
         from mtp_kernels.quantize.ggml_rows import ggml_row_codes
@@ -118,7 +119,8 @@ class _ScaledBlocks(GgmlBlocks):
         return ggml_row_codes(self.storage, codes)
 
     def row_bytes(self, codes: int, scales: int) -> int:
-        return codes + codes // tensor_bytes(self.dtype, (self.k_divisor,)) * 2
+        blocks = codes // tensor_bytes(self.dtype, (self.k_divisor,))
+        return codes + blocks * (4 - self.scale_bytes)
 
 
 @dataclass(frozen=True)
@@ -172,13 +174,14 @@ class Q5WithMinimum(GgmlBlocks):
 
 
 @dataclass(frozen=True)
-class Mxfp4(GgmlBlocks):
+class Mxfp4(_ScaledBlocks):
     """MXFP4: a scale of e8m0, and 32 codes of e2m1."""
 
     dtype: ClassVar[DType] = DType.GGML_MXFP4
     storage: ClassVar[str] = "mxfp4"
     operation: ClassVar[str] = "quantize_mxfp4"
     gate: ClassVar[FormatGate] = FOUR_BIT_GATE
+    scale_bytes: ClassVar[int] = 1
 
 
 class _SuperBlocks(GgmlBlocks):

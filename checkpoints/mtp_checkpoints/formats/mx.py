@@ -37,6 +37,7 @@ class _MicroScaled(WeightFormat):
 
     layout: ClassVar[str]
     bits: ClassVar[int]
+    has_row_codes: ClassVar[bool] = True
     methods: ClassVar[tuple[str, ...]] = (COMPRESSED,)
     compiled_sources: ClassVar[frozenset[str]] = frozenset({"bf16", "fp8_block"})
 
@@ -118,6 +119,12 @@ class MxFp4Packed(_MicroScaled):
         _check_finite(scale)
         return dequantize_e2m1(codes, scale).to(dtype)
 
+    def row_codes(self, codes: torch.Tensor, scale: torch.Tensor) -> RowCodes:
+        from mtp_kernels.quantize.row_codes import RowCodes
+
+        _check_finite(scale)
+        return RowCodes(codes, scale, MX_GROUP)
+
 
 @dataclass(frozen=True)
 class MxFp8(_MicroScaled):
@@ -130,7 +137,6 @@ class MxFp8(_MicroScaled):
     layout: ClassVar[str] = "mxfp8-quantized"
     bits: ClassVar[int] = 8
     in_words: ClassVar[str] = layout
-    has_row_codes: ClassVar[bool] = True
 
     def group(self, *, activations_fp8: bool) -> dict[str, Any]:
         return group(self.layout, self.numbers(), self.numbers() | {"dynamic": True})

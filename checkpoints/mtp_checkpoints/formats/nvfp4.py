@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from mtp_kernels.quantize import ErrorStats, Fp8Block
     from mtp_kernels.quantize.array_conversions import Converted, Rows
+    from mtp_kernels.quantize.row_codes import RowCodes
 
 NVFP4_GROUP = 16
 _LAYOUT = "nvfp4-pack-quantized"
@@ -70,6 +71,7 @@ class NvFp4Format(WeightFormat):
     of_whole_matrix: ClassVar[bool] = True
     number_shape: ClassVar[tuple[int, ...]] = (1,)  # of those of the matrix and of its inputs
     has_input_scale: ClassVar[bool] = False
+    has_row_codes: ClassVar[bool] = True
     compiled_sources: ClassVar[frozenset[str]] = frozenset({"bf16", "fp8_block"})
 
     @property
@@ -158,9 +160,14 @@ class NvFp4Format(WeightFormat):
     def decode(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         from mtp_kernels.quantize.block_floats import dequantize_e2m1
 
-        if not scale.isfinite().all():
-            raise ValueError("group scale: expected finite numbers")
+        _check_finite(scale)
         return dequantize_e2m1(codes, scale).to(dtype)
+
+    def row_codes(self, codes: torch.Tensor, scale: torch.Tensor) -> RowCodes:
+        from mtp_kernels.quantize.row_codes import RowCodes
+
+        _check_finite(scale)
+        return RowCodes(codes, scale, NVFP4_GROUP)
 
     def check_constants(self, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> None:
         check_above_zero(tensors)
@@ -213,6 +220,11 @@ class NvFp4PackedA4(NvFp4Packed):
     storage: ClassVar[str] = "nvfp4_packed_a4"
     in_words: ClassVar[str] = "nvfp4-pack-quantized with inputs in nvfp4"
     has_input_scale: ClassVar[bool] = True
+
+
+def _check_finite(scale: torch.Tensor) -> None:
+    if not scale.isfinite().all():
+        raise ValueError("group scale: expected finite numbers")
 
 
 def _numbers() -> dict[str, Any]:

@@ -17,7 +17,9 @@ BF16 = 1  # a row holds its two vectors entry by entry, in pairs
 INT8 = 2  # two's complement; 4 rows are two vectors of words, the first row in the lowest bits
 FP8 = 3  # e4m3
 INT4 = 4  # two's complement; 8 rows are two vectors of words, the first row in the lowest bits
-STEP_ROWS = {INT8: 4, FP8: 4, INT4: 8}  # multiplied in one step: panels and groups have a multiple
+E2M1 = 5  # likewise
+# Multiplied in one step: panels and groups have a multiple.
+STEP_ROWS = {INT8: 4, FP8: 4, INT4: 8, E2M1: 8}
 _KIND_BITS = 3
 _INTEGERS = 1 << _KIND_BITS  # codes of a panel are multiplied with codes of inputs
 _GROUP = _KIND_BITS + 1
@@ -58,13 +60,19 @@ def takes_codes(form: int) -> bool:
 
 
 @register_jitable
+def has_nibbles(kind: int) -> bool:
+    """Return True for codes of four bits."""
+    return kind >= INT4
+
+
+@register_jitable
 def row_bytes(kind: int) -> int:
     """Return the bytes of a row of a panel."""
     if kind == FLOAT32:
         return 4 * PANEL
     if kind == BF16:
         return 2 * PANEL
-    return PANEL // 2 if kind == INT4 else PANEL
+    return PANEL // 2 if has_nibbles(kind) else PANEL
 
 
 @register_jitable

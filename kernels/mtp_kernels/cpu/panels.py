@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from mtp_kernels.cpu.code import (
@@ -37,8 +37,10 @@ from mtp_kernels.cpu.code import (
     widened,
 )
 from mtp_kernels.cpu.jit import inner
+from mtp_kernels.cpu.nibbles import E2M1_FACTOR, e2m1_numbers, int4_numbers
 from mtp_kernels.cpu.panel_forms import (
     BF16,
+    E2M1,
     FLOAT32,
     FP8,
     INT4,
@@ -48,6 +50,7 @@ from mtp_kernels.cpu.panel_forms import (
     STEP_ROWS,
     group_bytes,
     group_of,
+    has_nibbles,
     kind_of,
 )
 from mtp_kernels.cpu.vectors import Rows, from_row
@@ -67,13 +70,15 @@ Columns = list[tuple[Any, Any]]  # both vectors of each row
 class _Stored:
     """Code that reads rows of a kind, `rows` in one step of `bytes` bytes.
 
-    has_scales: the sums of products are multiplied by scales.
+    has_scales: the sums of products are multiplied by a factor, which is a power of two, and by
+    scales.
     """
 
     rows: int
     bytes: int
     read: Callable[[Any, Any], Columns]
     has_scales: bool = True
+    factor: float = 1.0
 
 
 def _read_floats(builder: Any, at: Any) -> Columns:
@@ -124,39 +129,35 @@ def _words(builder: Any, at: Any) -> list[Any]:
     return [load(builder, builder.add(at, integer(c * FLOAT_BYTES)), PAIRS) for c in (0, LANES)]
 
 
-def _read_int4(builder: Any, at: Any) -> Columns:
-    """Read eight rows, whose codes are the lowest bits of words that move down."""
-    words = _words(builder, at)
-    columns = []
-    for row in range(8):
-        moved = [builder.lshr(word, every_word(4 * row)) if row else word for word in words]
-        columns.append((_nibbles(builder, moved[0]), _nibbles(builder, moved[1])))
-    return columns
-
-
-def _nibbles(builder: Any, words: Any) -> Any:
-    """The lowest four bits of words as numbers: looked up where the CPU can."""
-    if binding.get_host_cpu_features().get("avx512f", False):
-        table = [float(code - 16 * (code > 7)) for code in range(16)]
-        kind = ir.FunctionType(VECTOR, [VECTOR, PAIRS])
-        name = "llvm.x86.avx512.permvar.sf.512"
-        look_up = cgutils.get_or_insert_function(builder.module, kind, name)
-        return builder.call(look_up, [ir.Constant(VECTOR, table), words])
-    signed = builder.ashr(builder.shl(words, every_word(28)), every_word(28))
-    return builder.sitofp(signed, VECTOR)
+def _read_nibbles(numbers: Callable[[Any, Any], list[Any]], builder: Any, at: Any) -> Columns:
+    """Read eight rows, whose codes are the nibbles of words, the first in the lowest bits."""
+    first, second = (numbers(builder, word) for word in _words(builder, at))
+    return list(zip(first, second, strict=True))
 
 
 # How rows are stored, by the type of a product's argument `kind`.
-_FLOATS, _PAIRS, _INT8, _FP8, _INT4 = (
-    np.float32(0), np.uint16(0), np.int8(0), np.uint8(0), np.int16(0)
+_FLOATS, _PAIRS, _INT8, _FP8, _INT4, _E2M1 = (
+    np.float32(0), np.uint16(0), np.int8(0), np.uint8(0), np.int16(0), np.uint32(0)
 )  # fmt: skip
 _STORED = {
     types.float32: _Stored(1, 4 * PANEL, _read_floats, has_scales=False),
     types.uint16: _Stored(1, 2 * PANEL, _read_bf16, has_scales=False),
     types.int8: _Stored(STEP_ROWS[INT8], 4 * PANEL, _read_int8),
     types.uint8: _Stored(STEP_ROWS[FP8], 4 * PANEL, _read_fp8),
-    types.int16: _Stored(STEP_ROWS[INT4], 4 * PANEL, _read_int4),
+    types.int16: _Stored(STEP_ROWS[INT4], 4 * PANEL, partial(_read_nibbles, int4_numbers)),
+    types.uint32: _Stored(
+        STEP_ROWS[E2M1], 4 * PANEL, partial(_read_nibbles, e2m1_numbers), factor=E2M1_FACTOR
+    ),
 }
+
+
+def _scaled(
+    builder: Any, factor: float, sums: list[Any], scales: list[Any], old: list[Any]
+) -> list[Any]:
+    """Sums times a factor and scales, added to what was there."""
+    if factor != 1:
+        sums = [builder.fmul(made, ir.Constant(VECTOR, [factor] * LANES)) for made in sums]
+    return [fma(builder, *each) for each in zip(sums, scales, old, strict=True)]
 
 
 def _step(
@@ -214,8 +215,7 @@ def _product(rows: int) -> Any:
             lines = [
                 load(builder, row_at(builder, scales, integer(0), 0, c), VECTOR) for c in (0, LANES)
             ]
-            pairs = enumerate(zip(sums, before(), strict=True))
-            sums = [fma(builder, made, lines[i % 2], old) for i, (made, old) in pairs]
+            sums = _scaled(builder, stored.factor, sums, lines * rows, before())
         for value, at in zip(sums, outs, strict=True):
             store(builder, value, at)
         return context.get_dummy_value()
@@ -239,12 +239,12 @@ def _product(rows: int) -> Any:
 
 
 def _pair_product() -> Any:
-    """out[:2 * PANEL] = x times a group of int4 codes of two panels, times their scales; added to
-    if `add`."""
+    """out[:2 * PANEL] = x times a group of nibbles of two panels, times their scales; added to if
+    `add`. The type of `kind` is how they are stored."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        x, first, second, depth, out, add = arguments
-        stored, zero = _STORED[types.int16], ir.Constant(VECTOR, None)
+        x, first, second, _, depth, out, add = arguments
+        stored, zero = _STORED[signature.args[3]], ir.Constant(VECTOR, None)
         adds = builder.icmp_signed("!=", add, integer(0))
         codes = [builder.add(at, integer(SCALE_BYTES)) for at in (first, second)]
         step = _step(builder, stored, x, integer(0), codes, integer(stored.bytes))
@@ -254,16 +254,17 @@ def _pair_product() -> Any:
             for at in (first, second)
             for c in (0, LANES)
         ]
-        for number, (made, line) in enumerate(zip(sums, lines, strict=True)):
-            at = builder.add(out, integer(number * LANES * FLOAT_BYTES))
-            old = builder.select(adds, load(builder, at, VECTOR), zero)
-            store(builder, fma(builder, made, line, old), at)
+        outs = [builder.add(out, integer(at * LANES * FLOAT_BYTES)) for at in range(len(sums))]
+        old = [builder.select(adds, load(builder, at, VECTOR), zero) for at in outs]
+        made = _scaled(builder, stored.factor, sums, lines, old)
+        for value, at in zip(made, outs, strict=True):
+            store(builder, value, at)
         return context.get_dummy_value()
 
     def product(
-        typing: Any, x: Any, first: Any, second: Any, depth: Any, out: Any, add: Any
+        typing: Any, x: Any, first: Any, second: Any, kind: Any, depth: Any, out: Any, add: Any
     ) -> Any:
-        return types.void(*[types.int64] * 6), codegen
+        return types.void(*[types.int64] * 3, kind, *[types.int64] * 3), codegen
 
     return intrinsic(product)
 
@@ -297,19 +298,23 @@ def multiply_panel(x: Any, panel: Any, out: Any, out_stride: Any) -> None:
 @inner
 def goes_in_pairs(x: Any, form: Any) -> Any:
     """Return True for Rows x and a form whose panels are multiplied two at a time: the sums of one
-    row and one panel of int4 wait for each other longer than for memory."""
-    return x.count == 1 and kind_of(form) == INT4
+    row and one panel of nibbles wait for each other longer than for memory."""
+    return x.count == 1 and has_nibbles(kind_of(form))
 
 
 @inner
 def multiply_pair(x: Any, panel: Any, following: Any, out: Any) -> None:
-    """Write x [k] times a Panel of int4 and the one at the address `following` to out
+    """Write x [k] times a Panel of nibbles and the one at the address `following` to out
     [2 * PANEL]; with the bits of one at a time."""
     group, size = group_of(panel.form), group_bytes(panel.form)
     first, second = panel.at, following
     for start in range(0, panel.count, group):
         depth = min(group, panel.count - start)
-        _PAIR_PRODUCT(x.at + FLOAT_BYTES * start, first, second, depth, out, start)
+        entry = x.at + FLOAT_BYTES * start
+        if kind_of(panel.form) == INT4:
+            _PAIR_PRODUCT(entry, first, second, _INT4, depth, out, start)
+        else:
+            _PAIR_PRODUCT(entry, first, second, _E2M1, depth, out, start)
         first, second = first + size, second + size
 
 
@@ -322,6 +327,8 @@ def _multiply_groups(x: Any, panel: Any, kind: Any, out: Any, out_stride: Any) -
         codes = Rows(at + SCALE_BYTES, PANEL, min(group, panel.count - first))
         if kind == INT4:
             _multiply(part, codes, _INT4, at, out, out_stride, first)
+        elif kind == E2M1:
+            _multiply(part, codes, _E2M1, at, out, out_stride, first)
         elif kind == INT8:
             _multiply(part, codes, _INT8, at, out, out_stride, first)
         else:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from mtp_kernels.quantize import checks
+from mtp_kernels.quantize.block_floats import e2m1_values, unpack_pairs
 from mtp_kernels.quantize.layouts import (
     BLOCK,
     SIGN_BITS,
@@ -19,7 +20,7 @@ from mtp_kernels.quantize.layouts import (
     W4AFp8,
 )
 
-_WORD_CODES = 8
+_CODES_OF = {torch.int32: 8, torch.uint8: 2}  # an element of these dtypes; others are one
 _BYTE_SIGN = 0x80  # code + 128 and the two's complement differ in a byte's sign
 
 
@@ -27,9 +28,9 @@ _BYTE_SIGN = 0x80  # code + 128 and the two's complement differ in a byte's sign
 class RowCodes:
     """Rows [n, K] of a matrix: a number is its code times its row's scale for its group of columns.
 
-    codes: int8 or float8_e4m3fn [n, K], or of 4 bits int32 [n, K/8], eight of them, the first in
-    the lowest bits; two's complements once the bits of `flip` are turned over in every byte. scale
-    float32 [n, ceil(K/group)].
+    codes: int8 or float8_e4m3fn [n, K], or of 4 bits, the first in the lowest bits, whole numbers
+    int32 [n, K/8] or e2m1 uint8 [n, K/2]. Integers are two's complements once the bits of `flip`
+    are turned over in every byte. scale float32 [n, ceil(K/group)].
     """
 
     codes: torch.Tensor
@@ -46,15 +47,17 @@ class RowCodes:
     @property
     def columns(self) -> int:
         """The columns of the matrix."""
-        return self.codes.shape[1] * (_WORD_CODES if self.codes.dtype is torch.int32 else 1)
+        return self.codes.shape[1] * _CODES_OF.get(self.codes.dtype, 1)
 
     def numbers(self) -> torch.Tensor:
         """Return the codes [n, K] as int8 or float8_e4m3fn, each the number that it stands for."""
         codes = self.codes
+        if codes.dtype is torch.uint8:
+            return e2m1_values(unpack_pairs(codes)).to(torch.float8_e4m3fn)
         if self.flip:
             codes = (codes.contiguous().view(torch.uint8) ^ self.flip).view(codes.dtype)
         if codes.dtype is torch.int32:
-            nibbles = [codes << (28 - 4 * code) >> 28 for code in range(_WORD_CODES)]
+            nibbles = [codes << (28 - 4 * code) >> 28 for code in range(_CODES_OF[codes.dtype])]
             codes = torch.stack(nibbles, dim=-1).flatten(1).to(torch.int8)
         return codes
 

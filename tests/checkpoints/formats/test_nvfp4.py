@@ -13,7 +13,7 @@ from compressed_tensors.quantization.quant_scheme import NVFP4A16
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
 from mtp_checkpoints.errors import InvalidInputError
-from mtp_checkpoints.formats import NvFp4Packed
+from mtp_checkpoints.formats import NvFp4, NvFp4Packed, WeightFormat
 from mtp_kernels.quantize import array_conversions, block_floats
 from mtp_kernels.quantize.array_conversions import Rows
 from mtp_kernels.quantize.block_floats import E2M1, nvfp4_divisor
@@ -124,3 +124,15 @@ def test_numbers_of_a_matrix_that_are_no_scales() -> None:
             NvFp4Packed().check_constants({"x": torch.tensor([value])}, (2, 32))
     with pytest.raises(ValueError, match="^weights: expected finite numbers"):
         NvFp4Packed().quantize(torch.full((1, 16), torch.nan), "minmax")
+
+
+@pytest.mark.parametrize("made", [NvFp4Packed(), NvFp4()])
+def test_rows_of_codes_have_the_values(made: WeightFormat) -> None:
+    tensors, _ = made.quantize(awkward(), "minmax")
+    encoded = made.encoded(tensors)
+    assert encoded.scale is not None
+    rows = made.row_codes(encoded.codes, encoded.scale)
+    assert torch.equal(rows.values(), encoded.dequantize())
+    encoded.scale[3, 1] = float("nan")
+    with pytest.raises(ValueError, match="group scale: expected finite numbers"):
+        made.row_codes(encoded.codes, encoded.scale)

@@ -12,6 +12,7 @@ from mtp_kernels import decoder, quantize
 from mtp_kernels.cpu.memory import Arena
 from mtp_kernels.cpu.panel_forms import (
     BF16,
+    E2M1,
     FP8,
     INT4,
     INT8,
@@ -23,6 +24,8 @@ from mtp_kernels.cpu.panel_forms import (
 )
 from mtp_kernels.decoder.compiled_cpu.packing import Packer
 from mtp_kernels.decoder.compiled_cpu.passes import Projection
+from mtp_kernels.quantize.block_floats import E2M1 as E2M1_NUMBERS
+from mtp_kernels.quantize.block_floats import dequantize_e2m1, pack_pairs
 from mtp_kernels.quantize.layouts import Fp8Channel, QuantizedWeight, W4AFp8
 from mtp_kernels.quantize.row_codes import RowCodes, row_codes
 from mtp_kernels.stored_linear import dequantize
@@ -86,9 +89,25 @@ def test_codes_are_multiplied_as_they_are_stored(name: str) -> None:
     weight = make(values())
     codes, dense = row_codes(weight), dequantize(weight, torch.float32)
     assert torch.allclose(codes.values(), dense, rtol=1e-6, atol=0)
+    multiplies(codes, dense, (kind, group))
+
+
+@pytest.mark.parametrize("group", [16, 32])
+def test_e2m1_codes_are_multiplied_as_they_are_stored(group: int) -> None:
+    generator = torch.Generator().manual_seed(group)
+    codes = torch.randint(0, 256, (OUTPUTS, DEPTH // 2), generator=generator, dtype=torch.uint8)
+    scale = torch.rand(OUTPUTS, DEPTH // group, generator=generator) + 0.1
+    rows = RowCodes(codes, scale, group)
+    dense = dequantize_e2m1(codes, scale)
+    assert torch.equal(rows.values(), dense)
+    multiplies(rows, dense, (E2M1, group))
+
+
+def multiplies(codes: RowCodes, dense: torch.Tensor, kind_and_group: tuple[int, int]) -> None:
+    """Check the form, the error, and that a row's bits depend on no other row."""
     projection = packed(Stored(codes[:5], codes[5:33], codes[33:]))
     form = projection.first_panel.form
-    assert (kind_of(form), group_of(form)) == (kind, group)
+    assert (kind_of(form), group_of(form)) == kind_and_group
     x = torch.randn(11, DEPTH, generator=torch.Generator().manual_seed(1))
     whole = projection(x)
     assert error_of(whole, x, dense) < 1e-6
@@ -111,7 +130,9 @@ def test_every_byte_and_nibble_has_its_value() -> None:
     words = sum((nibbles.reshape(1, -1, 8)[..., at] & 15) << 4 * at for at in range(8))
     assert isinstance(words, torch.Tensor)
     signed = torch.from_numpy(words.numpy().astype(np.uint32).view(np.int32))
-    for codes, expected in ((bytes_, bytes_[0]), (signed, nibbles)):
+    e2m1 = torch.tensor([*E2M1_NUMBERS, *(-number for number in E2M1_NUMBERS)]).repeat(16)
+    pairs = pack_pairs(torch.arange(16, dtype=torch.uint8).repeat(16).reshape(1, -1))
+    for codes, expected in ((bytes_, bytes_[0]), (signed, nibbles), (pairs, e2m1)):
         projection = packed(Stored(RowCodes(codes, torch.full((1, 1), 0.5), 256)))
         assert torch.equal(projection(torch.eye(256))[:, 0], expected / 2)
 

@@ -84,17 +84,20 @@ def project_query(layer: Any, own: Any, head: Any, query: Any, scaled: Any, late
     if layer.key_group == 0:
         project(query, weight, (0, panels), address(latents), width)
         return
-    groups = -(-own.latent // layer.key_group)
-    size = -(-layer.key_group // PANEL)  # panels of a group
+    groups, made = -(-own.latent // layer.key_group), np.empty_like(latents)
     for group in range(groups):
+        start = group * layer.key_group
+        stop = min(start + layer.key_group, own.latent)
         at = layer.key_scale + FLOAT_BYTES * (head * groups + group) * own.nope
         scale = vector(at, own.nope)
         for r in range(query.count):
             given = vector(query.at + FLOAT_BYTES * r * query.stride, own.nope)
             for k in range(own.nope):
                 scaled[r, k] = given[k] * scale[k]
-        span = group * size, min(panels, (group + 1) * size)
-        project(first_rows(rows_of(scaled), query.count), weight, span, address(latents), width)
+        span = start // PANEL, panels_of(stop)
+        project(first_rows(rows_of(scaled), query.count), weight, span, address(made), width)
+        for r in range(query.count):
+            copy(made[r, start:stop], latents[r, start:stop])
 
 
 @inner

@@ -20,6 +20,7 @@ from mtp_kernels.cpu.jit import compiled
 from mtp_kernels.cpu.memory import Arena
 from mtp_kernels.cpu.panel_forms import (
     BF16,
+    E2M1,
     FLOAT32,
     FP8,
     INT4,
@@ -39,8 +40,12 @@ from mtp_kernels.quantize.row_codes import RowCodes
 
 # Kinds of panels by the dtype of what they hold.
 FLOATS = {torch.float32: FLOAT32, torch.bfloat16: BF16}
-_CODES = {torch.int8: INT8, torch.float8_e4m3fn: FP8, torch.int32: INT4}
-_WORDS = {INT4: np.int32, INT8: np.int32}  # in which codes are moved; others as bytes
+_CODES = {torch.int8: INT8, torch.float8_e4m3fn: FP8, torch.int32: INT4, torch.uint8: E2M1}
+_WORDS = {
+    INT4: np.int32,
+    INT8: np.int32,
+    E2M1: np.int32,
+}  # in which codes are moved; others as bytes
 _BLOCK_WORDS = 64  # of each row that are moved together: their columns stay in cache
 _MOVE_COST = 4  # multiplications that take as long as to move a word
 
@@ -162,13 +167,8 @@ class _InMemory:
 
 
 def _can_transpose(rows: Piece) -> TypeGuard[RowCodes]:
-    """Return True for codes of which a panel of the transpose has one group's scales, and whole
-    steps; a code of 4 bits becomes one of 8."""
-    if not isinstance(rows, RowCodes):
-        return False
-    kind = FP8 if rows.codes.dtype is torch.float8_e4m3fn else INT8
-    in_groups = rows.group % PANEL == 0 or rows.scale.shape[1] == 1
-    return in_groups and len(rows) % STEP_ROWS[kind] == 0
+    """Return True for codes whose transpose has whole steps; one of 4 bits becomes one of 8."""
+    return isinstance(rows, RowCodes) and len(rows) % max(STEP_ROWS[INT8], STEP_ROWS[FP8]) == 0
 
 
 def _unscaled(codes: torch.Tensor) -> RowCodes:
