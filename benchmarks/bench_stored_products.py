@@ -50,15 +50,22 @@ class Stored:
 def weights() -> dict[str, Piece]:
     """Return a matrix in every form."""
     codes = torch.randint(0, 255, (OUTPUTS, INPUTS), dtype=torch.uint8)
-    pairs = codes[:, : INPUTS // 2].contiguous().view(torch.int32)
-    one, groups = torch.rand(OUTPUTS, 1), torch.rand(OUTPUTS, INPUTS // GROUP)
-    fp8 = (codes & 0xF7).view(torch.float8_e4m3fn)
+    one, groups, of_32, of_16 = (
+        torch.rand(OUTPUTS, INPUTS // group) for group in (INPUTS, GROUP, 32, 16)
+    )
+    fp8, e2m1 = (codes & 0xF7).view(torch.float8_e4m3fn), codes[:, : INPUTS // 2].contiguous()
+    pairs = e2m1.view(torch.int32)
     return {
         "bf16": torch.randn(OUTPUTS // 2, INPUTS).bfloat16().repeat(2, 1),
         "fp8_block": RowCodes(fp8, groups, GROUP),
         "fp8_channel": RowCodes(fp8, one, INPUTS),
         "int8_channel": RowCodes(codes.view(torch.int8), one, INPUTS),
         "int4_group": RowCodes(pairs, groups, GROUP),
+        "q8_0": RowCodes(codes.view(torch.int8), of_32, 32),
+        "q4_0": RowCodes(pairs, of_32, 32),
+        "mxfp8": RowCodes(fp8, of_32, 32),
+        "mxfp4": RowCodes(e2m1, of_32, 32),
+        "nvfp4": RowCodes(e2m1, of_16, 16),
     }
 
 
