@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from mtp_runtime.config import SpeculationConfig
+from mtp_runtime.models.draft_cost import DraftCost
 
 _TIMES_KEPT = 41  # of every length
 _FIRST_TRIES = 3  # of every length, before any is chosen
@@ -72,19 +73,20 @@ class AdaptiveLength:
     E[L] follows from the acceptance of each position in recent blocks, T from the times of recent
     steps, which batch sizes that differ little share. Lengths that may be better, by how much times
     scatter, are tried every few steps until that is settled; and now and then those that may become
-    better when text or load change.
+    better when text or load change. cost: of steps by the bytes that they touch, where that is
+    known: lengths that do not pay by it are not tried at first, and take that long until they are.
     """
 
-    def __init__(self, max_drafts: int) -> None:
-        self._max = max_drafts
+    def __init__(self, max_drafts: int, cost: DraftCost | None = None) -> None:
+        self._max, self._cost = max_drafts, cost
         self._reached, self._accepted = np.zeros(max_drafts), np.zeros(max_drafts)
         self._times: dict[int, _Times] = {}  # by class of batch sizes
 
     def choose(self, batch: int) -> int:
-        times = self._times_of(batch)
-        if (untried := times.untried()) is not None:
+        times, tokens = self._times_of(batch), self._tokens()
+        if (untried := times.untried(tokens)) is not None:
             return untried
-        rates = self._tokens() / times.expected()
+        rates = tokens / times.expected()
         times.usual = int(np.argmax(rates))
         return times.due(rates)
 
@@ -100,7 +102,9 @@ class AdaptiveLength:
     def _times_of(self, batch: int) -> _Times:
         name = _class_of(batch)
         if name not in self._times:
-            self._times[name] = _Times(self._max)
+            lengths, cost = range(self._max + 1), self._cost
+            ratios = [0.0 if cost is None else cost.step(drafts, batch) for drafts in lengths]
+            self._times[name] = _Times(np.array(ratios))
         return self._times[name]
 
     def _tokens(self) -> np.ndarray:
@@ -117,20 +121,23 @@ class AdaptiveLength:
 class _Times:
     """Seconds per request by number of drafts, of a machine as fast as it was at first.
 
+    ratios: of a length's time to that of no drafts, as they are predicted; 0 where none is.
+
     The usual length's own time is a unit and never changes: what its steps take by it is the
     machine's pace, and lengths that are tried are divided by that. Were it updated from steps
     divided by its own pace, a few slow steps at a time would make it look slower for good.
     """
 
-    def __init__(self, max_drafts: int) -> None:
+    def __init__(self, ratios: np.ndarray) -> None:
         self.usual = 0  # the length of steps that try nothing
-        self._kept = [deque[float](maxlen=_TIMES_KEPT) for _ in range(max_drafts + 1)]
+        self._ratios = ratios
+        self._kept = [deque[float](maxlen=_TIMES_KEPT) for _ in ratios]
         self._last = [0] * len(self._kept)  # when each was tried
         self._paces = deque([1.0 - _FIRST_SCATTER, 1.0, 1.0 + _FIRST_SCATTER], maxlen=_PACES_KEPT)
         self._steps = 0  # since another length was tried
 
     def add(self, drafts: int, seconds: float) -> None:
-        if drafts == self.usual and self.untried() is None:
+        if drafts == self.usual and len(self._kept[drafts]) >= _FIRST_TRIES:
             self._paces.append(seconds / _middle(self._kept[drafts]))
         else:
             self._kept[drafts].append(seconds / median_low([*self._paces][-_LATEST_PACES:]))
@@ -151,18 +158,23 @@ class _Times:
         """Return the lengths whose times are not known well enough to say that they are worse."""
         middle = median(self._paces)
         noise = _DEVIATION_PER_MEDIAN * median(abs(pace / middle - 1.0) for pace in self._paces)
-        margins = _MARGIN_ERRORS * noise / np.sqrt(list(map(len, self._kept)))
+        counts = [max(1, len(times)) for times in self._kept]  # a prediction is as good as a time
+        margins = _MARGIN_ERRORS * noise / np.sqrt(counts)
         may_be_better = rates * (1.0 + margins) > rates[self.usual]
         return [int(length) for length in np.flatnonzero(may_be_better) if length != self.usual]
 
-    def untried(self) -> int | None:
-        """Return a length that is to be tried before any is chosen."""
-        counts = list(map(len, self._kept))
-        return counts.index(min(counts)) if min(counts) < _FIRST_TRIES else None
+    def untried(self, tokens: np.ndarray) -> int | None:
+        """Return a length that is to be tried before any is chosen: of those whose tokens per step
+        are predicted to be worth their time."""
+        lengths = [int(length) for length in np.flatnonzero(tokens >= self._ratios)]
+        least = min(lengths, key=lambda length: len(self._kept[length]))
+        return least if len(self._kept[least]) < _FIRST_TRIES else None
 
     def expected(self) -> np.ndarray:
         """Return seconds per request [max_drafts + 1] of every length."""
-        return np.array(list(map(_middle, self._kept)))
+        alone = _middle(self._kept[0])
+        pairs = zip(self._kept, self._ratios, strict=True)
+        return np.array([_middle(times) if times else ratio * alone for times, ratio in pairs])
 
 
 def _middle(times: Iterable[float]) -> float:
@@ -188,8 +200,8 @@ def _class_of(batch: int) -> int:
     return round(2 * log2(batch))
 
 
-def draft_length(config: SpeculationConfig) -> DraftLength:
-    """Return the rule that a configuration asks for."""
+def draft_length(config: SpeculationConfig, cost: DraftCost | None = None) -> DraftLength:
+    """Return the rule that a configuration asks for; cost: of its drafts, where that is known."""
     if config.adaptive:
-        return AdaptiveLength(config.draft_tokens)
+        return AdaptiveLength(config.draft_tokens, cost)
     return ScheduledLength(config.k_schedule or ((1, config.draft_tokens),))

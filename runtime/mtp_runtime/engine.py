@@ -24,6 +24,7 @@ from mtp_runtime.allocators import allocator_for
 from mtp_runtime.cache import lay_out
 from mtp_runtime.config import EngineConfig
 from mtp_runtime.draft_length import Step, draft_length
+from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import Drafter, DrafterParts, Pass
 from mtp_runtime.judging import Group, Judge, score_prompts
 from mtp_runtime.memory import state_pages
@@ -73,7 +74,9 @@ class Engine:
             )
         )
         self.judge = Judge(model.head, config.speculation)
-        self._length = draft_length(config.speculation)
+        drafts = DRAFTERS.get(config.speculation.method)
+        by_module = drafts is not None and drafts.needs_mtp
+        self._length = draft_length(config.speculation, model.draft_cost if by_module else None)
         self.totals = RequestMetrics()
         self._group = group
         self._arriving: deque[Request] = deque()  # since the last step

@@ -9,8 +9,12 @@ import numpy as np
 import pytest
 
 from mtp_checkpoints.tensors.reader import Checkpoint
+from mtp_runtime import engine
+from mtp_runtime.config import EngineConfig, SpeculationConfig
+from mtp_runtime.draft_length import DraftLength, draft_length
+from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.models.draft_cost import DraftCost, Routed, Touched
-from mtp_runtime.models.load import LoadOptions, open_model
+from mtp_runtime.models.load import LoadOptions, load_model, open_model
 from runtime.checkpoints import SMALL_CONFIGS, write_checkpoint
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
@@ -100,3 +104,27 @@ def test_reading_costs_what_experts_do() -> None:
 def test_drafts_that_cost_as_much_as_they_can_yield_never_pay() -> None:
     dear = DraftCost(Touched(100), Touched(100))
     assert dear.needed_acceptance(1) is None and dear.needed_acceptance(2) is None
+
+
+@pytest.mark.parametrize("method", ["mtp", "inference_with_reference"])
+def test_adaptive_drafts_by_a_module_have_its_cost(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = list[DraftCost | None]()
+
+    def noted(config: SpeculationConfig, cost: DraftCost | None = None) -> DraftLength:
+        given.append(cost)
+        return draft_length(config, cost)
+
+    monkeypatch.setattr(engine, "draft_length", noted)
+    model = load_model(FIXTURES / "glm4-moe-tiny", USUAL).model
+    speculation = SpeculationConfig(method, max_draft_tokens=3, adaptive=True)
+    engine.Engine(model, EngineConfig(speculation=speculation), DRAFTERS[method].build)
+    assert given == [cost_of(FIXTURES / "glm4-moe-tiny") if method == "mtp" else None]
+
+
+def test_where_experts_are_cached_steps_wait_for_what_they_read() -> None:
+    plan = open_model(FIXTURES / "glm4-moe-tiny", USUAL, packs=True).memory_plan(USUAL)
+    assert plan.drafts is not None
+    assert plan.step_cost == plan.drafts
+    assert plan.with_slots(6).step_cost == plan.drafts.read

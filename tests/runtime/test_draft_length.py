@@ -9,6 +9,7 @@ import pytest
 
 from mtp_runtime.config import SpeculationConfig
 from mtp_runtime.draft_length import DraftLength, Step, draft_length
+from mtp_runtime.models.draft_cost import DraftCost, Routed, Touched
 
 K = 5
 AT_FIRST = 3 * (K + 1)  # steps in which every length is tried
@@ -17,8 +18,11 @@ PROBES = 40  # steps from one try of another length to the next, where none may 
 Cost = Callable[[int], float]  # seconds of a target step by its rows
 
 
+ADAPTIVE = SpeculationConfig("mtp", max_draft_tokens=K, adaptive=True)
+
+
 def adaptive() -> DraftLength:
-    return draft_length(SpeculationConfig("mtp", max_draft_tokens=K, adaptive=True))
+    return draft_length(ADAPTIVE)
 
 
 def drive(
@@ -296,3 +300,29 @@ def test_a_time_is_the_mean_of_the_middle_half_of_41(interrupted: int, drafts: i
 def test_without_options_the_length_is_fixed() -> None:
     assert draft_length(SpeculationConfig("mtp", max_draft_tokens=3)).choose(9) == 3
     assert draft_length(SpeculationConfig(max_draft_tokens=3)).choose(9) == 0
+
+
+# A row picks an eighth of the experts: a step with 1 draft costs 1.88 times as much, with 5 4.41.
+ROUTED = DraftCost(Touched(0, (Routed(800, 1 / 8),)), Touched(0))
+# Of 1 and 2 drafts the cost is less than the 1.8 and 2.44 tokens that are assumed at first.
+DEAR_DRAFTS = DraftCost(Touched(100, (Routed(800, 1 / 8),)), Touched(60))
+
+
+@pytest.mark.parametrize(("cost", "paying"), [(ROUTED, [0]), (DEAR_DRAFTS, [0, 1, 2])])
+def test_lengths_that_do_not_pay_by_bytes_are_not_tried_first(
+    cost: DraftCost, paying: list[int]
+) -> None:
+    rule, chosen = draft_length(ADAPTIVE, cost), []
+    for _ in range(3 * len(paying) + 1):
+        chosen.append(rule.choose(1))
+        observe(rule, chosen[-1], cost.step(chosen[-1]))
+    assert sorted(chosen[:-1]) == sorted(paying * 3)
+    assert chosen[-1] in paying
+
+
+def test_a_wrong_prediction_is_found_out() -> None:
+    """As of rows that all pick the same experts: bytes promise nothing, and times a lot."""
+    rule = draft_length(ADAPTIVE, ROUTED)
+    chosen = drive(rule, batch=1, steps=400, acceptance=0.95, cost=flat, c=0.01)
+    assert set(chosen[:PROBES]) == {0}
+    assert np.mean(chosen[200:]) > 4, chosen

@@ -158,8 +158,7 @@ class LoadOptions:
         """Return a new backend for the parts of a model."""
         if not self.compiled:
             return TorchExecution()
-        activations = ACTIVATIONS[self.activations]
-        backend = make_backend(dtype=DTYPES[self.dtype], activations=activations)
+        backend = make_backend(dtype=DTYPES[self.dtype], activations=ACTIVATIONS[self.activations])
         if group.is_one:
             return CompiledExecution(backend)
         return ShardedExecution(backend, parallel=self.parallel(group))
@@ -312,8 +311,9 @@ def load_model(
     """
     opened = open_model(path, options, group, packs=options.compiled)
     require_same_files(opened.checkpoints, group)
-    if opened.source.device.type == "cpu":
-        opened.memory_plan(options).check(opened.folder, cache_tokens)
+    plan = opened.memory_plan(options) if opened.source.device.type == "cpu" else None
+    if plan is not None:
+        plan.check(opened.folder, cache_tokens)
     # What is read on demand is no part of loading.
     read_bytes = 0 if options.on_demand else opened.size_bytes // group.split.size
     with show_loading(path, read_bytes) as advance, torch_threads_for(opened.config.hidden):
@@ -330,7 +330,7 @@ def load_model(
     if options.deterministic:
         refuse_torch_layers(model, opened.folder)
     return Loaded(
-        model,
+        replace(model, draft_cost=None if plan is None else plan.step_cost),
         opened.source.ledger(),
         opened.folder,
         parallel=options.parallel(group),

@@ -107,6 +107,11 @@ class MemoryPlan:
         return 0 if self.experts is None else (self.slots or 0) * self.experts.slot_bytes
 
     @property
+    def step_cost(self) -> DraftCost | None:
+        """Cost of drafts by what a step waits for: by what it reads, where experts are cached."""
+        return self.drafts if self.drafts is None or self.slots is None else self.drafts.read
+
+    @property
     def holds_two_tokens(self) -> bool:
         """True where the experts' cache has room for those of two tokens in all layers."""
         return self.experts is None or (self.slots or 0) >= 2 * self.experts.row_picks

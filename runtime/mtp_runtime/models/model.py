@@ -23,6 +23,7 @@ from mtp_runtime.config import ModelConfig
 from mtp_runtime.layers.attention import ForwardPass
 from mtp_runtime.layers.embedding import Embedding
 from mtp_runtime.layers.linear import Linear
+from mtp_runtime.models.draft_cost import DraftCost
 from mtp_runtime.models.execution import DraftModule, Execution, Head, Layers
 
 
@@ -90,7 +91,8 @@ class ModelCache:
 class Model:
     """The main model, and the MTP modules that were loaded with it, in order of depth.
 
-    taps are main layers, ascending and none of them the first, whose inputs are kept.
+    taps are main layers, ascending and none of them the first, whose inputs are kept. draft_cost:
+    of the modules' drafts, by the bytes that steps touch, where that is known.
     """
 
     config: ModelConfig
@@ -99,6 +101,7 @@ class Model:
     head: Head
     mtp_modules: tuple[MtpModule, ...] = ()
     taps: tuple[int, ...] = ()
+    draft_cost: DraftCost | None = None
 
     def tapped(self, taps: Sequence[int]) -> Model:
         """Return the model, its weights shared, with the inputs of some layers in its states."""
