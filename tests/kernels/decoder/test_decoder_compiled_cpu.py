@@ -28,6 +28,7 @@ from mtp_kernels import decoder, quantize
 from mtp_kernels.cpu.memory import Arena
 from mtp_kernels.cpu.team import Team
 from mtp_kernels.decoder.compiled_cpu import passes, recursion
+from mtp_kernels.quantize.block_floats import quantize_nvfp4
 from mtp_kernels.quantize.layouts import Fp8Channel
 from mtp_kernels.quantize.row_codes import RowCodes, row_codes
 
@@ -156,6 +157,7 @@ class Stored:
         ("int8_channel", 320),
         ("int4_group_32", 32),
         ("int4_group_64", 64),
+        ("nvfp4", 16),
         ("odd heads", 0),
     ],
 )
@@ -190,6 +192,9 @@ def stored_rows(name: str, rows: torch.Tensor) -> decoder.Piece:
         return row_codes(Fp8Channel((rows / scale).to(torch.float8_e4m3fn), scale))
     if name.startswith("int4"):
         return row_codes(quantize.quantize_int4_group(rows, group_size=int(name[-2:]))[0])
+    if name == "nvfp4":
+        codes, e4m3, _ = quantize_nvfp4(rows, 4.0, sweep=False)
+        return RowCodes(codes, e4m3.float() / 4, 16)
     made = quantize.quantize_fp8_block if name == "fp8_block" else quantize.quantize_int8_channel
     return row_codes(made(rows)[0])
 
