@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mtp_checkpoints.containers import GGUF
 from mtp_checkpoints.containers.base import CONFIG_NAME, TensorInfo
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.sources.disk_queue import DiskQueue
@@ -18,7 +19,11 @@ from mtp_checkpoints.sources.files import make_folder, write_bytes, write_json
 from mtp_checkpoints.sources.local_folder import LocalFolder
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_checkpoints.tensors.manifest import MAIN_IDENTITY, MANIFEST_NAME
-from mtp_checkpoints.tensors.model_identity import model_identity, with_main_identity
+from mtp_checkpoints.tensors.model_identity import (
+    model_identity,
+    record_main_identity,
+    with_main_identity,
+)
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export import __version__
 from mtp_export.bundle.bundle_plan import BundlePlan
@@ -191,6 +196,9 @@ def write_beside(plan: BundlePlan, main: str | None = None) -> None:
             index = part.index()
             index = index if recorded is None else with_main_identity(index, recorded)
             write_json(folder / name, index)
+        if recorded is not None and part.container.name == GGUF.name:
+            first = part.shards[0]
+            record_main_identity(folder / first.file_name, first.layout().head, recorded)
     for part in plan.parts:
         write_json(output / part.name / CONFIG_NAME, part.config)
 

@@ -26,6 +26,7 @@ from mtp_checkpoints.formats.ggml_blocks import GgmlBlocks
 from mtp_checkpoints.layouts.base import Target
 from mtp_checkpoints.quantization.stored import StoredModel
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
+from mtp_checkpoints.tensors.model_identity import unknown_identity
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.plan import COPY, OutputShard, PartPlan, Step, pack_together
 from mtp_export.schemes.gguf_forms import Reform
@@ -117,6 +118,7 @@ class GgufParts:
             "general.quantization_version": u32(_QUANTIZATION_VERSION),
             "general.file_type": u32(_file_type(steps)),
             **self.vocabulary,
+            **(unknown_identity() if alone else {}),
         }
         return GgufFiles(
             architecture.name,

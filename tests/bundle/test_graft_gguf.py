@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,28 @@ def test_the_module_is_that_of_quantize_with_their_vocabulary(
     assert {n: v for n, v in keys.items() if n.startswith("tokenizer.")} == {
         n: v for n, v in theirs.items() if n.startswith("tokenizer.")
     }
+
+
+def test_the_module_names_its_main_model(
+    bundle: Path, whole: GgufModel, original: Path, tmp_path: Path
+) -> None:
+    """Exchanged with that of another main model of the same layout, and put beside one."""
+    identity = read_json(bundle / "mtp_export.json")["main_identity"]
+    (module,) = (bundle / "mtp").glob("*.gguf")
+    assert header_of(module).keys["mtp_export.main_identity"].data == identity
+    norm = whole.tensors["blk.1.ffn_norm.weight"]
+    changed = {**whole.tensors, norm.name: replace(norm, values=norm.values * 1.01)}
+    (tmp_path / "flat").mkdir()
+    other = without_module(GgufModel(whole.keys, changed)).write(tmp_path / "flat/some-Q4_0.gguf")
+    assert graft(other, original, tmp_path / "out", "--mtp-quant", "q8_0").code == 0
+    shutil.copy(module, tmp_path / "out/mtp")
+    shutil.copy(module, tmp_path / "flat")
+    for place, code, status in ((tmp_path / "out", 7, "fail"), (other, 0, "not tested")):
+        outcome = run_program("verify", place, "--level", "files", "--json", "--quiet")
+        items = {one["name"]: one for one in json.loads(outcome.out)["checks"][0]["items"]}
+        pair = items["draft and main of one bundle"]
+        assert (outcome.code, pair["status"]) == (code, status), outcome.out
+        assert "the draft was made with the main model" in pair["cause"]
 
 
 def test_the_pair_is_verified_and_served(bundle: Path, original: Path) -> None:

@@ -172,6 +172,7 @@ def contents(path: Path) -> tuple[dict[str, Any], dict[str, tuple[str, list[int]
 
 # Keys that say nothing of the model's arithmetic: names, and how many entries there are.
 OF_NAMES = {"general.name", "general.size_label", "GGUF.kv_count", "GGUF.tensor_count"}
+OF_NAMES |= {"mtp_export.main_identity"}  # which is ours alone
 # Its class for GLM-4.7-Flash is that for DeepSeek-V3, but for keeping the module.
 KEEPS_THE_MODULE = {"DeepseekV3ForCausalLM": "Glm4MoeLiteForCausalLM"}
 

@@ -8,6 +8,7 @@ or quantized otherwise, has another one; damage to a single tensor may leave it 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,16 +16,22 @@ from contextlib import closing
 from itertools import chain, groupby
 from pathlib import Path
 
-from mtp_checkpoints.containers import SAFETENSORS
-from mtp_checkpoints.containers.base import TensorInfo
+from mtp_checkpoints.containers import GGUF, SAFETENSORS
+from mtp_checkpoints.containers.base import ShardHeader, TensorInfo
+from mtp_checkpoints.containers.gguf_file import read_header
+from mtp_checkpoints.containers.gguf_keys import written, written_text
+from mtp_checkpoints.containers.gguf_values import Value, text
 from mtp_checkpoints.sources.byte_source import RemoteFile
+from mtp_checkpoints.sources.files import write_failure
 from mtp_checkpoints.sources.local_folder import LocalFolder
 from mtp_checkpoints.sources.remote_source import READERS
 from mtp_checkpoints.sources.strict_json import parsed_json_object
 
-# Where the index of an MTP part has the identity of the main model that it was made with, in its
-# metadata, which loaders leave alone.
+# Where an MTP part has the identity of the main model that it was made with: its index in the
+# metadata, its first GGUF file under a key of its own. Loaders leave both alone.
 _METADATA, _KEY = "metadata", "main_identity"
+_GGUF_KEY = f"mtp_export.{_KEY}"
+_UNKNOWN = "0" * 64  # which takes the place of one in a GGUF file
 _SAMPLED_TENSORS, _SAMPLE_BYTES = 16, 4096
 _NUMBER = re.compile(r"[0-9]+")
 
@@ -52,11 +59,36 @@ def with_main_identity(index: dict[str, object], identity: str) -> dict[str, obj
     return index | {_METADATA: metadata | {_KEY: identity}}
 
 
-def recorded_main_identity(part: Path) -> str | None:
-    """Return the identity of the main model that an MTP part records; None where it has none.
+def unknown_identity() -> dict[str, Value]:
+    """Return the key of a GGUF file that is to have the identity of its main model."""
+    return {_GGUF_KEY: text(_UNKNOWN)}
+
+
+def record_main_identity(path: Path, head: bytes, identity: str) -> None:
+    """Write the identity of its main model into a GGUF file that has none, and this head
+    (IoError)."""
+    key = written_text(_GGUF_KEY) + written(text(_UNKNOWN))
+    try:
+        with path.open("r+b") as file:
+            file.seek(head.index(key) + len(key) - len(_UNKNOWN))
+            file.write(identity.encode())
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise write_failure(path, error) from error
+
+
+def recorded_main_identity(part: Path, shards: Iterable[ShardHeader] = ()) -> str | None:
+    """Return the identity of the main model that an MTP part of these shards records; None where it
+    has none.
 
     Raises InvalidInputError for an index that is not JSON, IoError.
     """
+    for shard in shards:
+        if shard.container == GGUF.name:
+            value = read_header(shard.file).keys.get(_GGUF_KEY)
+            if value is not None and value.data != _UNKNOWN:
+                return value.data if isinstance(value.data, str) else None
     folder, name = LocalFolder(part), SAFETENSORS.index_name
     if name not in folder.names():
         return None

@@ -41,7 +41,7 @@ def _recorded(draft: Part | None) -> str | None:
     """Return the identity that a draft on this machine records of its main model."""
     if draft is None or not isinstance(draft.place, Path):
         return None
-    return recorded_main_identity(draft.place)
+    return recorded_main_identity(draft.place, draft.checkpoint.shards if draft.checkpoint else ())
 
 
 def _of_bundle(context: Context, main: Checkpoint, recorded: str | None) -> Iterator[Item]:
@@ -85,7 +85,7 @@ def _of_two_places(context: Context, main: Checkpoint, recorded: str) -> Item:
         return not_tested(_PAIR, _LEFT_OUT)
     if not context.is_local:
         return not_tested(_PAIR, "nothing but headers is downloaded")
-    found = model_identity(main.tensors.values())
+    found = model_identity(main.written.values())
     if found == recorded:
         return passed(_PAIR, figure=recorded[:_SHOWN])
     return not_tested(_PAIR, causes.draft_of_another_main(recorded[:_SHOWN], found[:_SHOWN]))
