@@ -13,13 +13,12 @@ from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.quantization.stored import StoredModel
 from mtp_checkpoints.sources.disk_queue import DiskQueue, disk_depth
-from mtp_checkpoints.tensors.bundle_folder import MTP
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export import __version__
 from mtp_export.bundle.downloads import REMOTE_BYTES, Downloads, plan_downloads, tensors_read
 from mtp_export.bundle.links import existing_parent
 from mtp_export.bundle.manifest import shard_versions, source_identity
-from mtp_export.bundle.options import BundleOptions, Share, divided
+from mtp_export.bundle.options import BundleOptions, Part, Share, divided
 from mtp_export.bundle.run import ShardJob
 from mtp_export.bundle.sizes import Sizes, sizes_of
 from mtp_export.bundle.split import SplitOptions
@@ -134,7 +133,8 @@ class BundlePlan:
     @cached_property
     def tied(self) -> TiedCopies:
         """Copies of the MTP part that must equal the main model's tensors."""
-        if self.options.content.allow_untied or all(part.name != MTP for part in self.parts):
+        content = self.options.content
+        if content.allow_untied or content.part is Part.MAIN:
             return TiedCopies.nothing(self.stored)
         return TiedCopies.of(self.checkpoint, self.stored)
 

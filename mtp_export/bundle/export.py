@@ -46,13 +46,7 @@ def plan_export(options: BundleOptions, *, dry_run: bool = False) -> BundlePlan:
         mtp=DEQUANTIZED if target.dequantizes else AS_STORED,
         main_config=config,
         mtp_config=config,
-        gguf=gguf_parts(
-            target,
-            checkpoint,
-            stored,
-            pre_tokenizer=options.content.pre_tokenizer,
-            max_shard_bytes=options.content.max_shard_bytes,
-        ),
+        gguf=gguf_parts(target, checkpoint, stored, options.content),
     )
     return plan_bundle(options, source, Recipe(split, options.recorded()), dry_run=dry_run)
 
@@ -148,9 +142,10 @@ def lay_out(
     checkpoint, stored = source
     split = recipe.split
     parts: list[PartPlan] = []
-    if options.content.part in (Part.BOTH, Part.MAIN):
+    if options.content.part is not Part.MTP:
         every = options.content.checksums is Checksums.ALL
-        parts.append(main_part(checkpoint, stored, split).linked_by(links, checked=every))
+        main = main_part(checkpoint, stored, split, links)
+        parts.append(main.linked_by(links, checked=every))
     if options.content.part in (Part.BOTH, Part.MTP):
         mtp = mtp_part(checkpoint, stored, options=split, links=links)
         parts.append(mtp.linked_by(links, checked=True))

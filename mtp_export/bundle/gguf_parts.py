@@ -28,6 +28,7 @@ from mtp_checkpoints.quantization.stored import StoredModel
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_checkpoints.tensors.model_identity import unknown_identity
 from mtp_checkpoints.tensors.reader import Checkpoint
+from mtp_export.bundle.options import ContentOptions, Part
 from mtp_export.plan import COPY, OutputShard, PartPlan, Step, pack_together
 from mtp_export.schemes.gguf_forms import Reform
 from mtp_export.schemes.gguf_transforms import SplitLatentUp, Widen
@@ -58,36 +59,38 @@ _WIDE = (Role.ROUTER, Role.INDEXER_HEADS)
 class GgufParts:
     """Name and vocabulary of a bundle's GGUF files, and the size above which they are split.
 
-    main are the files of a main model that stay as they are; without them it is written.
+    main are the files of a main model that stay as they are; without them it is written. as_one:
+    those of the main model hold the module.
     """
 
     name: str
     vocabulary: Mapping[str, Value]
     max_shard_bytes: int
     main: tuple[OutputShard, ...] = ()
+    as_one: bool = False
 
     def part(
         self,
         plan: PartPlan,
         checkpoint: Checkpoint,
         family: ModelSpec,
-        of_main: Iterable[Step] = (),
+        others: Iterable[Step] = (),
     ) -> PartPlan:
         """Return a part, planned as for files of safetensors, as GGUF files (UnsupportedError for
-        a model that llama.cpp has no keys for). of_main: steps of the main model's tensors that
-        the file of a module has as well."""
+        a model that llama.cpp has no keys for). others: steps of the other part's tensors that
+        its files have as well."""
         if self.main and plan.name == MAIN:
             return replace(plan, shards=self.main)
-        of_main = [*of_main]
+        others = [*others]
         steps = [
             step
-            for step in chain(of_main, *(shard.steps for shard in plan.shards))
+            for step in chain(others, *(shard.steps for shard in plan.shards))
             if not family.carries(step.outputs[0].name)  # such a tower is a file of its own
         ]
         architecture = ARCHITECTURE_OF[str(checkpoint.config["model_type"])]
-        keys = architecture.keys(family, modules=1 if plan.name == MTP else 0)
+        keys = architecture.keys(family, self._modules(plan))
         form_of = architecture.form_in(keys, family.mtp_layers[0])
-        kept = of_main if self.main else ()  # of files that have its form
+        kept = others if self.main else ()  # of files that have its form
         made = [step if step in kept else _as_stored(step, family, form_of) for step in steps]
         files = self._files(plan, family, architecture, made)
         groups: dict[str, list[Step]] = {}
@@ -107,13 +110,17 @@ class GgufParts:
         )
         return replace(plan, shards=shards)
 
+    def _modules(self, plan: PartPlan) -> int:
+        """Return the number of modules that a part's files hold."""
+        return 1 if plan.name == MTP or self.as_one else 0
+
     def _files(
         self, plan: PartPlan, family: ModelSpec, architecture: Architecture, steps: Iterable[Step]
     ) -> GgufFiles:
         alone = plan.name == MTP
         keys = {
             "general.type": text("model"),
-            **architecture.keys(family, modules=1 if alone else 0),
+            **architecture.keys(family, self._modules(plan)),
             "general.name": text(self.name),
             "general.quantization_version": u32(_QUANTIZATION_VERSION),
             "general.file_type": u32(_file_type(steps)),
@@ -125,6 +132,7 @@ class GgufParts:
             keys,
             base=f"mtp-{self.name}" if alone else self.name,
             module_alone=family.mtp_layers[0] if alone else None,
+            mtp_layer=family.mtp_layers[0],
         )
 
 
@@ -132,16 +140,21 @@ def gguf_parts(
     target: Target,
     checkpoint: Checkpoint,
     stored: StoredModel,
-    *,
-    pre_tokenizer: str | None,
-    max_shard_bytes: int,
+    content: ContentOptions,
 ) -> GgufParts | None:
     """Return what makes a target's GGUF files of a checkpoint; None for a target of safetensors.
 
-    pre_tokenizer as of vocabulary_keys, which raises what this does; UsageError for one with
-    another target.
+    Raises what vocabulary_keys does of the content's pre_tokenizer; UsageError for one, or for both
+    parts as one, with another target.
     """
+    pre_tokenizer = content.pre_tokenizer
     if not target.rewrites_main:
+        if content.part is Part.ONE:
+            raise UsageError(
+                "Only files for llama.cpp hold the MTP module beside the main model",
+                expected=f"--part {Part.BOTH}, or --target llama.cpp",
+                found=f"--part {Part.ONE} --target {target.name}",
+            )
         if pre_tokenizer is not None:
             raise UsageError(
                 "Only files for llama.cpp have a pre-tokenizer",
@@ -152,7 +165,12 @@ def gguf_parts(
     target.check_model_type(checkpoint.config)
     size = stored.family.facts.vocab
     keys = vocabulary_keys(checkpoint.files, checkpoint.config, size, pre_tokenizer)
-    return GgufParts(checkpoint.path.name or "model", keys, max_shard_bytes)
+    return GgufParts(
+        checkpoint.path.name or "model",
+        keys,
+        content.max_shard_bytes,
+        as_one=content.part is Part.ONE,
+    )
 
 
 def _as_stored(step: Step, family: ModelSpec, form_of: Callable[[str], Form | None]) -> Step:

@@ -28,10 +28,10 @@ def launch_lines(plan: BundlePlan) -> dict[str, str]:
     """Return the shell command that serves the bundle, per engine: the one that --target names, or
     all that read its layout.
 
-    There is none without both parts, nor for an engine that takes the MTP layer from the main
-    model's folder (TensorRT-LLM).
+    There is none without both parts, in two folders or as one, nor for an engine that takes the MTP
+    layer from the main model's folder (TensorRT-LLM).
     """
-    if plan.options.content.part is not Part.BOTH:
+    if plan.options.content.part not in (Part.BOTH, Part.ONE):
         return {}
     bundle = Served(
         folder=plan.options.output_dir,
@@ -63,7 +63,8 @@ def serving_lines(recorded: Mapping[str, Any], *, wanted: str, bundle: Served) -
     recorded are the options as the manifest keeps them. There is none for files of one part, where
     an engine is given the files of both.
     """
-    if target_of(wanted).rewrites_main and not bundle.files.keys() >= {MAIN, MTP}:
+    needed = {MAIN} if recorded.get("part") == Part.ONE else {MAIN, MTP}
+    if target_of(wanted).rewrites_main and not bundle.files.keys() >= needed:
         return {}
     deployment, engines = _deployed(recorded, wanted=wanted, bundle=bundle)
     return {engine.name: engine.launch(deployment) for engine in engines if engine.launch}
@@ -159,7 +160,7 @@ def _served(bundle: Path) -> tuple[Deployment, list[Engine]]:
     manifest = read_manifest(bundle)
     recorded = manifest["options"]
     _check_schemes(bundle, recorded)
-    if open_parts(bundle).mtp is None:
+    if open_parts(bundle).mtp is None and recorded.get("part") != Part.ONE:
         raise InvalidInputError(
             "An engine needs both parts of a bundle",
             where=bundle,

@@ -19,11 +19,12 @@ from mtp_export.plan import Link
 
 
 class Part(StrEnum):
-    """Parts of the bundle to write."""
+    """Parts of the bundle to write: both, one of them, or both as one model in the main folder."""
 
     BOTH = "both"
     MAIN = "main"
     MTP = "mtp"
+    ONE = "one"
 
 
 class SharedWeights(StrEnum):

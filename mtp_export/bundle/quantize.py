@@ -157,13 +157,7 @@ def quantize_recipe(
         mtp=mtp,
         main_config=main_config,
         mtp_config=mtp_config,
-        gguf=gguf_parts(
-            target,
-            checkpoint,
-            stored,
-            pre_tokenizer=options.bundle.content.pre_tokenizer,
-            max_shard_bytes=options.bundle.content.max_shard_bytes,
-        ),
+        gguf=gguf_parts(target, checkpoint, stored, options.bundle.content),
     )
     return source, Recipe(split, _recorded(options, choice), device_of(options.device))
 

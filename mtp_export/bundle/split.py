@@ -67,10 +67,16 @@ def _main_of(shard: ShardHeader, stored: StoredModel) -> list[TensorInfo]:
     return [tensor for tensor in main if not is_recomputed(tensor.name)]
 
 
-def main_part(checkpoint: Checkpoint, stored: StoredModel, options: SplitOptions) -> PartPlan:
+def main_part(
+    checkpoint: Checkpoint,
+    stored: StoredModel,
+    options: SplitOptions,
+    links: Mapping[Place, Link],
+) -> PartPlan:
     """Return the plan of the main part: unchanged shards are linked, all others written anew.
 
-    config.json keeps the number of MTP layers, which engines read there.
+    config.json keeps the number of MTP layers, which engines read there. Where both parts are one,
+    the module's tensors are there too, without copies of embedding and head. Raises as mtp_part.
     """
     shards: list[OutputShard] = []
     for shard in checkpoint.main_shards:
@@ -84,7 +90,15 @@ def main_part(checkpoint: Checkpoint, stored: StoredModel, options: SplitOptions
         config=target.mtp_config(config) if target.rewrites_main else dict(config),
         extra_files=extra_files(checkpoint),
     )
-    return part if options.gguf is None else options.gguf.part(part, checkpoint, stored.family)
+    if options.gguf is None:
+        return part
+    if not options.gguf.as_one:
+        return options.gguf.part(part, checkpoint, stored.family)
+    _check_module(checkpoint, stored.family, target)
+    own = replace(options, shared_weights=SharedWeights.DROP)
+    module = _mtp_shards(checkpoint, stored, options=own, links=links)
+    steps = chain.from_iterable(shard.steps for shard in module)
+    return options.gguf.part(part, checkpoint, stored.family, steps)
 
 
 def mtp_part(
@@ -99,14 +113,7 @@ def mtp_part(
     Raises UnsupportedError when the target cannot take what the options or the model ask for.
     """
     target, family = options.target, stored.family
-    target.check_model_type(checkpoint.config)
-    if target.single_mtp_layer and len(family.mtp_layers) > 1:
-        raise UnsupportedError(
-            f"Target {target.name} reads one MTP layer",
-            expected=f"{family.count_field} 1",
-            found=len(family.mtp_layers),
-            todo="Use --target hf",
-        )
+    _check_module(checkpoint, family, target)
     if target.needs_shared_weights and options.shared_weights is SharedWeights.DROP:
         raise UnsupportedError(
             f"Target {target.name} loads embedding and head from the MTP folder",
@@ -131,6 +138,18 @@ def mtp_part(
         return part
     of_main = _of_main(checkpoint, stored, options.main if options.main.keeps_all else options.mtp)
     return options.gguf.part(part, checkpoint, family, of_main)
+
+
+def _check_module(checkpoint: Checkpoint, family: ModelSpec, target: Target) -> None:
+    """Refuse a model of another layout, or with more MTP layers than it has (UnsupportedError)."""
+    target.check_model_type(checkpoint.config)
+    if target.single_mtp_layer and len(family.mtp_layers) > 1:
+        raise UnsupportedError(
+            f"Target {target.name} reads one MTP layer",
+            expected=f"{family.count_field} 1",
+            found=len(family.mtp_layers),
+            todo="Use --target hf",
+        )
 
 
 def _of_main(checkpoint: Checkpoint, stored: StoredModel, conversion: Conversion) -> Iterator[Step]:

@@ -48,7 +48,11 @@ from mtp_export.options import Access, Names, Panel, option, parse_cluster, path
 _Path = TypeVar("_Path", bound=Place)
 # Options of one run that the command does not have which goes on with it, or has of its folder.
 _OF_ONE_RUN = ("--output-dir", "--share", "--no-resume", "--overwrite")
-PART = option("Part to write: {names}.", Panel.CONTENT, metavar="PART")
+PART = option(
+    "Part to write: {names}; the last is both in the same files, for llama.cpp.",
+    Panel.CONTENT,
+    metavar="PART",
+)
 OUTPUT = path_option(
     "Bundle to write: main/, mtp/ and mtp_export.json in this folder; --dry-run needs none.",
     Panel.INPUT_OUTPUT,

@@ -55,7 +55,7 @@ def draft_launch(plan: BundlePlan) -> dict[str, dict[str, str]]:
 
 def _can_be_tried(plan: BundlePlan) -> bool:
     """Return True for a bundle that has all that a prompt's decoding needs."""
-    is_whole = plan.options.content.part is Part.BOTH
+    is_whole = plan.options.content.part in (Part.BOTH, Part.ONE)
     return is_whole and "tokenizer.json" in plan.parts[0].extra_files
 
 

@@ -123,7 +123,13 @@ def _wanted(bundle: Path, there: tuple[str, ...], part: Part | None) -> tuple[st
     """Return the parts to push, main first; both go with the drafts in folders of their own."""
     known = tuple(name for name in PARTS if name in there)
     both = tuple(dict.fromkeys((MAIN, MTP, *known)))
-    wanted = {None: known, Part.BOTH: both, Part.MAIN: (MAIN,), Part.MTP: (MTP,)}[part]
+    wanted = {
+        None: known,
+        Part.BOTH: both,
+        Part.MAIN: (MAIN,),
+        Part.MTP: (MTP,),
+        Part.ONE: (MAIN,),
+    }[part]
     missing = [name for name in wanted if name not in known]
     if missing or not wanted:
         raise InvalidInputError(

@@ -186,6 +186,50 @@ def test_the_module_is_counted_in_its_own_file_alone(bundle: Path) -> None:
         assert keys["tokenizer.ggml.model"] == "none"
 
 
+@pytest.fixture(scope="module")
+def whole(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with the module in the main model's file."""
+    output = tmp_path_factory.mktemp("one") / "out"
+    outcome = export(pristine, output, *TARGET, "--part", "one")
+    assert outcome.code == 0, outcome.err
+    return output
+
+
+def test_one_file_holds_both_parts(whole: Path, bundle: Path, pristine: Path) -> None:
+    """Embedding and head once: those of the main model."""
+    assert not (whole / "mtp").exists()
+    found, apart = (stored(folder) for folder in (whole / "main", bundle / "mtp"))
+    tables = ("token_embd.weight", "output.weight", "output_norm.weight")
+    wanted = stored(bundle / "main") | {n: one for n, one in apart.items() if n not in tables}
+    assert found.keys() == wanted.keys()
+    for name, (kind, values) in wanted.items():
+        assert found[name][0] == kind and torch.equal(found[name][1], values), name
+    (reader,) = readers(whole / "main")
+    (module,) = readers(bundle / "mtp")
+    counts = [{n: v for n, v in keys_of(r).items() if "count" in n} for r in (reader, module)]
+    assert counts[0] | {"GGUF.tensor_count": 0, "GGUF.kv_count": 0} == counts[1] | {
+        "GGUF.tensor_count": 0,
+        "GGUF.kv_count": 0,
+    }
+    line = run_program("launch", whole)
+    path = whole / f"main/{pristine.name}.gguf"
+    assert f"llama-server -m {path} --spec-type draft-mtp --spec-draft-n-max 1" in line.out
+
+
+def test_one_file_is_verified_whole(whole: Path, pristine: Path, tmp_path: Path) -> None:
+    found = run_program("verify", whole, "--level", "weights", "--source", pristine)
+    assert found.code == 0, found.out
+    damaged = Path(shutil.copytree(whole, tmp_path / "damaged"))
+    (path,) = (damaged / "main").glob("*.gguf")
+    module = next(t for t in gguf.GGUFReader(path).tensors if "nextn.eh_proj" in t.name)
+    data = bytearray(path.read_bytes())
+    data[module.data_offset + 5] ^= 1
+    path.write_bytes(data)
+    found = run_program("verify", damaged, "--level", "files")
+    assert found.code == 7
+    assert f"model.layers.{MTP_LAYER}.eh_proj.weight" in found.out.replace("\n  ", " "), found.out
+
+
 def test_large_parts_are_split_between_whole_tensors(
     bundle: Path, pristine: Path, tmp_path: Path
 ) -> None:
@@ -360,7 +404,8 @@ def test_every_linear_is_in_blocks(base: str, pristine: Path, tmp_path: Path) ->
 
 REFUSED = [
     (("--target", "llama.cpp", "--pre-tokenizer", "gpt2"), 2, "no pre-tokenizer of this name"),
-    (("--pre-tokenizer", "gpt-2"), 2, "Only files for llama.cpp"),
+    (("--pre-tokenizer", "gpt-2"), 2, "Only files for llama.cpp have a pre-tokenizer"),
+    (("--part", "one"), 2, "Only files for llama.cpp hold the MTP module beside the main model"),
     ((*TARGET, "--shared-weights", "drop"), 4, "loads embedding and head"),
 ]
 REFUSED_PAIRS = [

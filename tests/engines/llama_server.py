@@ -48,8 +48,9 @@ def texts_of(
     """Greedy texts of a bundle, with so many drafts per step; 0: its main model alone."""
     arguments: list[object] = ["-m", first_file(bundle / "main")]
     if drafts:
-        arguments += ["-md", first_file(bundle / "mtp"), "--spec-type", "draft-mtp"]
-        arguments += ["--spec-draft-n-max", drafts]
+        apart = (bundle / "mtp").is_dir()  # else the module is in the main model's file
+        arguments += ["-md", first_file(bundle / "mtp")] if apart else []
+        arguments += ["--spec-type", "draft-mtp", "--spec-draft-n-max", drafts]
     with _serving(arguments, log) as address:
         return [_text(address, prompt, tokens) for prompt in prompts]
 

@@ -159,6 +159,29 @@ def test_a_module_grafted_beside_a_main_model(
     assert accepted / drafted > 0.5
 
 
+@pytest.mark.parametrize("architecture", FIXTURES)
+def test_a_module_inside_the_main_model_s_file(
+    architecture: str,
+    bundles: Callable[[str, str], Path],
+    plain: Callable[[str, str], list[Text]],
+    prompts: Prompts,
+    tmp_path: Path,
+) -> None:
+    """Drafted with as that of a file beside it: the texts are the same, and the counts near."""
+    one = ("--base-quant", "q8_0", "--part", "one")
+    made = quantize(FIXTURES[architecture], tmp_path / "out", *TARGET, *one)
+    assert made.code == 0, made.err
+    found = texts_of(tmp_path / "out", 2, prompts, TOKENS, tmp_path / "log")
+    apart = texts_of(bundles(architecture, "q8_0"), 2, prompts, TOKENS, tmp_path / "log")
+    assert faults(plain(architecture, "q8_0"), [text.tokens for text in found]) == []
+    rates = [
+        sum(t.accepted for t in all_) / sum(t.drafted for t in all_) for all_ in (found, apart)
+    ]
+    assert rates[0] == pytest.approx(rates[1], abs=0.02) and rates[0] > 0.5
+    own = ours(tmp_path / "out", 2, prompts)
+    assert rates[0] == pytest.approx(own.accepted / own.drafted, abs=0.02)
+
+
 def contents(path: Path) -> tuple[dict[str, Any], dict[str, tuple[str, list[int], bytes]]]:
     """Keys and tensors of a GGUF file."""
     reader = gguf.GGUFReader(path)

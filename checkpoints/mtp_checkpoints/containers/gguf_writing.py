@@ -21,14 +21,15 @@ class GgufFiles:
     """Container of the files of one part, all of whose keys are in the first.
 
     base is the name of the files, but for their number and ending. module_alone: the layer of an
-    MTP module that is in files without a main model. number, count and tensors are those of one
-    file, of all, and of the tensors in all.
+    MTP module that is in files without a main model, mtp_layer that of one in any. number, count
+    and tensors are those of one file, of all, and of the tensors in all.
     """
 
     architecture: str
     keys: Keys
     base: str
     module_alone: int | None = None
+    mtp_layer: int | None = None
     number: int = 1
     count: int = 1
     tensors: int = 0
@@ -56,7 +57,7 @@ class GgufFiles:
 
     def place(self, released: str) -> Place:
         """Return where a tensor is in the files (AssertionError for one that they cannot hold)."""
-        place = ARCHITECTURES[self.architecture].place(released, self.module_alone)
+        place = ARCHITECTURES[self.architecture].place(released, self.module_alone, self.mtp_layer)
         assert place is not None, f"{released} is no tensor of {self.architecture}"
         return place
 

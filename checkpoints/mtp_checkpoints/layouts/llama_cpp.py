@@ -30,9 +30,11 @@ def _released(config: Mapping[str, Any], main_layers: int) -> Config:
 
 
 def _launch(bundle: Deployment) -> str:
-    """Serve both files; llama.cpp divides a model among devices by itself."""
+    """Serve both files, or the one that holds both; llama.cpp divides a model among devices by
+    itself."""
+    draft = f" -md {bundle.file('mtp')}" if "mtp" in bundle.files else ""
     return (
-        f"llama-server -m {bundle.file('main')} -md {bundle.file('mtp')} --spec-type draft-mtp"
+        f"llama-server -m {bundle.file('main')}{draft} --spec-type draft-mtp"
         f" --spec-draft-n-max {bundle.draft_tokens}"
     )
 

@@ -3,7 +3,7 @@ as opened, and the tensors that each must hold by its config.json."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -65,14 +65,22 @@ def parts_of_checkpoint(source: ByteSource, mtp: ByteSource | None = None) -> tu
     names = checkpoint.tensors.keys()
     if layers == 1 and likely_target(checkpoint.config, names, layers).name != RELEASED:
         return (Part(MTP, source.path, checkpoint),)
-    modules = mtp_modules(checkpoint.tensors, layers)
+    return _in_one(source.path, checkpoint)
+
+
+def _in_one(place: Place, checkpoint: Checkpoint) -> tuple[Part, ...]:
+    """Return the parts that lie in one place, or the one that does."""
+    modules = mtp_modules(checkpoint.tensors, main_layers(checkpoint.config))
     own = {name for module in modules for name in module.tensors}
-    parts = {MAIN: names - own, MTP: own}
+    parts = {MAIN: checkpoint.tensors.keys() - own, MTP: own}
     return tuple(
-        Part(name, source.path, checkpoint.of_tensors(names))
-        for name, names in parts.items()
-        if names
+        Part(name, place, checkpoint.of_tensors(names)) for name, names in parts.items() if names
     )
+
+
+def are_in_one_place(parts: Sequence[Part]) -> bool:
+    """Return whether the MTP part lies in the main part's files."""
+    return len({part.place for part in parts}) < len(parts)
 
 
 @dataclass(frozen=True)
@@ -109,6 +117,9 @@ class OpenedPlace:
                 todo="Point at the output folder of an export, or at a Hugging Face checkpoint",
             )
         parts = tuple(Part.open(one.name, one) for one in folders if one.is_dir())
+        (first, *others) = parts
+        if first.name == MAIN and not others and first.checkpoint is not None:
+            parts = _in_one(first.place, first.checkpoint)
         bundle = local_path(place)
         try:
             return cls(files, True, parts, read_manifest(bundle), manifest_sha256(bundle))

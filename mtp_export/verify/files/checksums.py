@@ -12,6 +12,7 @@ from mtp_checkpoints.containers.repeated import RepeatedTensorsError, are_equal
 from mtp_checkpoints.errors import MtpExportError
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.sources.disk_queue import DiskQueue, disk_depth
+from mtp_checkpoints.tensors.bundle_folder import MTP
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.bundle.journal import JOURNAL_NAME
 from mtp_export.progress import counted, format_bytes, silent
@@ -29,6 +30,7 @@ from mtp_export.verify.check import (
 )
 from mtp_export.verify.diagnosis.causes import files as causes
 from mtp_export.verify.evidence.part_walk import WalkPlan, recorded_checksums
+from mtp_export.verify.evidence.parts import are_in_one_place
 from mtp_export.verify.files.listed_files import unlike_listed
 from mtp_runtime.drafters import extra_drafts
 
@@ -130,6 +132,8 @@ def _parts(context: Context, parts: Mapping[str, Any]) -> Iterator[Item]:
     for name in sorted({*parts, *(part.name for part in context.parts), *extra_drafts()}):
         extra = context.extra_draft_part(name)
         part, entry = context.part(name) or extra, parts.get(name)
+        if name == MTP and are_in_one_place(context.parts):
+            continue  # the main model's entry lists them
         if entry is None and extra is not None:
             yield not_tested(f"{name}: checksums", "the manifest does not list this draft")
             continue

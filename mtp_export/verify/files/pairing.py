@@ -12,6 +12,7 @@ from mtp_checkpoints.tensors.manifest import MAIN_IDENTITY
 from mtp_checkpoints.tensors.model_identity import model_identity, recorded_main_identity
 from mtp_export.verify.check import Item, Problem, not_tested, passed, verdict
 from mtp_export.verify.diagnosis.causes import files as causes
+from mtp_export.verify.evidence.parts import are_in_one_place
 
 if TYPE_CHECKING:
     from mtp_checkpoints.tensors.reader import Checkpoint
@@ -59,7 +60,7 @@ def _of_bundle(context: Context, main: Checkpoint, recorded: str | None) -> Iter
     else:
         changed = [_changed(context)] if found != listed else []
         yield verdict(_MAIN, changed, found[:_SHOWN])
-    if context.part("mtp") is None:
+    if context.part("mtp") is None or are_in_one_place(context.parts):
         return
     if recorded is None:
         yield not_tested(_PAIR, "the draft records no main model")

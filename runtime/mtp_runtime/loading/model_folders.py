@@ -52,7 +52,9 @@ def open_folders(path: Path, mtp: Path | None = None) -> list[ModelFolder]:
     else:
         opened = open_parts(path)
         main = opened.main
-        folders = [ModelFolder(main, stored_model(main.config, main.tensors).main)]
+        stored = stored_model(main.config, main.tensors)
+        as_one = opened.mtp is None and main.tensors.keys() & stored.mtp.tensors.keys()
+        folders = [ModelFolder(main, stored if as_one else stored.main)]
         if opened.mtp is not None:
             folders.append(_draft(opened.mtp, opened.main, target_of_bundle(path)))
     for folder in folders:
