@@ -29,6 +29,7 @@ from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_checkpoints.tensors.model_identity import unknown_identity
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.bundle.options import ContentOptions, Part
+from mtp_export.bundle.tensor_types import OF_SCHEMES, TensorTypes, is_matrix
 from mtp_export.plan import COPY, OutputShard, PartPlan, Step, pack_together
 from mtp_export.schemes.gguf_forms import Reform
 from mtp_export.schemes.gguf_transforms import SplitLatentUp, Widen
@@ -60,7 +61,7 @@ class GgufParts:
     """Name and vocabulary of a bundle's GGUF files, and the size above which they are split.
 
     main are the files of a main model that stay as they are; without them it is written. as_one:
-    those of the main model hold the module.
+    those of the main model hold the module. types: those that single tensors get.
     """
 
     name: str
@@ -68,6 +69,7 @@ class GgufParts:
     max_shard_bytes: int
     main: tuple[OutputShard, ...] = ()
     as_one: bool = False
+    types: TensorTypes = OF_SCHEMES
 
     def part(
         self,
@@ -93,6 +95,9 @@ class GgufParts:
         kept = others if self.main else ()  # of files that have its form
         made = [step if step in kept else _as_stored(step, family, form_of) for step in steps]
         files = self._files(plan, family, architecture, made)
+        if self.types.patterns:
+            made = [self._typed(step, files, checkpoint) for step in made]
+            files = self._files(plan, family, architecture, made)
         groups: dict[str, list[Step]] = {}
         for step in made:
             groups.setdefault(files.place(step.outputs[0].name).name, []).append(step)
@@ -113,6 +118,13 @@ class GgufParts:
     def _modules(self, plan: PartPlan) -> int:
         """Return the number of modules that a part's files hold."""
         return 1 if plan.name == MTP or self.as_one else 0
+
+    def _typed(self, step: Step, files: GgufFiles, checkpoint: Checkpoint) -> Step:
+        """Return the step of a matrix in the type that its name gets; of others as it is."""
+        names = [files.place(output.name).name for output in step.outputs]
+        if is_matrix(step.outputs[0]):
+            return self.types.typed(step, names, checkpoint.tensors[step.inputs[0]])
+        return step
 
     def _files(
         self, plan: PartPlan, family: ModelSpec, architecture: Architecture, steps: Iterable[Step]
@@ -141,11 +153,12 @@ def gguf_parts(
     checkpoint: Checkpoint,
     stored: StoredModel,
     content: ContentOptions,
+    types: TensorTypes = OF_SCHEMES,
 ) -> GgufParts | None:
     """Return what makes a target's GGUF files of a checkpoint; None for a target of safetensors.
 
-    Raises what vocabulary_keys does of the content's pre_tokenizer; UsageError for one, or for both
-    parts as one, with another target.
+    Raises what vocabulary_keys does of the content's pre_tokenizer; UsageError for one, for both
+    parts as one, or for types, with another target.
     """
     pre_tokenizer = content.pre_tokenizer
     if not target.rewrites_main:
@@ -155,6 +168,7 @@ def gguf_parts(
                 expected=f"--part {Part.BOTH}, or --target llama.cpp",
                 found=f"--part {Part.ONE} --target {target.name}",
             )
+        types.check_target(target.name)
         if pre_tokenizer is not None:
             raise UsageError(
                 "Only files for llama.cpp have a pre-tokenizer",
@@ -170,6 +184,7 @@ def gguf_parts(
         keys,
         content.max_shard_bytes,
         as_one=content.part is Part.ONE,
+        types=types,
     )
 
 

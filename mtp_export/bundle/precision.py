@@ -122,6 +122,15 @@ class Precision:
             "Choice of the scale of a group: {names}.", Panel.PRECISION, metavar="RULE"
         ),
     )
+    tensor_type: list[str] | None = field(
+        default=None,
+        metadata=option(
+            "Type of tensors of GGUF files in whose names a pattern is found, as llama-quantize"
+            " takes it; repeatable, the first that is found counts.",
+            Panel.PRECISION,
+            metavar="PATTERN=TYPE",
+        ),
+    )
     device: Device = field(
         default=Device.CPU,
         metadata=option("Device that computes: {names}.", Panel.PERFORMANCE, metavar="NAME"),

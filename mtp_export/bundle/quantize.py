@@ -44,6 +44,7 @@ from mtp_export.bundle.options import PlannerOptions
 from mtp_export.bundle.precision import Format, Int4Scope, Int8Scope, Precision
 from mtp_export.bundle.run_folder import check_output
 from mtp_export.bundle.split import SplitOptions
+from mtp_export.bundle.tensor_types import TensorTypes
 from mtp_export.paths import refuse_overlaps
 from mtp_export.schemes import HEAD_SCHEMES, SCHEMES
 from mtp_export.schemes.configs import quantization_configs
@@ -121,7 +122,9 @@ def plan_quantize(
     bundle = options.bundle
     refuse_overlaps({"--input-dir": bundle.input_dir}, {"--output-dir": bundle.output_dir})
     check_output(options.bundle.output_dir, options.bundle.run)
-    return plan_bundle(options.bundle, *quantize_recipe(options, opened), dry_run=dry_run)
+    plan = plan_bundle(options.bundle, *quantize_recipe(options, opened), dry_run=dry_run)
+    TensorTypes.of(options.tensor_type or ()).check_found(plan.parts)
+    return plan
 
 
 def quantize_recipe(
@@ -157,7 +160,13 @@ def quantize_recipe(
         mtp=mtp,
         main_config=main_config,
         mtp_config=mtp_config,
-        gguf=gguf_parts(target, checkpoint, stored, options.bundle.content),
+        gguf=gguf_parts(
+            target,
+            checkpoint,
+            stored,
+            options.bundle.content,
+            TensorTypes.of(options.tensor_type or ()),
+        ),
     )
     return source, Recipe(split, _recorded(options, choice), device_of(options.device))
 
@@ -382,4 +391,5 @@ def _recorded(options: QuantizeOptions, choice: _Choice) -> dict[str, Any]:
         "int8_scope": str(options.int8_scope),
         "head_quant": str(options.head_quant),
         "scale": str(options.scale),
+        **({"tensor_type": options.tensor_type} if options.tensor_type else {}),
     }

@@ -8,7 +8,7 @@ from enum import Enum
 from importlib import import_module
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from mtp_checkpoints.sources.addresses import place_of
 from mtp_checkpoints.sources.byte_source import Address, Place
@@ -117,6 +117,11 @@ def _from_json(kind: Any, value: Any) -> Any:
     if isinstance(kind, UnionType):
         (kind,) = (each for each in get_args(kind) if each is not NoneType)
         return None if value is None else _from_json(kind, value)
+    if get_origin(kind) is list:
+        (own,) = get_args(kind)
+        if type(value) is not list:
+            raise TypeError(f"{str(value)[:100]!r} is no list")
+        return [_from_json(own, each) for each in value]
     if isinstance(kind, type) and issubclass(kind, Path | Enum):
         return kind(value)
     if isinstance(kind, type) and type(value) is not kind:

@@ -228,7 +228,11 @@ def words_of(name: str, options: Any, without: Collection[str] = ()) -> tuple[st
         if value == leaf.field.default or leaf.option.is_argument or leaf.flag in without:
             continue
         value = value.absolute() if isinstance(value, Path) else value
-        words += [leaf.flag] if leaf.is_switch else [leaf.flag, str(value)]
+        if leaf.is_switch:
+            words.append(leaf.flag)
+            continue
+        for each in value if isinstance(value, list) else (value,):
+            words += [leaf.flag, str(each)]
     return tuple(words)
 
 

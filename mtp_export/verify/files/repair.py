@@ -45,6 +45,8 @@ _FLAGS: Mapping[str, tuple[str, object]] = {
     "int8_scope": ("--int8-scope", "mlps"),
     "head_quant": ("--head-quant", "keep"),
     "scale": ("--scale", "minmax"),
+    "tensor_type": ("--tensor-type", []),
+    "pre_tokenizer": ("--pre-tokenizer", None),
 }
 # Recorded besides, and no options.
 _RECORDED = {"pair_in_table", "reader", "main_quant_method", "main_storages"}
@@ -124,7 +126,8 @@ def remade(recorded: Mapping[str, Any], source: Path | None, output: Path) -> st
         if value is True:
             words.append(flag)
         elif value != usual:
-            words.append(f"{flag} {quote(str(value))}")
+            every = value if isinstance(value, list) else [value]
+            words += [f"{flag} {quote(str(each))}" for each in every]
     if given.get("pair_in_table") is False:
         words.append("--allow-untested-pair")
     return " ".join(words)
