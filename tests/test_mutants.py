@@ -21,6 +21,7 @@ WHOLE = (
     "kernels/mtp_kernels/decoder/compiled_cpu/expert_cache.py",
     "kernels/mtp_kernels/decoder/compiled_cpu/expert_slots.py",
     "kernels/mtp_kernels/decoder/compiled_cpu/offloaded.py",
+    "kernels/mtp_kernels/quantize/ggml_rows.py",
     "checkpoints/mtp_checkpoints/containers/**/*.py",
     "checkpoints/mtp_checkpoints/dtypes.py",
     "checkpoints/mtp_checkpoints/families/released.py",

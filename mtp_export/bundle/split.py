@@ -97,8 +97,8 @@ def main_part(
     _check_module(checkpoint, stored.family, target)
     own = replace(options, shared_weights=SharedWeights.DROP)
     module = _mtp_shards(checkpoint, stored, options=own, links=links)
-    steps = chain.from_iterable(shard.steps for shard in module)
-    return options.gguf.part(part, checkpoint, stored.family, steps)
+    of_module = chain.from_iterable(shard.steps for shard in module)
+    return options.gguf.part(part, checkpoint, stored.family, of_module)
 
 
 def mtp_part(
