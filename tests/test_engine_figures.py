@@ -85,6 +85,16 @@ def test_the_table_of_other_families(page: str) -> None:
     assert f"vLLM accepts {second / first:.2f} of" in page
 
 
+def test_the_run_of_gated_delta_nets(page: str) -> None:
+    facts = results("engines_gated_delta.json")
+    (run,) = facts["measured"].values()
+    differ = f"of {run['tokens']:,} tokens {run['tokens_that_differ']} differ"
+    words = (
+        f"{differ}, by at most {run['largest_difference']:.2f} ({facts['hardware']['capability']}"
+    )
+    assert f"{words}, commit {facts['hardware']['commit'][:12]})" in page.replace("\n", " ")
+
+
 def test_how_many_tokens_differ(engines: dict[str, Any], page: str) -> None:
     differ = [run["tokens_that_differ"] for run in runs_without_fault(engines).values()]
     (tokens,) = {run["tokens"] for run in runs_without_fault(engines).values()}

@@ -45,6 +45,7 @@ CONTRACTS = {
     "deepseek_v3": MtpContract(zero_first_embedding=True),
     "glm4_moe": _GLM,
     "glm4_moe_lite": _GLM,
+    "qwen3_5_text": MtpContract(),
 }
 Prompts = list[list[int]]
 Tensors = dict[str, torch.Tensor]
@@ -79,6 +80,9 @@ class Reader(Judge):
     texts: list[list[int]]
     logits: list[list[torch.Tensor]]
 
+    def _reads_logits(self, group: Group) -> bool:
+        return True
+
     def decide(self, group: Group, logits: torch.Tensor, best: list[int]) -> Verdict:
         number, written = group.request.request_id, len(group.request.output)
         text = self.texts[number][written : written + len(best)]
@@ -94,7 +98,7 @@ def process(script: Path, job: dict[str, object], folder: Path) -> tuple[int, st
     job_file.write_text(json.dumps(job))
     run = subprocess.run(
         [sys.executable, script, job_file, result],
-        env=os.environ | settings_of(Path(sys.prefix)),
+        env=os.environ | settings_of(Path(sys.prefix)) | {"PYTHONPATH": _with_images()},
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -104,6 +108,12 @@ def process(script: Path, job: dict[str, object], folder: Path) -> tuple[int, st
     )
     (folder / "log").write_text(run.stdout)
     return run.returncode, run.stdout, result
+
+
+def _with_images() -> str:
+    """PYTHONPATH with torchvision, which vLLM imports for models that can see."""
+    added = [Path(sys.prefix, "images"), Path(__file__).parent / "images"]
+    return os.pathsep.join([*map(str, added), os.environ.get("PYTHONPATH", "")])
 
 
 def sglang_wheel() -> Path:
