@@ -3,6 +3,8 @@
     python -m benchmarks.make_checkpoint /data/v3 --real
     python -m benchmarks.bench_export /data/v3 /data/scratch
 
+or with `--real --family qwen3_next` for 80B ones, which have rows abcf (xLLM has no such family).
+
 Rows, in turn, medians of --runs, the page cache dropped before each and `sync` counted in each:
   (a) this tool, whole bundle, checksums on      (b) cp of the shards that hold the MTP layer
   (c) every MTP tensor into memory, then safetensors' save_file, as the published scripts do
@@ -54,9 +56,7 @@ save_file(tensors, output / "mtp.safetensors")
 
 def cases(source: Path, scratch: Path) -> dict[str, Callable[[], Measured]]:
     """The rows of whole programs by name."""
-    layer = json.loads((source / "config.json").read_text())["num_hidden_layers"]
-    prefix = f"model.layers.{layer}."
-    shards = mtp_shards(source, prefix)
+    prefix, shards = mtp_shards(source)
     half = planned("xllm", source)[0].size_bytes // 2
     output = str(scratch / "out/bundle")
     export = [*PROGRAM, "--input-dir", str(source), "--output-dir", output]

@@ -81,8 +81,7 @@ def cases(
     output = str(scratch / "out/bundle")
     for scheme, plan in plans.items():
         source = plan.checkpoint.folder
-        layer = plan.checkpoint.config["num_hidden_layers"]
-        shards = mtp_shards(source, f"model.layers.{layer}.")
+        _, shards = mtp_shards(source)
         arguments = [str(source), output, SCHEMES[scheme], str(group_size)]
         rows[f"fp8 -> {scheme}"] = fresh([sys.executable, "-c", _RUN, *arguments], scratch, cold)
         copy = ["sh", "-c", cp_of_size(shards, DiskWork.of(plan).size_bytes // 2), output]

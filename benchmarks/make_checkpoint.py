@@ -2,12 +2,13 @@
 
     python -m benchmarks.make_checkpoint OUT --real          DeepSeek-V3's 671B shapes, 160+ shards
     python -m benchmarks.make_checkpoint OUT --family NAME   another family's, without any weights;
-                                                             with --filled all random
+                                                             with --real as above, with --filled
+                                                             all random
     python -m benchmarks.make_checkpoint OUT                 a tiny DeepSeek-V3, all random
 
 Names, shapes and dtypes are the released ones. In --real every main layer is a hole in a sparse
 file (it reads as zeros and takes no disk); the MTP layer, embedding and head are random: 19 GB.
-With --family all tensors are holes unless --filled, so that terabytes fit anywhere.
+With --family alone all tensors are holes unless --filled, so that terabytes fit anywhere.
 The MTP layer begins in the shard where the main model ends and fills the ones after it, as in the
 release. The tiny one has ragged 128x128 tiles, and an MTP weight in another shard than its scale.
 """
@@ -122,9 +123,9 @@ def write_sparse(
                 position += os.pwrite(file.fileno(), piece, position)
 
 
-def _is_filled_in_real(name: str) -> bool:
-    layer = f"model.layers.{REAL_CONFIG['num_hidden_layers']}."
-    return name.startswith(layer) or name in ("model.embed_tokens.weight", "lm_head.weight")
+def _is_filled_in_real(config: dict[str, Any]) -> Callable[[str], bool]:
+    family = family_of(config)
+    return lambda name: ".layers." not in name or family.mtp_layer_of(name) is not None
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
@@ -187,15 +188,17 @@ def make_checkpoint(
     return folder
 
 
-def make_released(folder: Path, model_type: str, *, filled: bool = False) -> Path:
-    """Write the shapes of a family's release; unless filled, every tensor is a hole in its file."""
+def make_released(
+    folder: Path, model_type: str, *, filled: Callable[[str], bool] = lambda name: False
+) -> Path:
+    """Write the shapes of a family's release; tensors that are not filled are holes."""
     released = RELEASED[model_type]
     return make_checkpoint(
         folder,
         released.config,
         own_copies=released.own_copies,
         max_shard_bytes=_REAL_SHARD_BYTES,
-        filled=lambda name: filled,
+        filled=filled,
         parted=False,
     )
 
@@ -203,20 +206,17 @@ def make_released(folder: Path, model_type: str, *, filled: bool = False) -> Pat
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--real", action="store_true", help="the 671B shapes (19 GB of disk)")
+    parser.add_argument(
+        "--real", action="store_true", help="the 671B shapes (19 GB of disk), or those of --family"
+    )
     parser.add_argument("--family", choices=RELEASED, help="the shapes of a release of a family")
     parser.add_argument("--filled", action="store_true", help="random weights, with --family")
     arguments = parser.parse_args()
-    if arguments.family:
-        make_released(arguments.folder, arguments.family, filled=arguments.filled)
-    elif arguments.real:
-        make_checkpoint(
-            arguments.folder,
-            REAL_CONFIG,
-            max_shard_bytes=_REAL_SHARD_BYTES,
-            filled=_is_filled_in_real,
-            parted=False,
-        )
+    if arguments.real or arguments.family:
+        model_type = arguments.family or "deepseek_v3"
+        in_real = _is_filled_in_real(RELEASED[model_type].config)
+        filled = in_real if arguments.real else lambda name: arguments.filled
+        make_released(arguments.folder, model_type, filled=filled)
     else:
         make_checkpoint(arguments.folder)
 

@@ -17,6 +17,10 @@ from shlex import quote
 from statistics import median
 from typing import Any
 
+from mtp_checkpoints.containers.base import CONFIG_NAME
+from mtp_checkpoints.containers.safetensors import INDEX_NAME
+from mtp_checkpoints.families import family_of
+
 PROGRAM = [sys.executable, "-c", "from mtp_export.cli import main; main()"]
 
 
@@ -52,10 +56,12 @@ def measure(command: list[str], cold: bool = True) -> Measured:
     return Measured(time.perf_counter() - start, usage.ru_maxrss * 1024, computed)
 
 
-def mtp_shards(source: Path, prefix: str) -> list[Path]:
-    """The shards that hold a tensor of the MTP layer."""
-    index = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
-    return sorted({source / file for name, file in index.items() if name.startswith(prefix)})
+def mtp_shards(source: Path) -> tuple[str, list[Path]]:
+    """What the names of the MTP layer's tensors begin with, and the shards that hold one."""
+    family = family_of(json.loads((source / CONFIG_NAME).read_text()))
+    index = json.loads((source / INDEX_NAME).read_text())["weight_map"]
+    names = [name for name in index if family.mtp_layer_of(name) is not None]
+    return os.path.commonprefix(names), sorted({source / index[name] for name in names})
 
 
 def cp_of_size(shards: list[Path], size_bytes: int) -> str:
