@@ -63,7 +63,7 @@ SUSPECTED_FAULTS: tuple[Fault, ...] = (
     Fault("the draft's last norm less one", partial(shifted, f"{MTP}.shared_head.norm.weight", -1),
           "acceptance", "the norm before the draft's head lacks the 1", **_fields),
     Fault("one norm less one", partial(shifted, f"{MTP}.post_attention_layernorm.weight", -1),
-          "acceptance", "post_attention_layernorm lacks the 1 of 1 + w", **_fields),
+          "acceptance", "post_attention_layernorm of the MTP layer lacks the 1", **_fields),
     Fault("one norm plus one", partial(shifted, f"{MTP}.hnorm.weight", 1),
           "acceptance", "hnorm has 1 too much", **_fields),
     Fault("embedding half of eh_proj times four", partial(half_scaled, 0, 4.0),
@@ -76,7 +76,7 @@ SUSPECTED_FAULTS: tuple[Fault, ...] = (
           partial(negated_codes, "mtp", f"{MTP}.self_attn.o_proj.weight"),
           "acceptance", "o_proj of the MTP layer has the wrong sign", **_fields),
     Fault("shared expert's scale times four", shared_scale_times_four,
-          "acceptance", "the shared expert adds about 2 times what it should", **_fields),
+          "acceptance", "of the shared expert of the MTP layer is about 4 times", **_fields),
     Fault("one expert negated", partial(negated_codes, "mtp", EXPERT % (3, "down", "weight")),
           "acceptance", "down_proj of expert 3 has the wrong sign", **_fields),
 )  # fmt: skip

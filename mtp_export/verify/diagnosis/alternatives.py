@@ -10,8 +10,9 @@ import torch
 
 from mtp_export.progress import CountCallback
 from mtp_export.verify import gates
+from mtp_export.verify.diagnosis.by_torch import by_torch
 from mtp_export.verify.diagnosis.causes import decoding as causes
-from mtp_export.verify.diagnosis.experts import expert_variant_count, expert_variants
+from mtp_export.verify.diagnosis.experts import expert_variant_count, expert_variants, has_many
 from mtp_export.verify.diagnosis.suspected import module_variants
 from mtp_export.verify.diagnosis.variants import LOADING, Variant, first_token_variant, unchanged
 from mtp_export.verify.evidence.corpus import Corpus, Drafts, judge
@@ -115,13 +116,14 @@ class Alternative:
 def alternatives(corpus: Corpus) -> list[Alternative]:
     """Every variant of the module compared with it as it is, best first; those that a sample of the
     texts shows to be worse, on the sample alone."""
+    corpus = by_torch(corpus)
     module = corpus.module
     variants = [*module_variants(corpus.model, module)]
     count = len(variants) + 1
     with corpus.show_count("acceptance, with faults undone", count, "faults") as advance:
         whole, step = _Bench(corpus), sampling_step(corpus.texts)
         sample = whole if step == 1 else _Bench(corpus.every_nth(step))
-        first = whole.unchanged(1)
+        whole.unchanged(1)
         advance(1)
         tried = []
         for variant in variants:
@@ -130,10 +132,12 @@ def alternatives(corpus: Corpus) -> list[Alternative]:
                 found = whole.alternative(variant)
             tried.append(found)
             advance(1)
-    experts = expert_variants(corpus, _clamped(first.scores[0]), own_hit=first.hit[0])
+    bench = sample if has_many(module) else whole
+    first = bench.unchanged(1)
+    experts = expert_variants(bench.corpus, _clamped(first.scores[0]), own_hit=first.hit[0])
     count = expert_variant_count(module)
     with corpus.show_count("acceptance, with experts exchanged", count, "exchanges") as advance:
-        exchanged = list(_compared(corpus, _counted(experts, advance)))
+        exchanged = list(_compared(bench.corpus, _counted(experts, advance)))
     return _best_first([*filter(None, tried), *exchanged])
 
 

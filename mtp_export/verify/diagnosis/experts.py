@@ -1,10 +1,11 @@
 """Variants of an MTP module's mixture of experts: its router's bias and rows in another order or of
-the other sign; two experts exchanged, gate and up of one or of all, one negated. Each expert runs
-once on all rows, and a variant only mixes the results anew, so that many cost little."""
+the other sign; two experts exchanged, gate and up of one or of all, one negated, multiplied or left
+out. An expert runs on the rows that it is picked for, and a variant only mixes results anew, so
+that many cost little."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, combinations
 from math import comb
@@ -12,31 +13,41 @@ from math import comb
 import torch
 
 from mtp_export.verify.diagnosis.causes import decoding as causes
-from mtp_export.verify.diagnosis.variants import reordered
+from mtp_export.verify.diagnosis.changed_weight import reordered
+from mtp_export.verify.diagnosis.tensor_variants import Place, mlp_places, tensor_variants
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_runtime.drafters.base import ScoredVariant
 from mtp_runtime.layers.linear import Linear
-from mtp_runtime.layers.moe import Moe, Router, SigmoidRouter, SoftmaxRouter
+from mtp_runtime.layers.moe import Mlp, Moe, Router, SigmoidRouter, SoftmaxRouter
 from mtp_runtime.models.model import MtpModule
 from mtp_runtime.teacher_forcing import WORST_SCORE, DraftInputs, best_and_score, draft_states
 
-# More experts than this are too many to try one by one: 256 have 32640 pairs.
+# Experts that are exchanged with each other: 256 have 32640 pairs. Of more, those are that drafts
+# do best without.
 MOST_EXPERTS = 16
-
-
 # Factors by which what an expert adds is tried.
-SCALES = (0.5, 2.0)
+LEFT_OUT = 0.0
+SCALES = (LEFT_OUT, 0.5, 2.0)
+SHARED = "the shared expert"
 
 
 @dataclass(frozen=True)
 class _Moved:
-    """A variant: its change and cause in words, and the difference of the feed-forward's output
-    [A, d]. by_acceptance is that of a ScoredVariant."""
+    """A variant: its change and cause in words, and the difference [n, d] of the feed-forward's
+    output in rows [n]. by_acceptance is that of a ScoredVariant. left_out: the expert that is."""
 
     change: str
     cause: str
+    rows: torch.Tensor
     difference: torch.Tensor
     by_acceptance: bool = False
+    left_out: int | None = None
+
+    @classmethod
+    def of(cls, change: str, cause: str, difference: torch.Tensor) -> _Moved:
+        """Return the variant of a difference of all rows [A, d]."""
+        rows = difference.any(dim=1).nonzero()[:, 0]
+        return cls(change, cause, rows, difference[rows])
 
 
 @dataclass(frozen=True)
@@ -47,20 +58,28 @@ class _AddsNothing:
         return torch.zeros_like(x)
 
 
+def mixture(module: MtpModule) -> Moe | None:
+    """Return the experts of a module; None for a dense one."""
+    moe = module.layer.feed_forward
+    return moe if isinstance(moe, Moe) else None
+
+
+def has_many(module: MtpModule) -> bool:
+    """True for more experts than are all exchanged with each other."""
+    moe = mixture(module)
+    return moe is not None and moe.routed_experts > MOST_EXPERTS
+
+
 def expert_variant_count(module: MtpModule) -> int:
     """Return the number of variants that there are of a module's mixture of experts."""
-    moe = _small_moe(module)
+    moe = mixture(module)
     if moe is None:
         return 0
-    routers = sum(1 for _ in _routers(moe.router))
+    routers = sum(1 for _ in router_variants(moe.router))
     of_one = 2 + len(SCALES)
-    return routers + of_one * len(moe.experts) + 1 + comb(moe.routed_experts, 2)
-
-
-def _small_moe(module: MtpModule) -> Moe | None:
-    """Return the experts of a module; None for a dense one, or one of more than MOST_EXPERTS."""
-    moe = module.layer.feed_forward
-    return moe if isinstance(moe, Moe) and moe.routed_experts <= MOST_EXPERTS else None
+    pairs = comb(min(moe.routed_experts, MOST_EXPERTS), 2)
+    of_shared = sum(1 for one in _shared(moe) for _ in tensor_variants(one, _places_of(one)))
+    return routers + of_one * len(moe.experts) + 1 + of_shared + pairs
 
 
 @torch.inference_mode()
@@ -68,10 +87,9 @@ def expert_variants(
     corpus: Corpus, own: torch.Tensor, own_hit: torch.Tensor
 ) -> Iterator[ScoredVariant]:
     """Every variant, scored at depth 1 in all rows; own, own_hit [A]: scores of the module as it
-    is, and where it drafts the target's best token. Yields nothing for a dense module, or one of
-    more than MOST_EXPERTS."""
+    is, and where it drafts the target's best token. Yields nothing for a dense module."""
     module, anchors = corpus.module, corpus.everywhere
-    moe = _small_moe(module)
+    moe = mixture(module)
     if moe is None:
         return
     bare = replace(module, layer=replace(module.layer, feed_forward=_AddsNothing()))
@@ -80,14 +98,20 @@ def expert_variants(
     added = moe(normed)
     whole = stream + added
     wanted = corpus.choices[anchors.rows + 1]
-    moves = chain(_of_router(moe, normed, added), _of_experts(moe, normed))
-    for move in moves:
-        moved = move.difference
-        rows = moved.any(dim=1).nonzero()[:, 0]
+    without = dict[int, float]()  # each expert: the gain
+    weights = _weights(moe, normed)
+    for move in chain(
+        _of_router(moe, normed, added),
+        _of_each(moe, normed, weights),
+        _of_shared(moe, normed, weights),
+        _of_pairs(moe, normed, weights, without),
+    ):
         scores, hit = own.clone(), own_hit.clone()
-        x, places = module.head.normed(whole[rows] + moved[rows]), rows.cpu()
+        x, places = module.head.normed(whole[move.rows] + move.difference), move.rows.cpu()
         best, score = best_and_score(module.head, x, wanted[places])
         scores[places], hit[places] = score.clamp(min=WORST_SCORE), best == wanted[places]
+        if move.left_out is not None:
+            without[move.left_out] = float((scores - own).sum())
         yield ScoredVariant(
             name="experts",
             change=move.change,
@@ -100,8 +124,8 @@ def expert_variants(
         )
 
 
-def _routers(router: Router) -> Iterator[tuple[str, str, Router]]:
-    """Change, cause and router, per variant of a router."""
+def router_variants(router: Router) -> Iterator[tuple[str, str, Router]]:
+    """Yield change, cause, which has {layer} in it, and router, per variant of a router."""
     if not isinstance(router, SigmoidRouter | SoftmaxRouter):
         return
     if isinstance(router, SigmoidRouter):
@@ -133,41 +157,97 @@ def _routers(router: Router) -> Iterator[tuple[str, str, Router]]:
 
 def _of_router(moe: Moe, normed: torch.Tensor, added: torch.Tensor) -> Iterator[_Moved]:
     """The variants of the router; added [A, d]: the feed-forward's output as it is."""
-    for change, cause, router in _routers(moe.router):
-        yield _Moved(change, cause, replace(moe, router=router)(normed) - added)
+    for change, cause, router in router_variants(moe.router):
+        cause = cause.format(layer=causes.MTP_LAYER)
+        yield _Moved.of(change, cause, replace(moe, router=router)(normed) - added)
 
 
-def _of_experts(moe: Moe, normed: torch.Tensor) -> Iterator[_Moved]:
-    """The variants of single experts, of all of them, and of pairs."""
-    routed = moe.routed_experts
+def _weights(moe: Moe, normed: torch.Tensor) -> torch.Tensor:
+    """What each expert's output is multiplied by [A, e]; 0 where it is not picked."""
     picked, chosen = moe.router(normed)
-    weights = torch.zeros_like(normed[:, :1]).repeat(1, len(moe.experts))  # [A, e]
-    weights[:, :routed].scatter_(1, picked, chosen.to(weights.dtype))
-    weights[:, routed:] = 1.0
-    outputs = [one(normed) for one in moe.experts.every()]
-    every = torch.zeros_like(outputs[0])
+    weights = torch.zeros_like(normed[:, :1]).repeat(1, len(moe.experts))
+    weights.scatter_(1, picked, chosen.to(weights.dtype))
+    gate = moe.shared_gate
+    shared = 1.0 if gate is None else torch.mv(normed.float(), gate).sigmoid()[:, None]
+    weights[:, moe.routed_experts :] = shared
+    return weights
+
+
+def _of_each(moe: Moe, normed: torch.Tensor, weights: torch.Tensor) -> Iterator[_Moved]:
+    """The variants of single experts, and of all of them."""
+    every = torch.zeros_like(normed)
     for expert, one in enumerate(moe.experts.every()):
-        name = f"expert {expert}" if expert < routed else "the shared expert"
-        other = replace(one, gate_up=_output_halves_exchanged(one.gate_up))(normed)
-        moved = weights[:, expert, None] * (other - outputs[expert])
-        every += moved
+        name = f"expert {expert}" if expert < moe.routed_experts else SHARED
+        rows = weights[:, expert].nonzero()[:, 0]
+        x, share = normed[rows], weights[rows, expert, None]
+        adds = share * one(x)
+        other = replace(one, gate_up=_output_halves_exchanged(one.gate_up))
+        moved = share * other(x) - adds
+        every[rows] += moved
         cause = causes.gate_and_up_swapped(name)
-        yield _Moved(f"gate and up of {name} are exchanged", cause, moved)
-        yield from _scaled(name, weights[:, expert, None] * outputs[expert])
+        yield _Moved(f"gate and up of {name} are exchanged", cause, rows, moved)
+        yield from _scaled(name, expert, rows, adds)
     cause = causes.gate_and_up_swapped("every expert")
-    yield _Moved("gate and up of every expert are exchanged", cause, every)
-    for a, b in combinations(range(routed), 2):
-        moved = (weights[:, a] - weights[:, b])[:, None] * (outputs[b] - outputs[a])
-        yield _Moved(f"experts {a} and {b} are exchanged", causes.experts_swapped(a, b), moved)
+    yield _Moved.of("gate and up of every expert are exchanged", cause, every)
 
 
-def _scaled(name: str, adds: torch.Tensor) -> Iterator[_Moved]:
-    """The variants of an expert that are multiples of what it adds [A, d]."""
-    yield _Moved(f"the output of {name} is negated", causes.expert_negated(name), -2 * adds)
+def _scaled(name: str, expert: int, rows: torch.Tensor, adds: torch.Tensor) -> Iterator[_Moved]:
+    """The variants of an expert that are multiples of what it adds [n, d] to rows [n]."""
+    negated = causes.expert_negated(name)
+    yield _Moved(f"the output of {name} is negated", negated, rows, -2 * adds)
     for factor in SCALES:
-        change = f"the output of {name} is multiplied by {factor:g}"
-        cause = causes.expert_scaled(name, 1 / factor)
-        yield _Moved(change, cause, (factor - 1) * adds, by_acceptance=True)
+        is_out = factor == LEFT_OUT
+        done = "left out" if is_out else f"multiplied by {factor:g}"
+        harm = causes.of_tensor(name, causes.MTP_LAYER, causes.DOES_HARM)
+        yield _Moved(
+            f"the output of {name} is {done}",
+            harm if is_out else causes.expert_scaled(name, 1 / factor),
+            rows,
+            (factor - 1) * adds,
+            by_acceptance=not is_out,
+            left_out=expert if is_out else None,
+        )
+
+
+def _of_shared(moe: Moe, normed: torch.Tensor, weights: torch.Tensor) -> Iterator[_Moved]:
+    """The variants of single tensors of the shared experts."""
+    for number, one in enumerate(_shared(moe), start=moe.routed_experts):
+        share, adds = weights[:, number, None], one(normed)
+        for place, change, other in tensor_variants(one, _places_of(one)):
+            name = f"{place.name} of {SHARED}"
+            yield replace(
+                _Moved.of(
+                    change.done.format(name),
+                    causes.of_tensor(name, causes.MTP_LAYER, change.wrong),
+                    share * (other(normed) - adds),
+                ),
+                by_acceptance=change.is_size,
+            )
+
+
+def _shared(moe: Moe) -> Iterator[Mlp]:
+    return moe.experts.each(range(moe.routed_experts, len(moe.experts)))
+
+
+def _places_of(one: Mlp) -> list[Place]:
+    return [replace(place, adds="") for place in mlp_places(one, SHARED)]
+
+
+def _of_pairs(
+    moe: Moe, normed: torch.Tensor, weights: torch.Tensor, without: Mapping[int, float]
+) -> Iterator[_Moved]:
+    """The exchanges of two experts, of those that drafts do best without by the gains."""
+    routed = [expert for expert in without if expert < moe.routed_experts]
+    tried = sorted(sorted(routed, key=lambda one: -without[one])[:MOST_EXPERTS])
+    rows = weights[:, tried].any(dim=1).nonzero()[:, 0]
+    x = normed[rows]
+    outputs = dict(zip(tried, (one(x) for one in moe.experts.each(tried)), strict=True))
+    for a, b in combinations(tried, 2):
+        share = (weights[rows, a] - weights[rows, b])[:, None]
+        moved = share * (outputs[b] - outputs[a])
+        where = share[:, 0].nonzero()[:, 0]
+        change, cause = f"experts {a} and {b} are exchanged", causes.experts_swapped(a, b)
+        yield _Moved(change, cause, rows[where], moved[where])
 
 
 def _output_halves_exchanged(linear: Linear) -> Linear:

@@ -10,7 +10,7 @@ from statistics import median
 
 import torch
 
-from mtp_export.verify.diagnosis.scaled_variants import columns_scaled
+from mtp_export.verify.diagnosis.changed_weight import columns_scaled
 from mtp_export.verify.evidence.statistics import Estimate, ratio
 from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.moe import Experts, Mlp, Moe, expert_by_expert, sort_by_expert

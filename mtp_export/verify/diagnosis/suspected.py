@@ -14,8 +14,7 @@ from mtp_export.verify.diagnosis.leanings import Leanings, Negated
 from mtp_export.verify.diagnosis.scaled_variants import (
     half_variants,
     layer_norm_variants,
-    output_variants,
-    single_norm_variants,
+    single_tensor_variants,
 )
 from mtp_export.verify.diagnosis.variants import Variant, contract_variants, layout_variants
 from mtp_export.verify.evidence.likelihood import LayerOf, as_it_is
@@ -28,9 +27,8 @@ OF_MODULE: dict[str, Callable[[Model, MtpModule], Iterable[Variant]]] = {
     "tensors mixed up": layout_variants,
     "contract": lambda model, module: contract_variants(module),
     "norms of the layer exchanged": layer_norm_variants,
-    "1 + w of one norm": single_norm_variants,
     "sign and scale of the halves of eh_proj": half_variants,
-    "sign of the attention's output": output_variants,
+    "single tensors": single_tensor_variants,
 }
 
 

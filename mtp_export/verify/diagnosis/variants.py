@@ -12,9 +12,9 @@ import torch
 from mtp_checkpoints.families.contract import Hidden
 from mtp_checkpoints.families.parts import Rope
 from mtp_export.verify.diagnosis.causes import decoding as causes
+from mtp_export.verify.diagnosis.changed_weight import halves_exchanged, reordered
 from mtp_runtime.layers.attention import Attention
 from mtp_runtime.layers.gqa import Gqa, HeadGatedGqa, SlidingGqa
-from mtp_runtime.layers.linear import Linear, Weight
 from mtp_runtime.layers.mla import Mla
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.rope import yarn_temperature
@@ -124,7 +124,7 @@ def _latent(model: Model, own: Variant, attention: Mla) -> Iterator[Variant]:
         interleaved(attention),
         name="rope",
         change="the rotary rows are interleaved",
-        cause=causes.ROPE_IN_HALVES,
+        cause=causes.ROPE_IN_HALVES.format(layer=causes.MTP_LAYER),
     )
     for temperature in missing_temperatures(model.config.rope):
         yield _with_attention(
@@ -142,7 +142,7 @@ def _grouped(model: Model, own: Variant, attention: Gqa) -> Iterator[Variant]:
         in_halves(attention),
         name="rope",
         change="the rotary rows are put in halves",
-        cause=causes.ROPE_INTERLEAVED,
+        cause=causes.ROPE_INTERLEAVED.format(layer=causes.MTP_LAYER),
     )
     yield _with_attention(
         own,
@@ -157,7 +157,7 @@ def _grouped(model: Model, own: Variant, attention: Gqa) -> Iterator[Variant]:
             replace(attention, query_norm=attention.key_norm, key_norm=attention.query_norm),
             name="query and key norms",
             change="q_norm and k_norm are exchanged",
-            cause=causes.QUERY_AND_KEY_NORMS_SWAPPED,
+            cause=causes.QUERY_AND_KEY_NORMS_SWAPPED.format(layer=causes.MTP_LAYER),
         )
 
 
@@ -238,28 +238,6 @@ def drafter_variants(module: MtpModule) -> Iterator[Variant]:
     )
 
 
-@dataclass(frozen=True)
-class _HalvesExchanged:
-    """A weight with the two halves of its columns exchanged; nothing of it is copied."""
-
-    weight: Weight
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.weight.shape
-
-    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the matrix [out, in] (ValueError for codes or scales that are damaged)."""
-        return self._exchanged(self.weight.dequantize(dtype))
-
-    def product(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x @ weight.T (ValueError as dequantize)."""
-        return self.weight.product(self._exchanged(x))
-
-    def _exchanged(self, columns: torch.Tensor) -> torch.Tensor:
-        return columns.roll(self.shape[1] // 2, dims=1)
-
-
 def norms_shifted(module: MtpModule, shift: float) -> MtpModule:
     """The module with a number added to the weights of all norms around its linears."""
 
@@ -278,36 +256,6 @@ def norms_shifted(module: MtpModule, shift: float) -> MtpModule:
             post_norm=shifted(layer.post_norm),
         ),
     )
-
-
-def halves_exchanged(linear: Linear) -> Linear:
-    """The linear with the two halves of its input exchanged."""
-    return Linear(_HalvesExchanged(linear.weight))
-
-
-@dataclass(frozen=True)
-class _Reordered:
-    """A weight with its rows in another order [out]; nothing of it is copied."""
-
-    weight: Weight
-    order: torch.Tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.weight.shape
-
-    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the matrix [out, in] (ValueError for codes or scales that are damaged)."""
-        return self.weight.dequantize(dtype)[self.order]
-
-    def product(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x @ weight.T (ValueError as dequantize)."""
-        return self.weight.product(x)[:, self.order]
-
-
-def reordered(linear: Linear, order: torch.Tensor) -> Linear:
-    """The linear with its outputs in another order [out]."""
-    return Linear(_Reordered(linear.weight, order))
 
 
 def interleaved(attention: Mla) -> Mla:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 _MOST_EQUAL = 3
+# The layer of a module, where sentences on layers of both parts have {layer}.
+MTP_LAYER = "the MTP layer"
 # --- The MTP module: tensors that an export mixed up ----------------------------------------------
 
 CONCATENATION_REVERSED = (
@@ -19,27 +21,41 @@ NORMS_SHIFTED = (
     "the norms hold 1 + w, to which the engine adds 1 again, or 1 was added by mistake when they"
     " were converted"
 )
-LAYER_NORMS_SWAPPED = "input_layernorm and post_attention_layernorm of the MTP layer are swapped"
-OUTPUT_NEGATED = "o_proj of the MTP layer has the wrong sign"
+LAYER_NORMS_SWAPPED = "input_layernorm and post_attention_layernorm of {layer} are swapped"
 ROUTER_BIAS_NEGATED = (
-    "e_score_correction_bias of the MTP layer's router has the wrong sign: experts that it should"
+    "e_score_correction_bias of {layer}'s router has the wrong sign: experts that it should"
     " favour are picked less"
 )
-ROUTER_BIAS_REVERSED = "e_score_correction_bias of the MTP layer's router is in reverse order"
-ROUTER_ROWS_REVERSED = "the rows of the MTP layer's router are in reverse order, or its experts are"
-ROUTER_NEGATED = "the MTP layer's router has the wrong sign: the worst experts are picked"
+ROUTER_BIAS_REVERSED = "e_score_correction_bias of {layer}'s router is in reverse order"
+ROUTER_ROWS_REVERSED = "the rows of {layer}'s router are in reverse order, or its experts are"
+ROUTER_NEGATED = "{layer}'s router has the wrong sign: the worst experts are picked"
+# Of one tensor, behind its name.
+WRONG_SIGN = "has the wrong sign"
+DOES_HARM = "does harm: its weights are damaged, in another order or of another layer"
+ROWS_REVERSED = "has its rows in reverse order"
+ROW_HALVES = "has the halves of its rows exchanged"
+ROWS_BY_TURNS = "has its rows interleaved: they come by turns from two halves"
+ROWS_APART = "has its rows de-interleaved: the even ones come first, then the odd ones"
+COLUMNS_REVERSED = "has its columns in reverse order"
+COLUMN_HALVES = "has the halves of its columns exchanged"
+LACKS_ONE = "lacks the 1 of 1 + w, or 1 was taken from it when it was converted"
+ONE_TOO_MUCH = "has 1 too much: 1 was added to it when it was converted"
+ELEMENTS_REVERSED = "is in reverse order"
+ELEMENT_HALVES = "has its halves exchanged"
+ELEMENTS_ELSEWHERE = "is worse than a flat one: it is in another order, or of another layer"
 ROPE_IN_HALVES = (
-    "the rotary rows of q_b_proj and kv_a_proj_with_mqa are stored in halves instead of interleaved"
-    " pairs"
+    "the rotary rows of q_b_proj and kv_a_proj_with_mqa of {layer} are stored in halves instead of"
+    " interleaved pairs"
 )
 ROPE_INTERLEAVED = (
-    "the rotary rows of q_proj and k_proj are stored as interleaved pairs instead of in halves"
+    "the rotary rows of q_proj and k_proj of {layer} are stored as interleaved pairs instead of in"
+    " halves"
 )
 QUERY_HALVES_SWAPPED = (
     "the halves of q_proj's rows are swapped: parts of tensor-parallel ranks were joined in another"
     " order"
 )
-QUERY_AND_KEY_NORMS_SWAPPED = "q_norm and k_norm are swapped"
+QUERY_AND_KEY_NORMS_SWAPPED = "q_norm and k_norm of {layer} are swapped"
 YARN_SCALE_DROPPED = "yarn's attention scale was dropped: rope_scaling lacks mscale_all_dim"
 EMBEDDING_OF_ANOTHER_CHECKPOINT = "the draft's embedding is of another checkpoint"
 HEAD_OF_ANOTHER_CHECKPOINT = "the draft's head is of another checkpoint"
@@ -49,10 +65,14 @@ NO_KNOWN_BUG = (
 )
 
 
-def one_norm_shifted(norm: str, *, lacks_one: bool) -> str:
-    if lacks_one:
-        return f"{norm} lacks the 1 of 1 + w, or 1 was taken from it when it was converted"
-    return f"{norm} has 1 too much: 1 was added to it when it was converted"
+def of_tensor(name: str, layer: str, wrong: str) -> str:
+    """name: of a tensor, or of what it is the last matrix of. layer: "" for a module's own."""
+    return f"{name}{f' of {layer}' if layer else ''} {wrong}"
+
+
+def times(factor: float) -> str:
+    """factor: that of the stored weights over the right ones."""
+    return f"is about {factor:g} times what it should be"
 
 
 def half_scaled(half: str, factor: float) -> str:
@@ -65,7 +85,7 @@ def half_scaled(half: str, factor: float) -> str:
 
 def router_rolled(way: str) -> str:
     """way: "on" or "back"."""
-    return f"the rows of the MTP layer's router are moved {way} by one"
+    return f"the rows of {{layer}}'s router are moved {way} by one"
 
 
 def expert_negated(expert: str) -> str:

@@ -1,0 +1,37 @@
+"""A module run by torch, for the sake of its variants: what they share is expanded once, where
+compiled kernels would pack all of it for each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mtp_export.verify.evidence.corpus import Corpus
+from mtp_runtime.layers.moe import Mlp, Moe
+from mtp_runtime.models.execution import TorchExecution
+from mtp_runtime.models.model import MtpModule
+
+# Of the feed-forward in float32; larger ones stay packed as they are stored.
+MOST_EXPANDED_BYTES = 1 << 31
+_FLOAT_BYTES = 4
+
+
+def by_torch(corpus: Corpus) -> Corpus:
+    """Return the corpus with its first module run by torch, unless that is too large expanded."""
+    module = corpus.module
+    if _expanded_bytes(module) > MOST_EXPANDED_BYTES:
+        return corpus
+    outputs = replace(module.head.outputs, execution=TorchExecution())
+    module = replace(module, head=replace(module.head, outputs=outputs))
+    model = replace(corpus.model, mtp_modules=(module, *corpus.model.mtp_modules[1:]))
+    return replace(corpus, model=model, given=corpus.texts, given_states=corpus.states)
+
+
+def _expanded_bytes(module: MtpModule) -> int:
+    forward = module.layer.feed_forward
+    if isinstance(forward, Moe):
+        one, count = next(iter(forward.experts.each([0]))), len(forward.experts)
+    else:
+        assert isinstance(forward, Mlp), "the feed-forwards that there are"
+        one, count = forward, 1
+    shapes = (one.gate_up.weight.shape, one.down.weight.shape)
+    return count * sum(rows * columns for rows, columns in shapes) * _FLOAT_BYTES

@@ -1,0 +1,156 @@
+"""Changes of single tensors, as matrices and in products, and faults that only they name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cases import nightly_but
+from mtp_checkpoints.formats import unquantized
+from mtp_export.verify.check import Status
+from mtp_export.verify.decoding.acceptance import diagnosed
+from mtp_export.verify.diagnosis import experts
+from mtp_export.verify.diagnosis.alternatives import alternatives
+from mtp_export.verify.diagnosis.scaled_variants import single_tensor_variants
+from mtp_export.verify.diagnosis.tensor_variants import (
+    OF_MATRICES,
+    OF_VECTORS,
+    Change,
+    Place,
+    tensor_variants,
+)
+from mtp_export.verify.evidence.corpus import Corpus
+from mtp_runtime.drafters.base import ScoredVariant
+from mtp_runtime.layers.linear import Linear
+from mtp_runtime.layers.mla import Halves
+from mtp_runtime.models.load import LoadOptions, load_model
+from mtp_runtime.models.model import MtpModule
+from mtp_runtime.tokenizer import Tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+GLM = ROOT / "fixtures/glm4-moe-tiny"
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A layer of one tensor."""
+
+    held: Any
+
+
+def changed_matrix(matrix: torch.Tensor, change: Change) -> torch.Tensor:
+    """The change by its definition."""
+    if change.rows is not None:
+        matrix = matrix[change.rows(len(matrix))]
+    if change.columns is not None:
+        matrix = matrix[:, change.columns(matrix.shape[1])]
+    return matrix * change.factor
+
+
+@pytest.mark.parametrize("change", OF_MATRICES, ids=lambda change: change.done)
+def test_a_changed_matrix_in_the_rows_of_others(change: Change) -> None:
+    """A part of stacked matrices changes, the others do not; products are those of the matrix."""
+    matrix, x = torch.randn(12, 6), torch.randn(3, 6)
+    held = Holder(Linear(unquantized(matrix)))
+    place = Place("k_proj", ("held",), (4, 10), adds="the attention")
+    (found,) = (w for _, c, w in tensor_variants(held, [place]) if c is change)
+    wanted = matrix.clone()
+    wanted[4:10] = changed_matrix(matrix[4:10], change)
+    weight = found.held.weight
+    torch.testing.assert_close(weight.dequantize(torch.float32), wanted)
+    torch.testing.assert_close(weight.product(x), x @ wanted.t())
+
+
+@pytest.mark.parametrize("change", OF_MATRICES[:1] + OF_MATRICES[6:], ids=lambda c: c.done)
+def test_changed_halves_are_those_of_the_changed_matrix(change: Change) -> None:
+    """kv_b_proj, of which the runtime holds two halves."""
+    matrix = torch.randn(2 * (4 + 6), 8)
+    held = Holder(Halves.of(matrix, heads=2, nope=4))
+    place = Place("kv_b_proj", ("held",))
+    (found,) = (w for _, c, w in tensor_variants(held, [place]) if c is change)
+    wanted = Halves.of(changed_matrix(matrix, change), heads=2, nope=4)
+    torch.testing.assert_close(found.held.key_up, wanted.key_up)
+    torch.testing.assert_close(found.held.value_up, wanted.value_up)
+
+
+def test_orders_undo_what_their_causes_say() -> None:
+    by_done = {change.done: change for change in (*OF_MATRICES, *OF_VECTORS)}
+    rows = torch.arange(8)
+    by_turns = rows.view(2, 4).t().flatten()  # what an exporter wrote by turns from two halves
+    even_first, turns = (
+        by_done["the even rows of {} are put first"],
+        by_done["the halves of {} are put by turns"],
+    )
+    assert even_first.rows is not None and turns.rows is not None
+    assert by_turns[even_first.rows(8)].equal(rows)
+    assert even_first.rows(8)[turns.rows(8)].equal(rows)
+
+
+@cache
+def glm() -> Corpus:
+    """The small GLM on built-in prompts of its fixture."""
+    tokenizer = Tokenizer.find(GLM)
+    lines = (ROOT / "fixtures/prompts.jsonl").read_text().splitlines()[::4]
+    prompts = tuple(tokenizer.encode(json.loads(line)["prompt"])[:24] for line in lines)
+    corpus = Corpus(load_model(GLM, LoadOptions()).model, prompts, 24)
+    _ = corpus.states
+    return corpus
+
+
+def causes(module: MtpModule) -> str:
+    """Causes of what fails with a module of the small GLM."""
+    good = glm()
+    model = replace(good.model, mtp_modules=(module,))
+    corpus = Corpus(model, good.prompts, 24, given=good.texts, given_states=good.states)
+    return " | ".join(item.cause for item in diagnosed(corpus) if item.status is Status.FAIL)
+
+
+PLANTED = (
+    (
+        "the halves of the rows of q_proj are exchanged",
+        "q_proj of the MTP layer has the halves of its rows exchanged",
+    ),
+    ("v_proj is negated", "v_proj of the MTP layer has the wrong sign"),
+    (
+        "the halves of the columns of o_proj are exchanged",
+        "o_proj of the MTP layer has the halves of its colu",
+    ),
+    ("hnorm is reversed", "hnorm is in reverse order"),
+)
+
+
+@pytest.mark.parametrize(("change", "cause"), nightly_but(PLANTED[1:2], PLANTED))
+def test_the_changed_tensor_is_named(change: str, cause: str) -> None:
+    """Each of these changes undoes itself."""
+    corpus = glm()
+    variants = single_tensor_variants(corpus.model, corpus.module)
+    assert cause in causes(next(v.module for v in variants if v.change == change))
+
+
+@pytest.mark.nightly
+def test_a_good_module_passes() -> None:
+    assert causes(glm().module) == ""
+
+
+def test_of_many_experts_those_are_exchanged_that_drafts_do_best_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The router, single experts, and every two of the few; a quarter of the texts judges."""
+    monkeypatch.setattr(experts, "MOST_EXPERTS", 3)
+    tried = [one for one in alternatives(glm()) if isinstance(one.variant, ScoredVariant)]
+    count = experts.expert_variant_count(glm().module)
+    assert len(tried) == count
+    gains = {one.variant.change: one.gain for one in tried}
+    out = {e: gains[f"the output of expert {e} is left out"] for e in range(8)}
+    few = sorted(sorted(out, key=lambda expert: -sum(out[expert].sums))[:3])
+    pairs = {change for change in gains if change.startswith("experts ")}
+    assert pairs == {f"experts {a} and {b} are exchanged" for a, b in combinations(few, 2)}
+    assert "the router is negated" in gains
+    assert {len(gain.sums) for gain in gains.values()} == {4}
