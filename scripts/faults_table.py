@@ -64,9 +64,9 @@ words.
 """
 _SUSPECTED = """## {heading}
 
-Weights and config values that look right, planted into the trained fixture's bundle, which is run
-without `--source`. `tests/verify/test_run_faults.py` and `test_likelihood.py` plant each again: the
-check must fail and say the words.
+Weights and config values that look right, planted into bundles of the trained fixtures, which are
+run without `--source`. `tests/verify/test_run_faults.py`, `test_likelihood.py` and
+`test_layer_variants.py` plant each again: the check must fail and say the words.
 
 {count} faults, named: {totals}.
 """
@@ -131,9 +131,13 @@ def _draft_lines() -> Iterator[str]:
 
 
 def _suspected_lines() -> Iterator[str]:
-    from faults.suspected_faults import SUSPECTED_FAULTS, SUSPECTED_MAIN_FAULTS
+    from faults.suspected_faults import (
+        SUSPECTED_FAULTS,
+        SUSPECTED_LAYER_FAULTS,
+        SUSPECTED_MAIN_FAULTS,
+    )
 
-    faults = (*SUSPECTED_FAULTS, *SUSPECTED_MAIN_FAULTS)
+    faults = (*SUSPECTED_FAULTS, *SUSPECTED_MAIN_FAULTS, *SUSPECTED_LAYER_FAULTS)
     totals = _totals([fault.caught_by for fault in faults])
     yield _SUSPECTED.format(heading=SUSPECTED_HEADING, count=len(faults), totals=totals)
     yield "| fault | named by | which says |"

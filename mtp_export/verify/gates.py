@@ -80,6 +80,8 @@ TEMPERATURES = (0.8, 1.8)
 LEAST_KNOWN_NATS = 1.0
 # The least gain of a variant under which plain text is likelier, in nats per token.
 LEAST_LIKELIER_NATS = 0.005
+# The same of a model without half of a layer, or with a change in it undone.
+LEAST_HARM_NATS = 0.05
 
 
 def gate_of(manifest_options: Mapping[str, object]) -> tuple[str, RunGate]:

@@ -68,7 +68,7 @@ def test_a_changed_matrix_in_the_rows_of_others(change: Change) -> None:
     torch.testing.assert_close(weight.product(x), x @ wanted.t())
 
 
-@pytest.mark.parametrize("change", OF_MATRICES[:1] + OF_MATRICES[6:], ids=lambda c: c.done)
+@pytest.mark.parametrize("change", OF_MATRICES[:1] + OF_MATRICES[4:], ids=lambda c: c.done)
 def test_changed_halves_are_those_of_the_changed_matrix(change: Change) -> None:
     """kv_b_proj, of which the runtime holds two halves."""
     matrix = torch.randn(2 * (4 + 6), 8)

@@ -3,21 +3,29 @@ temperature near 1, and no other way to run the model may make the text likelier
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mtp_checkpoints.families.released import unreleased_values
 from mtp_checkpoints.tensors.bundle_folder import MAIN
-from mtp_export.verify.check import WHOLE_CHECK, Item, failed, judged, not_tested, passed
+from mtp_export.verify.check import WHOLE_CHECK, Item, Status, failed, judged, not_tested, passed
 from mtp_export.verify.context import Context
 from mtp_export.verify.diagnosis.causes import decoding as causes
+from mtp_export.verify.diagnosis.halves import AddedByHalves, Suspect
+from mtp_export.verify.diagnosis.layer_variants import LayerVariant, variants_of
 from mtp_export.verify.diagnosis.leanings import Leanings
 from mtp_export.verify.diagnosis.suspected import MainEvidence, MainVariant, main_variants
 from mtp_export.verify.diagnosis.undone import undone
 from mtp_export.verify.evidence.likelihood import Likelihood, chance
 from mtp_export.verify.evidence.plain_text import KINDS, PlainTexts
+from mtp_export.verify.evidence.side_by_side import SideBySide
 from mtp_export.verify.evidence.statistics import Estimate
-from mtp_export.verify.gates import LEAST_KNOWN_NATS, LEAST_LIKELIER_NATS, TEMPERATURES
+from mtp_export.verify.gates import (
+    LEAST_HARM_NATS,
+    LEAST_KNOWN_NATS,
+    LEAST_LIKELIER_NATS,
+    TEMPERATURES,
+)
 from mtp_runtime.streaming import StreamedModel, open_streamed
 from mtp_runtime.tokenizer import Tokenizer
 
@@ -66,15 +74,26 @@ def run(context: Context) -> Iterator[Item]:
         return
     plain = PlainTexts.of(tokenizer)
     streamed = open_streamed(context.folder, context.options.device, context.mtp_folder)
-    leanings = Leanings(plain.texts)
+    leanings, halves = Leanings(plain.texts), AddedByHalves()
     title = "likelihood, plain text"
     with context.show_count(title, streamed.config.layers, "layers") as advance:
-        own = Likelihood.of(streamed, plain, layer_of=leanings.watched, advance=advance)
-    if max(own.per_token(KINDS[0])) < chance(streamed.config.vocab) + LEAST_KNOWN_NATS:
-        yield not_tested(WHOLE_CHECK, "the model finds plain text no likelier than chance does")
+        own = Likelihood.of(
+            streamed,
+            plain,
+            layer_of=lambda number, layer: halves.watched(number, leanings.watched(number, layer)),
+            advance=advance,
+        )
+    suspects = halves.suspects(plain, own.states, streamed.rest().head)
+    if not _is_known(own, streamed):
+        item = _no_harm(streamed, plain, suspects, context)
+        why = "the model finds plain text no likelier than chance does"
+        yield item if item.status is Status.FAIL else not_tested(WHOLE_CHECK, why)
         return
     yield _temperature(own)
-    yield _none_better(own, _evidence(context, streamed, leanings), context)
+    item = _none_better(own, _evidence(context, streamed, leanings), context)
+    yield item
+    if item.status is not Status.FAIL:  # of which a bad half would be the consequence
+        yield _no_harm(streamed, plain, suspects, context)
 
 
 def _evidence(context: Context, streamed: StreamedModel, leanings: Leanings) -> MainEvidence:
@@ -125,3 +144,61 @@ def _none_better(own: Likelihood, evidence: MainEvidence, context: Context) -> I
     cause = causes.one_of([one.explained for one in better if one.is_as_good_as(better[0])])
     data = undone((one.variant.change, one.gain) for one in tried)
     return failed(name, cause, figure=figure, bound=bound, data=data)
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A main model with one layer changed, the likelihood of texts under it, and its gain."""
+
+    variant: LayerVariant
+    under: Likelihood
+    gain: Estimate
+
+    @property
+    def better(self) -> bool:
+        """True where the texts are likelier by far, and by the interval."""
+        low = self.gain.low
+        return low is not None and low > 0 and self.gain.value > LEAST_HARM_NATS
+
+    def is_told_from(self, best: Changed) -> bool:
+        """True for one that is less than another, text by text."""
+        low = self.under.gain(best.under, CONFIDENCE).low
+        return low is not None and low > 0
+
+
+def _no_harm(
+    streamed: StreamedModel, plain: PlainTexts, suspects: Sequence[Suspect], context: Context
+) -> Item:
+    """No half of a layer that is suspected is better left out, or with a change undone."""
+    name = "no layer of the main model does harm"
+    if not suspects:
+        return passed(name, figure="none is suspected", bound="leans towards those after it")
+    where = " and ".join(causes.main_layer(one) for one in sorted({s.layer for s in suspects}))
+    title = f"likelihood, with changes of {where} undone"
+    with context.show_count(title, streamed.config.layers, "layers") as advance:
+        found = SideBySide.of(streamed, plain.sampled(), variants_of(suspects), advance)
+    gains = (Changed(one, text, found.own.gain(text, CONFIDENCE)) for one, text in found.tried)
+    tried = sorted(gains, key=lambda one: -one.gain.value)
+    bound = f"none of {len(tried)} gains {LEAST_HARM_NATS} nats by its interval"
+    better = [one for one in tried if one.better]
+    if not better or not _is_known(better[0].under, streamed):
+        figure = f"{len(suspects)} suspected, none better otherwise"
+        return passed(name, figure=figure, bound=bound)
+    best = better[0].variant.change
+    figure = f"{better[0].gain.value:+.3f} nats when {best}"
+    explained = causes.one_of([one.variant.cause for one in _explaining(better)])
+    cause = causes.likelier(explained, better[0].gain.value, best)
+    data = undone((one.variant.change, one.gain) for one in tried)
+    return failed(name, cause, figure=figure, bound=bound, data=data)
+
+
+def _explaining(better: Sequence[Changed]) -> Sequence[Changed]:
+    """Those that are not told from the best, halves that are left out first: any other change of a
+    half that does harm may be better by chance."""
+    equal = [one for one in better if one is better[0] or not one.is_told_from(better[0])]
+    return sorted(equal, key=lambda one: not one.variant.is_left_out)
+
+
+def _is_known(text: Likelihood, streamed: StreamedModel) -> bool:
+    """True where the model finds texts of a kind likelier than chance does."""
+    return max(text.per_token(KINDS[0])) >= chance(streamed.config.vocab) + LEAST_KNOWN_NATS

@@ -147,8 +147,8 @@ def sampling_step(texts: Texts) -> int:
 
 
 def _may_be_better(found: Alternative) -> bool:
-    """True for a variant that its gain on a sample does not exclude."""
-    return found.gain.high is None or found.gain.high > LEAST_GAIN_NATS
+    """True for a variant that is no worse on a sample, or that its few texts say nothing of."""
+    return found.gain.high is None or found.gain.value > 0
 
 
 @dataclass(frozen=True)

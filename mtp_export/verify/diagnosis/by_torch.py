@@ -1,12 +1,18 @@
-"""A module run by torch, for the sake of its variants: what they share is expanded once, where
-compiled kernels would pack all of it for each."""
+"""A module run by torch, for the sake of its variants: its weights are expanded once, where
+compiled kernels would pack all of them for each variant."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
+import torch
+
+from mtp_checkpoints.formats import unquantized
 from mtp_export.verify.evidence.corpus import Corpus
-from mtp_runtime.layers.moe import Mlp, Moe
+from mtp_runtime.layers.linear import Linear
+from mtp_runtime.layers.mla import StoredHalves
+from mtp_runtime.layers.moe import HeldExperts, Mlp, Moe
 from mtp_runtime.models.execution import TorchExecution
 from mtp_runtime.models.model import MtpModule
 
@@ -21,9 +27,31 @@ def by_torch(corpus: Corpus) -> Corpus:
     if _expanded_bytes(module) > MOST_EXPANDED_BYTES:
         return corpus
     outputs = replace(module.head.outputs, execution=TorchExecution())
-    module = replace(module, head=replace(module.head, outputs=outputs))
+    module = replace(
+        module,
+        head=replace(module.head, outputs=outputs),
+        projection=_expanded(module.projection),
+        layer=_expanded(module.layer),
+    )
     model = replace(corpus.model, mtp_modules=(module, *corpus.model.mtp_modules[1:]))
     return replace(corpus, model=model, given=corpus.texts, given_states=corpus.states)
+
+
+def _expanded(part: Any) -> Any:
+    """The part of a module with all linears in float32."""
+    if isinstance(part, Linear):
+        return Linear(unquantized(part.matrix(torch.float32).t().contiguous()))
+    if isinstance(part, StoredHalves):
+        return part.dense
+    if isinstance(part, Moe):
+        held = tuple(_expanded(one) for one in part.experts.every())
+        return replace(part, experts=HeldExperts(held))
+    if not is_dataclass(part) or isinstance(part, type):
+        return part
+    values = {field.name: getattr(part, field.name) for field in fields(part)}
+    others = {name: _expanded(value) for name, value in values.items()}
+    changed = {name: other for name, other in others.items() if other is not values[name]}
+    return replace(part, **changed) if changed else part
 
 
 def _expanded_bytes(module: MtpModule) -> int:

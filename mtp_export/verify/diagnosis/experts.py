@@ -163,7 +163,7 @@ def _of_router(moe: Moe, normed: torch.Tensor, added: torch.Tensor) -> Iterator[
 
 
 def _weights(moe: Moe, normed: torch.Tensor) -> torch.Tensor:
-    """What each expert's output is multiplied by [A, e]; 0 where it is not picked."""
+    """The factors of each expert's output [A, e]; 0 where it is not picked."""
     picked, chosen = moe.router(normed)
     weights = torch.zeros_like(normed[:, :1]).repeat(1, len(moe.experts))
     weights.scatter_(1, picked, chosen.to(weights.dtype))

@@ -12,7 +12,7 @@ import torch
 from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.changed_weight import ChangedWeight, InRows
 from mtp_runtime.layers.gated_delta_net import GatedDeltaNet
-from mtp_runtime.layers.gqa import GatedGqa, Gqa, SlidingGqa
+from mtp_runtime.layers.gqa import GatedGqa, Gqa, HeadGatedGqa, SlidingGqa
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.mla import Halves, Mla, StoredHalves
 from mtp_runtime.layers.moe import Mlp
@@ -82,11 +82,13 @@ def _times(factors: Sequence[float]) -> tuple[Change, ...]:
     )
 
 
+# A factor between two is mended by the nearer one.
+SIZES = _times((0.5, 2.0))
 NEGATED = Change("{} is negated", causes.WRONG_SIGN, factor=-1.0)
 OF_MATRICES: tuple[Change, ...] = (
     NEGATED,
     Change("{} is left out", causes.DOES_HARM, factor=0.0, only_last=True),
-    *_times((0.25, 0.5, 2.0, 4.0)),
+    *SIZES,
     Change("the rows of {} are reversed", causes.ROWS_REVERSED, rows=_reversed),
     Change("the halves of the rows of {} are exchanged", causes.ROW_HALVES, rows=_halves),
     Change("the even rows of {} are put first", causes.ROWS_BY_TURNS, rows=_apart),
@@ -100,7 +102,7 @@ OF_VECTORS: tuple[Change, ...] = (
     Change("1 is added to the weights of {}", causes.LACKS_ONE, shift=1.0),
     Change("1 is taken from the weights of {}", causes.ONE_TOO_MUCH, shift=-1.0),
     NEGATED,
-    *_times((0.5, 2.0)),
+    *SIZES,
     Change("{} is reversed", causes.ELEMENTS_REVERSED, rows=_reversed),
     Change("the halves of {} are exchanged", causes.ELEMENT_HALVES, rows=_halves),
     Change("every weight of {} is their mean", causes.ELEMENTS_ELSEWHERE, is_flat=True),
@@ -184,6 +186,7 @@ _ATTENTIONS: dict[type, Callable[[Any], Iterator[Place]]] = {
     Gqa: _grouped,
     GatedGqa: _grouped,
     SlidingGqa: _grouped,
+    HeadGatedGqa: _grouped,
     GatedDeltaNet: _delta,
 }
 

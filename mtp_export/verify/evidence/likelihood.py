@@ -32,11 +32,12 @@ def as_it_is(number: int, layer: DecoderLayer) -> DecoderLayer:
 @dataclass(frozen=True)
 class Likelihood:
     """Log-likelihood of plain texts: sums in nats by text and temperature [n, t], float64, and the
-    number of tokens predicted of each text [n]."""
+    number of tokens predicted of each text [n]. states [T, d]: those that were scored."""
 
     plain: PlainTexts
     sums: torch.Tensor
     counts: torch.Tensor
+    states: torch.Tensor
 
     @classmethod
     @torch.inference_mode()
@@ -72,7 +73,7 @@ class Likelihood:
         for part, logits in logits_by_chunk(head, head.normed(states[rows.to(states.device)])):
             scores = _scores(logits, wanted[part].to(logits.device)).cpu()
             sums.index_add_(0, owners[rows[part]], scores)
-        return cls(plain, sums, sizes - 1)
+        return cls(plain, sums, sizes - 1, states)
 
     def per_token(self, kind: str) -> list[float]:
         """The mean log-likelihood of a token of a kind of texts, by temperature."""

@@ -18,6 +18,8 @@ BUILT_IN_PROMPTS, NOVEL = "built-in prompts", "a novel"
 KINDS = (BUILT_IN_PROMPTS, NOVEL)
 # Passages of the novel, evenly spread over it.
 _PASSAGES, _PASSAGE_TOKENS = 4, 128
+# A sample has every so many texts, and their first tokens.
+_SAMPLING_STEP, _SAMPLED_TOKENS = 2, 48
 _LEAST_TOKENS = 2  # of a text, of which one is predicted
 
 
@@ -39,3 +41,9 @@ class PlainTexts:
         found = [(kind, tokens) for kind, tokens in found if len(tokens) >= _LEAST_TOKENS]
         texts = Texts(tuple(Text(tuple(tokens), 1) for _, tokens in found))
         return cls(texts, tuple(kind for kind, _ in found))
+
+    def sampled(self) -> PlainTexts:
+        """A part of them, on which many variants of a model are compared."""
+        texts = self.texts.texts[::_SAMPLING_STEP]
+        cut = tuple(Text(text.tokens[:_SAMPLED_TOKENS], 1) for text in texts)
+        return PlainTexts(Texts(cut), self.kinds[::_SAMPLING_STEP])

@@ -65,6 +65,10 @@ NO_KNOWN_BUG = (
 )
 
 
+def main_layer(number: int) -> str:
+    return f"layer {number}"
+
+
 def of_tensor(name: str, layer: str, wrong: str) -> str:
     """name: of a tensor, or of what it is the last matrix of. layer: "" for a module's own."""
     return f"{name}{f' of {layer}' if layer else ''} {wrong}"

@@ -1,0 +1,63 @@
+"""Halves of main layers that do harm are suspected and named by plain text, and variants that run
+side by side are those that run alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from cases import export, nightly_but
+from faults.fault import Fault
+from faults.suspected_faults import SUSPECTED_LAYER_FAULTS
+from mtp_export.verify.check import Status
+from mtp_export.verify.evidence.likelihood import Likelihood
+from mtp_export.verify.evidence.plain_text import PlainTexts
+from mtp_export.verify.evidence.side_by_side import SideBySide
+from mtp_runtime.layers.decoder_layer import DecoderLayer
+from mtp_runtime.streaming import open_streamed
+from mtp_runtime.tokenizer import Tokenizer
+from verify.test_likelihood import judged
+
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+
+
+def doubled(layer: DecoderLayer, factor: float = 2.0) -> DecoderLayer:
+    """A layer whose second norm has twice the weights."""
+    norm = layer.post_norm
+    return replace(layer, post_norm=replace(norm, weight=norm.weight * factor))
+
+
+def test_variants_side_by_side_are_those_that_run_alone() -> None:
+    """One that changes no row visibly is left out."""
+    folder = FIXTURES / "glm4-moe-tiny"
+    streamed = open_streamed(folder, "cpu")
+    plain = PlainTexts.of(Tokenizer.find(folder)).sampled()
+
+    def variants(number: int, layer: DecoderLayer) -> Iterator[tuple[str, DecoderLayer]]:
+        if number == 1:
+            yield "doubled", doubled(layer)
+            yield "nearly the same", doubled(layer, 1.001)
+
+    found = SideBySide.of(streamed, plain, variants)
+    alone = Likelihood.of(
+        streamed, plain, layer_of=lambda number, layer: doubled(layer) if number == 1 else layer
+    )
+    assert [variant for variant, _ in found.tried] == ["doubled"]
+    for one, other in ((found.own, Likelihood.of(streamed, plain)), (found.tried[0][1], alone)):
+        torch.testing.assert_close(one.sums, other.sums, rtol=1e-4, atol=1e-3)
+    assert not torch.allclose(found.own.sums, alone.sums, atol=0.1)
+
+
+@pytest.mark.parametrize(
+    "fault", nightly_but(SUSPECTED_LAYER_FAULTS[1:2], SUSPECTED_LAYER_FAULTS), ids=lambda f: f.name
+)
+def test_half_of_a_layer_that_does_harm_is_named(fault: Fault, tmp_path: Path) -> None:
+    bundle = tmp_path / "bundle"
+    assert export(FIXTURES / fault.needs, bundle, "--link", "copy", "--quiet").code == 0
+    fault.plant(bundle)
+    failed = [item for item in judged(bundle).values() if item.status is Status.FAIL]
+    assert len(failed) == 1 and fault.cause in failed[0].cause
