@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cases import run_program
+from cases import nightly_but, run_program
 from verify.foreign import DEEPSEEK, GLM, GLM_MTP, Tensors, rewritten
 
 ATTENTION = f"{GLM_MTP}self_attn.o_proj.weight"
@@ -50,6 +50,14 @@ def zeroed_rows(stored: Tensors) -> None:
     stored[f"{GLM_MTP}self_attn.q_proj.weight"][64:] = 0
 
 
+def zeroed_rows_of_projection(stored: Tensors) -> None:
+    stored[f"{GLM_MTP}eh_proj.weight"][64:] = 0
+
+
+def zeroed_columns(stored: Tensors) -> None:
+    stored[f"{GLM_MTP}mlp.experts.4.up_proj.weight"][:, :64] = 0
+
+
 def main_layer(stored: Tensors) -> None:
     for name in list(stored):
         own = name.replace("model.layers.2.", GLM_MTP)
@@ -62,11 +70,13 @@ DAMAGE: dict[str, tuple[Callable[[Tensors], None], str, str]] = {
     "zeroed half": (without_embedding_half, "mtp: halves of eh_proj", "the first half"),
     "coarse scales": (coarse_rows, "mtp: halves of eh_proj", "the first half"),
     "zeroed rows": (zeroed_rows, "mtp: no block rounded to zero", "from row"),
+    "rows of eh_proj": (zeroed_rows_of_projection, "mtp: no block rounded to zero", "eh_proj"),
+    "zeroed columns": (zeroed_columns, "mtp: no block rounded to zero", "experts.4.up_proj"),
     "another layer": (main_layer, "no linear is stored twice", "layers.2.self_attn.q_proj"),
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("damage", nightly_but([*DAMAGE][1:], DAMAGE))
 def test_damage_is_found_and_named(tmp_path: Path, damage: str) -> None:
     change, item, words = DAMAGE[damage]
     found = failures(rewritten(GLM, tmp_path / "damaged", change))

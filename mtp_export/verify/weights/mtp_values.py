@@ -15,7 +15,7 @@ from mtp_checkpoints.tensors.bundle_folder import MTP
 from mtp_checkpoints.weights.weight_values import WeightOnDisk, weights_on_disk
 from mtp_export.progress import counted
 from mtp_export.verify import gates
-from mtp_export.verify.check import Item, Problem, judged, not_tested, verdict
+from mtp_export.verify.check import Item, Problem, Status, judged, not_tested, verdict
 from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.evidence.part_walk import in_threads
 from mtp_export.verify.weights.unnamed_values import norms_as_main
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _SAMPLES = 3  # ranges of BLOCK rows that are read of a linear: at its start, middle and end
 _CODE_COLUMNS = 64  # of a block of codes
 _FEW_SCALES = 8  # too few to compare one with the others
-_BLOCK_ROWS = 32  # of a block of BLOCK columns: what shares a scale may be one row
+_BLOCK_ROWS = 32  # of a block of columns: what shares a scale may be one row
 
 
 def run(context: Context) -> Iterator[Item]:
@@ -49,11 +49,16 @@ def run(context: Context) -> Iterator[Item]:
     else:
         yield _norms(norms)
     yield from _own_norms(context, layout.stored.family, norms)
-    for weight in weights:
-        if weight.stored.weight.role is Role.MTP_PROJECTION:
-            yield _halves(weight)
     linears = [weight for weight in weights if weight.stored.weight.is_linear_weight]
-    yield from _blocks(linears, context.options.workers)
+    projections = [w for w in weights if w.stored.weight.role is Role.MTP_PROJECTION]
+    halves = [_halves(weight) for weight in projections]
+    yield from halves
+    whole = [
+        weight
+        for weight, item in zip(projections, halves, strict=True)
+        if item.status is not Status.FAIL
+    ]
+    yield from _blocks([*linears, *whole], context.options.workers)
     yield from _scales(linears)
 
 
@@ -219,7 +224,7 @@ def _repeated_words(weight: WeightOnDisk, block: _Block) -> str:
 
 
 def _worst_blocks(weight: WeightOnDisk) -> _Worst:
-    """The worst blocks [_BLOCK_ROWS, BLOCK] of a linear; values that cannot be decoded have
+    """The worst blocks of _BLOCK_ROWS rows of a linear; values that cannot be decoded have
     none."""
     worst = _Worst()
     last = max(0, (weight.rows - 1) // BLOCK)
@@ -230,7 +235,8 @@ def _worst_blocks(weight: WeightOnDisk) -> _Worst:
             zeros = encoded.dequantize() == 0
         except ValueError:  # value_checks says why
             return worst
-        worst.zeros = max(worst.zeros, _worst_of(zeros, start, BLOCK))
+        columns = min(BLOCK, max(1, zeros.shape[1] // 2))  # a half is a block of its own
+        worst.zeros = max(worst.zeros, _worst_of(zeros, start, columns))
         if not _has_scales(weight):
             continue
         codes = _bytes_of(encoded.codes)
