@@ -21,18 +21,17 @@ import argparse
 import json
 import math
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from benchmarks.common.calibrated import Grids, Inputs, awq, gptq, int4_grids, nvfp4_grids
+from benchmarks.common.calibrated import Grids, Inputs, awq, int4_grids, nearest, nvfp4_grids
 from benchmarks.common.drafts_on_texts import (
     KS,
     NEW_TOKENS,
@@ -45,21 +44,20 @@ from benchmarks.common.drafts_on_texts import (
 )
 from benchmarks.common.measure import machine
 from benchmarks.common.tiny_prompts import training_prompts
-from mtp_checkpoints.families.base import Role
 from mtp_export.bundle.build import run_bundle
 from mtp_export.bundle.options import BundleOptions
 from mtp_export.bundle.precision import Int4Scope
 from mtp_export.bundle.quantize import QuantizeOptions, plan_quantize
+from mtp_export.calibrate.linears import Linears
 from mtp_export.progress import silent
 from mtp_export.verify.evidence.corpus import Corpus
-from mtp_runtime.layers.linear import Linear
-from mtp_runtime.layers.moe import HeldExperts
+from mtp_kernels.quantize.gptq import Factor, gptq
+from mtp_runtime.layers.moe import gated
 from mtp_runtime.models.execution import TorchExecution
 from mtp_runtime.models.load import LoadOptions, OpenedModel, load_model, open_model
 from mtp_runtime.models.model import MtpModule
 
 GROUP_SIZE = 64  # divides the widths of the fixture's experts
-PACKED = (Role.ATTENTION, Role.DENSE_MLP, Role.SHARED_EXPERT, Role.ROUTED_EXPERT)
 SPAN = ("value", "low", "high")
 UNSCALED = ("o_proj",)  # nothing before them takes AWQ's scales
 GRIDS: dict[str, dict[str, Grids]] = {
@@ -67,51 +65,8 @@ GRIDS: dict[str, dict[str, Grids]] = {
         "amax": int4_grids(GROUP_SIZE, "minmax"),
         "sweep": int4_grids(GROUP_SIZE, "mse"),
     },
-    "nvfp4": {"amax": nvfp4_grids(sweep=False), "sweep": nvfp4_grids(sweep=True)},
+    "nvfp4": {"amax": nvfp4_grids("minmax"), "sweep": nvfp4_grids("mse")},
 }
-
-
-class Recorder(TorchFunctionMode):
-    """Adds up what goes into linears, by the addresses of their matrices."""
-
-    def __init__(self, addresses: Set[int]) -> None:
-        super().__init__()
-        self._addresses = addresses
-        self.sums: dict[int, tuple[Tensor, Tensor, int]] = {}
-        self.is_paused = False
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.mm and not self.is_paused and args[1].data_ptr() in self._addresses:
-            self._add(args[0].float(), args[1].data_ptr())
-        return func(*args, **(kwargs or {}))
-
-    def _add(self, x: Tensor, key: int) -> None:
-        hessian, magnitude, rows = self.sums.get(key, (0, 0, 0))
-        self.sums[key] = (hessian + x.t() @ x, magnitude + x.abs().sum(dim=0), rows + len(x))
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Record nothing meanwhile."""
-        self.is_paused = True
-        yield
-        self.is_paused = False
-
-
-@dataclass(frozen=True)
-class AllRows(HeldExperts):
-    """Experts of which each is shown all rows, whichever are routed to it."""
-
-    recorder: Recorder
-    count: int
-
-    def routed(self, x: Tensor, picked: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted sums of the picked experts' outputs [T, d], float32."""
-        for expert in self.each(range(self.count)):
-            expert(x)
-        with self.recorder.paused():
-            return super().routed(x, picked, weights)
 
 
 @dataclass(frozen=True)
@@ -124,25 +79,29 @@ class Joined:
 
 @dataclass(frozen=True)
 class Layer:
-    """The MTP layer of a bundle: weights in float32 by name, and the module with others."""
+    """The MTP layer of a bundle: linears of a plan that packs all, their weights in float32 by
+    name, and the module with others."""
 
     opened: OpenedModel
     module: MtpModule
-    weights: Mapping[str, Tensor]
+    linears: Linears
 
     @classmethod
     def of(cls, bundle: Path) -> Layer:
         """Open the MTP layer of a bundle."""
         opened = open_model(bundle, LoadOptions(dequantize_at_load=False))
         (module,) = opened.model(TorchExecution(), layers=0).mtp_modules
-        source = opened.source
-        specs = [source.stored(name).weight for name in sorted(source.loaded)]
-        names = [s.name for s in specs if s.mtp_layer is not None and s.role in PACKED]
-        names = [name for name in names if len(source.stored(name).weight.shape) == 2]
-        absorbed = opened.spec.patterns.absorbed
-        names = [name for name in names if name.split(".")[-2] not in absorbed]
-        weights = {name: source.encoded(name).dequantize(torch.float32) for name in names}
-        return cls(opened, module, weights)
+        options = QuantizeOptions(
+            BundleOptions(SOURCE, bundle.with_name("unwritten")),
+            base_quant="weight_only_nvfp4",
+            mtp_quant="weight_only_nvfp4",
+        )
+        return cls(opened, module, Linears(plan_quantize(options, dry_run=True)))
+
+    @cached_property
+    def weights(self) -> dict[str, Tensor]:
+        """Weights [N, K] of all linears."""
+        return {name: self.linears.values(name) for name in self.linears.steps}
 
     def with_values(self, values: Mapping[str, Tensor]) -> MtpModule:
         """Return the module with other values of its weights."""
@@ -153,42 +112,17 @@ class Layer:
 
     def inputs(self, corpus: Corpus) -> list[Joined]:
         """Return what goes into the weights along texts, at all depths."""
-        module = self.with_values(self.weights)
-        recorder = Recorder({address(linear) for linear in linears(module.layer)})
-        moe: Any = module.layer.feed_forward
-        shown = AllRows(tuple(moe.experts.every()), recorder, moe.routed_experts)
-        layer = replace(module.layer, feed_forward=replace(moe, experts=shown))
-        with recorder:
-            corpus.draft_outputs(max(KS), replace(module, layer=layer), anchors=corpus.everywhere)
-        return [self._joined(linear, recorder) for linear in linears(layer)]
-
-    def _joined(self, linear: Linear, recorder: Recorder) -> Joined:
-        rows = set(map(_key, linear.matrix(torch.float32).t()))
-        names = tuple(name for name, weight in self.weights.items() if _key(weight[0]) in rows)
-        hessian, magnitude, count = recorder.sums[address(linear)]
-        return Joined(names, Inputs(hessian, magnitude / count))
-
-
-def _key(row: Tensor) -> bytes:
-    return row.contiguous().numpy().tobytes()
-
-
-def address(linear: Linear) -> int:
-    """Return where the matrix of a linear lies that is dense."""
-    assert linear.transposed is not None
-    return linear.transposed.data_ptr()
-
-
-def linears(part: object) -> Iterator[Linear]:
-    """Yield all linears in a part of a model."""
-    if isinstance(part, Linear):
-        yield part
-    elif isinstance(part, tuple):
-        for one in part:
-            yield from linears(one)
-    elif is_dataclass(part):
-        for own in fields(part):
-            yield from linears(getattr(part, own.name))
+        rows = self.linears.observation([self.module]).rows(corpus.texts, corpus.hidden)
+        units, weights = self.linears.of_experts, self.weights
+        sums = {name: Inputs.of(own) for name, own in rows.items()}
+        found = [*self.linears.others([self.module]), *units]
+        joined = [Joined(unit.weights, sums[unit.input]) for unit in found]
+        for unit in units:
+            assert unit.down is not None
+            both = torch.cat([weights[name] for name in unit.weights])
+            inner = gated(rows[unit.input].float() @ both.t())
+            joined.append(Joined((unit.down,), Inputs.of(inner)))
+        return joined
 
 
 @dataclass(frozen=True)
@@ -200,15 +134,18 @@ class Rounding:
 
     def rounded(self, grids: Grids, method: str) -> dict[str, Tensor]:
         """Return the weights on their grids by a method: rtn, gptq or awq."""
-        result, of_input = dict[str, Tensor](), dict[bytes, list[Joined]]()
+        result, of_input = dict[str, Tensor](), dict[int, list[Joined]]()
         for own in self.joined:
             values = [self.weights[name] for name in own.names]
             if method == "awq" and not any(part in own.names[0] for part in UNSCALED):
-                of_input.setdefault(_key(own.inputs.magnitude), []).append(own)
+                of_input.setdefault(id(own.inputs), []).append(own)
                 continue
             for name, w, grid in zip(own.names, values, grids(values), strict=True):
-                is_gptq = method == "gptq"
-                result[name] = gptq(w, own.inputs.hessian, grid) if is_gptq else grid.rounded(w)
+                if method == "gptq":
+                    numbers = gptq(w, Factor.of(own.inputs.hessian), grid)
+                    result[name] = grid.values(numbers)
+                else:
+                    result[name] = nearest(grid, w)
         for alike in of_input.values():
             sets = [[self.weights[name] for name in own.names] for own in alike]
             for own, kept in zip(alike, awq(sets, alike[0].inputs, grids), strict=True):

@@ -28,13 +28,13 @@ import torch
 from benchmarks.common.measure import machine
 from benchmarks.common.tiny_prompts import held_out_prompts, training_prompts
 from benchmarks.common.tiny_target import TinyWriter
+from mtp_export import state_files
 from mtp_export.bundle.build import run_bundle
 from mtp_export.bundle.options import BundleOptions
 from mtp_export.bundle.precision import Int4Scope
 from mtp_export.bundle.quantize import QuantizeOptions, plan_quantize
 from mtp_export.commands.tune import Bars, result_facts
 from mtp_export.progress import silent
-from mtp_export.tune import state_files
 from mtp_export.tune.drafts import DRAFTS
 from mtp_export.tune.options import DataOptions, TrainOptions, TuneOptions
 from mtp_export.tune.rows import Rows

@@ -105,6 +105,7 @@ WHOLE = (
     "kernels/mtp_kernels/cpu/torch_threads.py",
     "kernels/mtp_kernels/gated_delta/state.py",
     "kernels/mtp_kernels/quantize/block_floats.py",
+    "kernels/mtp_kernels/quantize/gptq.py",
     "kernels/mtp_kernels/stored_linear/weights.py",
     "kernels/mtp_kernels/weight_statistics/figures.py",
 )

@@ -1,8 +1,7 @@
-"""Weights rounded by what goes through them: GPTQ in static order, and AWQ's search of scales.
+"""Grids of weights that engines join, and AWQ's search of scales; GPTQ is the product's.
 
-A grid holds the numbers that a format can store of one weight, its scales fixed beforehand; both
-methods choose among them by the inputs of the linear instead of by the weight alone.
-Sources: Frantar et al., GPTQ, 2022; Lin et al., AWQ, 2023.
+AWQ chooses among the numbers of a grid by the inputs of the linear instead of by the weight alone.
+Source: Lin et al., AWQ, 2023.
 """
 
 from __future__ import annotations
@@ -13,16 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mtp_kernels.quantize import quantize_int4_group
-from mtp_kernels.quantize.block_floats import (
-    e2m1_codes,
-    e2m1_values,
-    nvfp4_divisor,
-    quantize_nvfp4,
-)
+from mtp_checkpoints.formats import Int4Group, NvFp4Packed, WeightFormat
+from mtp_kernels.quantize.gptq import Grid, output_energy
 
-DAMPING = 0.01  # of the mean of the Hessian's diagonal
-COLUMNS = 128  # that are rounded before the later ones are corrected
 RATIOS = 20  # of AWQ's exponents, from 0
 _LEAST = 1e-4  # of AWQ's scales
 
@@ -35,84 +27,47 @@ class Inputs:
     hessian: Tensor
     magnitude: Tensor
 
+    @classmethod
+    def of(cls, rows: Tensor) -> Inputs:
+        """Sum up rows [n, K]."""
+        x = rows.float()
+        return cls(x.t() @ x, x.abs().mean(dim=0))
+
     def loss(self, change: Tensor) -> float:
         """Return the squared error of all outputs under a change [N, K] of the weight."""
-        return float(((change @ self.hessian) * change).sum())
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Numbers that a weight [N, K] can be stored as: multiplier [N, K] times what `nearest` returns
-    of values over it."""
-
-    multiplier: Tensor
-    nearest: Callable[[Tensor], Tensor]
-
-    def rounded(self, values: Tensor, columns: slice | int = slice(None)) -> Tensor:
-        """Return the nearest numbers of the grid to values of these columns."""
-        multiplier = self.multiplier[:, columns]
-        return self.nearest(values / multiplier) * multiplier
-
-    def ordered(self, order: Tensor) -> Grid:
-        """Return the grid with its columns in another order [K]."""
-        return Grid(self.multiplier[:, order], self.nearest)
+        return output_energy(change, self.hessian)
 
 
 # Makes the grids of weights that engines join, of their values.
 Grids = Callable[[Sequence[Tensor]], list[Grid]]
 
 
-def int4_grids(group_size: int, scale_rule: str) -> Grids:
-    """Return the grids of int4 groups, which quantize_int4_group scales by the rule."""
-
-    def of(weight: Tensor) -> Grid:
-        stored, _ = quantize_int4_group(weight, group_size=group_size, scale_rule=scale_rule)
-        scale = stored.scale.float().repeat_interleave(group_size, dim=1)
-        return Grid(scale, lambda values: values.round().clamp(-8, 7))
-
-    return lambda weights: [of(weight) for weight in weights]
-
-
-def nvfp4_grids(*, sweep: bool) -> Grids:
-    """Return the grids of nvfp4, under one number for all weights that are joined."""
+def grids_of(format: WeightFormat, scale_rule: str) -> Grids:
+    """Return the grids of a format, whose scales the rule chooses; a number for the whole matrix is
+    that of all weights that are joined."""
 
     def of(weights: Sequence[Tensor]) -> list[Grid]:
-        divisor = nvfp4_divisor(max(float(weight.abs().max()) for weight in weights))
-        scales = [quantize_nvfp4(weight, divisor, sweep=sweep)[1].float() for weight in weights]
-        return [Grid((scale / divisor).repeat_interleave(16, dim=1), _e2m1) for scale in scales]
+        own = format
+        if format.of_whole_matrix:
+            own = format.of_amax(max(float(weight.abs().max()) for weight in weights))
+        return [own.grid(own.quantize(weight, scale_rule)[0]) for weight in weights]
 
     return of
 
 
-def _e2m1(values: Tensor) -> Tensor:
-    return e2m1_values(e2m1_codes(values))
+def int4_grids(group_size: int, scale_rule: str) -> Grids:
+    """Return the grids of int4 groups."""
+    return grids_of(Int4Group(group_size), scale_rule)
 
 
-def gptq(weight: Tensor, hessian: Tensor, grid: Grid) -> Tensor:
-    """Return a weight [N, K] on its grid, fp32, with the error of each column made good in those
-    after it; columns go by the descending diagonal of the Hessian [K, K].
+def nvfp4_grids(scale_rule: str) -> Grids:
+    """Return the grids of nvfp4."""
+    return grids_of(NvFp4Packed(), scale_rule)
 
-    A column whose input is always 0 becomes 0. Raises torch.linalg.LinAlgError where the damped
-    Hessian has no Cholesky factor.
-    """
-    dead = hessian.diagonal() == 0
-    order = hessian.diagonal().argsort(descending=True, stable=True)
-    hessian = hessian + torch.diag(dead.float())
-    hessian = hessian + torch.eye(len(hessian)) * (DAMPING * hessian.diagonal().mean())
-    lower = torch.linalg.cholesky(hessian[order][:, order])
-    upper = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
-    left = weight.masked_fill(dead, 0.0)[:, order]
-    grid, kept = grid.ordered(order), torch.empty_like(left)
-    for start in range(0, left.shape[1], COLUMNS):
-        block = slice(start, min(start + COLUMNS, left.shape[1]))
-        errors = torch.empty_like(left[:, block])
-        for column in range(block.start, block.stop):
-            kept[:, column] = grid.rounded(left[:, column], column)
-            error = (left[:, column] - kept[:, column]) / upper[column, column]
-            left[:, column : block.stop] -= error[:, None] * upper[column, column : block.stop]
-            errors[:, column - start] = error
-        left[:, block.stop :] -= errors @ upper[block, block.stop :]
-    return kept[:, order.argsort()]
+
+def nearest(grid: Grid, weight: Tensor) -> Tensor:
+    """Return the nearest weight [N, K] on a grid."""
+    return grid.values(grid.rounded(weight))
 
 
 def awq(joined: Sequence[Sequence[Tensor]], inputs: Inputs, grids: Grids) -> list[list[Tensor]]:
@@ -131,7 +86,7 @@ def awq(joined: Sequence[Sequence[Tensor]], inputs: Inputs, grids: Grids) -> lis
         for weights in joined:
             scaled = [weight * scales for weight in weights]
             kept = [
-                grid.rounded(own) / scales for grid, own in zip(grids(scaled), scaled, strict=True)
+                nearest(grid, own) / scales for grid, own in zip(grids(scaled), scaled, strict=True)
             ]
             loss += sum(
                 inputs.loss(own - weight) for own, weight in zip(kept, weights, strict=True)

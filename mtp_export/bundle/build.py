@@ -33,7 +33,7 @@ from mtp_export.bundle.manifest import manifest, source_identity
 from mtp_export.bundle.run import Record, RunResources, ShardJob, is_made, run
 from mtp_export.bundle.run_folder import RunFolder, is_finished
 from mtp_export.bundle.tied_weights import TiedCopies
-from mtp_export.plan import COPY, OutputShard, Resources
+from mtp_export.plan import COPY, OutputShard, PartPlan, Resources
 from mtp_export.progress import ProgressCallback
 
 
@@ -187,20 +187,24 @@ def write_beside(plan: BundlePlan, main: str | None = None) -> None:
     """
     output = plan.options.output_dir
     for part in plan.parts:
-        folder, recorded = output / part.name, main if part.name == MTP else None
-        make_folder(folder)
-        for name in part.extra_files:
-            make_folder((folder / name).parent)
-            write_bytes(folder / name, plan.checkpoint.files.read(name))
-        for name in part.index_names:
-            index = part.index()
-            index = index if recorded is None else with_main_identity(index, recorded)
-            write_json(folder / name, index)
-        if recorded is not None and part.container.name == GGUF.name:
-            first = part.shards[0]
-            record_main_identity(folder / first.file_name, first.layout().head, recorded)
+        write_files(plan, part, output / part.name, main if part.name == MTP else None)
     for part in plan.parts:
         write_json(output / part.name / CONFIG_NAME, part.config)
+
+
+def write_files(plan: BundlePlan, part: PartPlan, folder: Path, main: str | None = None) -> None:
+    """Write the files beside the shards of one part, which are there, but for its config; main as
+    write_beside."""
+    make_folder(folder)
+    for name in part.extra_files:
+        make_folder((folder / name).parent)
+        write_bytes(folder / name, plan.checkpoint.files.read(name))
+    for name in part.index_names:
+        index = part.index()
+        write_json(folder / name, index if main is None else with_main_identity(index, main))
+    if main is not None and part.container.name == GGUF.name:
+        first = part.shards[0]
+        record_main_identity(folder / first.file_name, first.layout().head, main)
 
 
 def write_rest(plan: BundlePlan, finished: Mapping[str, ShardFacts]) -> None:

@@ -163,7 +163,8 @@ class Making:
 class PlannedBundle:
     """A bundle that a command makes: planned, with the places of its reports tried.
 
-    remarks are sentences on the plan that its tables do not say.
+    remarks are sentences on the plan that its tables do not say. maker makes the shards, unless a
+    cluster does; None: this process, all at once.
     """
 
     request: Request
@@ -171,6 +172,7 @@ class PlannedBundle:
     plan: BundlePlan
     reports: ReportFiles
     remarks: Sequence[str]
+    maker: Maker | None = None
 
     def run(self) -> BundleResult | None:
         """Make the bundle. A dry run and a share are reported here, and return None."""
@@ -209,7 +211,7 @@ class PlannedBundle:
     def _maker(self) -> Maker:
         """Return what makes the shards: this process, or a cluster."""
         if self.making.cluster is None:
-            return make_shards
+            return self.maker or make_shards
         from mtp_export.cluster.shards import RayCluster
 
         return RayCluster(self.making.cluster, self.request)

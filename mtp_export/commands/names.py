@@ -35,19 +35,23 @@ def _schemes() -> Sequence[str]:
 
 
 def _mtp_schemes() -> Sequence[str]:
-    """Return those of the MTP module: no pair of the precision table gives it int4, or fewer
-    bits than 8 in GGUF files."""
+    """Return those of the MTP module: in GGUF files that of the precision table, elsewhere no int4
+    under inputs in fp8."""
+    from mtp_export.schemes import SCHEMES
     from mtp_export.schemes.table import GGUF_MTP, GGUF_SCHEMES
 
-    others = {*GGUF_SCHEMES} - {GGUF_MTP}
-    return [name for name in _schemes() if "int4" not in name and name not in others]
+    mixed = {name for name, scheme in SCHEMES.items() if scheme.int4_activations_fp8}
+    others = {*GGUF_SCHEMES, *mixed} - {GGUF_MTP}
+    return [name for name in _schemes() if name not in others]
 
 
 def _graft_schemes() -> Sequence[str]:
-    """Return those that a grafted layer is written in; its main model's has no scheme to keep."""
-    from mtp_export.schemes import SCHEMES
+    """Return those that a grafted layer is written in, of the pairs of the precision table; its
+    main model's has no scheme to keep."""
+    from mtp_export.schemes.table import PAIRS
 
-    return [name for name in _mtp_schemes() if name in SCHEMES]
+    known = {pair.mtp for pair in PAIRS}
+    return [name for name in _mtp_schemes() if name in known]
 
 
 def _group_sizes() -> Sequence[str]:

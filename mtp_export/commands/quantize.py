@@ -19,6 +19,7 @@ from mtp_export.bundle.options import Part
 from mtp_export.bundle.precision import Format, Precision
 from mtp_export.bundle.quantize import QuantizeOptions, default_input, default_output, plan_quantize
 from mtp_export.bundle.request import Request
+from mtp_export.calibrate.options import CalibrationOptions
 from mtp_export.commands.bundle_command import (
     PART,
     Making,
@@ -28,6 +29,12 @@ from mtp_export.commands.bundle_command import (
 )
 from mtp_export.commands.bundle_tables import effort, resumed, size_lines
 from mtp_export.commands.bundle_tables import result_facts as bundle_facts
+from mtp_export.commands.calibration import (
+    Calibrating,
+    calibration_facts,
+    calibration_lines,
+    work_folder,
+)
 from mtp_export.commands.garbage import gc_paused
 from mtp_export.commands.output import FiguresTable, heading, json_text, print_result
 from mtp_export.commands.precision_table import pairs_facts, pairs_table
@@ -78,6 +85,7 @@ class QuantizeCommand:
     part: Part = field(default=Part.BOTH, metadata=PART)
     making: Making = Making()
     precision: Precision = Precision()
+    calibration: CalibrationOptions = CalibrationOptions()
     list_pairs: bool = field(
         default=False,
         metadata=option(
@@ -103,23 +111,31 @@ def quantize(options: QuantizeCommand) -> None:
     command = command_of("quantize", replace(options, input_dir=source))
     bundle = making.bundle(source, output, options.part, command=command)
     chosen = QuantizeOptions(bundle, **vars(options.precision))
+    work = work_folder(options.calibration, bundle.output_dir)
     refuse_overlaps(
-        {"the input": source}, {"the output": bundle.output_dir, "--report": making.report}
+        {"the input": source, "--calibrate": options.calibration.calibrate},
+        {"the output": bundle.output_dir, "--report": making.report, **work},
     )
     reports = making.try_reports()
     with gc_paused():
         plan = plan_quantize(chosen, opened, dry_run=making.dry_run)
-    planned = PlannedBundle(Request("quantize", chosen), making, plan, reports, remarks(plan))
+    calibrating = Calibrating.of(plan, options.calibration, making)
+    plan = calibrating.plan
+    said = [*remarks(plan), *calibrating.remarks(dry_run=making.dry_run)]
+    request = Request("quantize", chosen)
+    planned = PlannedBundle(request, making, plan, reports, said, calibrating.maker)
     result = planned.run()
     if result is not None:
         planned.report(result_facts(result), result_table(result))
 
 
 def result_facts(result: BundleResult) -> dict[str, Any]:
-    """Return the result of a quantization: sizes, SQNR by role, worst tensors, seconds."""
+    """Return the result of a quantization: sizes, SQNR by role, worst tensors, seconds, and what a
+    calibration gained."""
     return bundle_facts(result) | {
         "sqnr_db": _by_role(result),
         "worst": _worst(result),
+        **calibration_facts(result),
     }
 
 
@@ -145,6 +161,7 @@ def result_table(result: BundleResult) -> RenderableType:
             f" {w['least_db']:.0f} dB or more."
             for w in facts["worst"][:1]
         ),
+        *calibration_lines(facts),
         *resumed(result),
     ]
     return Group(heading(f"Quantized to {facts['output_dir']}"), table, *lines)

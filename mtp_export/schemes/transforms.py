@@ -85,6 +85,12 @@ class Convert:
         """Return those of its inputs that are the weight's own."""
         return inputs[: len(inputs) // (1 + self.joined)]
 
+    def values(
+        self, inputs: Sequence[RowBytes], rows: tuple[int, int], device: str
+    ) -> torch.Tensor | Fp8Block:
+        """Return the next rows of the weight, as they are read (ValueError for unusable scales)."""
+        return self._values(self._rows_of(inputs, *rows), device)
+
     def constants(self, shape: tuple[int, ...], outputs: int) -> Iterator[tuple[int, memoryview]]:
         """Return the bytes of those of its outputs that no element of a weight [N, K] decides, by
         number: they are the last ones."""
@@ -97,7 +103,7 @@ class Convert:
         errors: list[ErrorStats] = []
         weight = inputs[0].info
         of_matrix: Sequence[Any] = ()
-        for start, stop in _pieces(weight):
+        for start, stop in row_ranges(weight):
             with converting(weight, (start, stop)):
                 results, error = self._convert(self._rows_of(inputs, start, stop), device)
             errors.append(error)
@@ -115,7 +121,7 @@ class Convert:
         largest, count = 0.0, len(inputs) // (1 + self.joined)
         for number in range(0, len(inputs), count):
             one = inputs[number : number + count]
-            for start, stop in _pieces(one[0].info):
+            for start, stop in row_ranges(one[0].info):
                 with converting(one[0].info, (start, stop)):
                     found = self._largest(self._rows_of(one, start, stop), device)
                 largest = max(largest, found)
@@ -179,7 +185,8 @@ def _arrays(pieces: Sequence[_Piece]) -> Rows:
     return Rows(*(piece.array() for piece in pieces))
 
 
-def _pieces(weight: TensorInfo) -> Iterator[tuple[int, int]]:
+def row_ranges(weight: TensorInfo) -> Iterator[tuple[int, int]]:
+    """Yield row ranges of whole fp8 blocks that cover a weight [N, K]."""
     rows, columns = weight.shape
     step = max(1, _PIECE_ELEMENTS // (BLOCK * columns)) * BLOCK
     for start in range(0, rows, step):

@@ -89,11 +89,11 @@ def _seconds(options: TuneOptions, sizes: Sizes, head: int) -> float:
     train = options.train
     operations = 2 * _PASSES * sizes.used + 2 * 2 * head
     rows = train.batch_tokens * train.steps * train.k
-    rate = _operations_per_second(options.device, DTYPES[train.dtype])
+    rate = operations_per_second(options.device, DTYPES[train.dtype])
     return rows * operations / (rate * _EFFICIENCY)
 
 
-def _operations_per_second(device: str, dtype: torch.dtype) -> float:
+def operations_per_second(device: str, dtype: torch.dtype) -> float:
     """Measure products of large matrices, for a fraction of a second."""
     matrix = torch.ones(_MATRIX, _MATRIX, device=device, dtype=dtype)
     matrix @ matrix

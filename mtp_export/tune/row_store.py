@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.tensors.reader import Checkpoint
-from mtp_export.tune import state_files
+from mtp_export import state_files
 from mtp_export.tune.options import DataOptions
 from mtp_export.tune.rows import GOALS, Line, Rows
 from mtp_export.verify.evidence.prompts import encoded
@@ -41,9 +41,9 @@ class Data:
 
         Raises what read_texts raises, and InvalidInputError for too few lines.
         """
-        lines = _lines(options.prompts, main)
+        lines = read_lines(options.prompts, main)
         if options.held_out is not None:
-            return cls(lines, _lines(options.held_out, main))
+            return cls(lines, read_lines(options.held_out, main))
         if len(lines) < 2:
             raise InvalidInputError(
                 "The data has too few prompts to train on some and measure on others",
@@ -59,10 +59,19 @@ class Data:
     @property
     def identity(self) -> str:
         """A name for the lines."""
-        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+        return identity_of(self)
 
 
-def _lines(path: Path, main: Checkpoint) -> tuple[Line, ...]:
+def identity_of(lines: object) -> str:
+    """Return a name for what a file of prompts holds."""
+    return hashlib.sha256(repr(lines).encode()).hexdigest()[:16]
+
+
+def read_lines(path: Path, main: Checkpoint) -> tuple[Line, ...]:
+    """Read a file of prompts, with their answers where it has some.
+
+    Raises what read_texts raises, and InvalidInputError where no prompt is long enough.
+    """
     texts = read_texts(path)
     prompts = encoded(main, path, (prompt for prompt, _ in texts))
     given = encoded(main, path, (answer for _, answer in texts if answer is not None))

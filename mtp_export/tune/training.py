@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mtp_checkpoints.errors import UsageError
-from mtp_export.tune import state_files
+from mtp_export import state_files
 from mtp_export.tune.draft import TrainedDraft
 from mtp_export.tune.options import TrainOptions
 from mtp_export.tune.row_store import Batch, RowStore, shuffled

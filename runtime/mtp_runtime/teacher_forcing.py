@@ -6,14 +6,22 @@ with one layer in memory. Chunks bound the memory of activations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
 from mtp_kernels.batch_layout import BatchLayout
-from mtp_runtime.cache import Cache, CachedSequence, PageAllocator, lay_out, lay_out_whole
+from mtp_runtime.cache import (
+    Cache,
+    CachedSequence,
+    LayerCaches,
+    PageAllocator,
+    lay_out,
+    lay_out_whole,
+)
 from mtp_runtime.layers.attention import ForwardPass
 from mtp_runtime.models.execution import DraftModule, Head, Layers
 from mtp_runtime.models.model import Model, States
@@ -177,11 +185,25 @@ def through_layer(
 @dataclass(frozen=True)
 class DraftInputs:
     """Inputs of MTP modules: texts, the target's hidden states [T, d] on the side of its norm that
-    the first module takes, and the rows that drafts start from."""
+    the first module takes, and the rows that drafts start from.
+
+    by_half: all rows of a depth go through attention, then all through the feed-forward, which so
+    asks for every expert once; torch has to run the modules.
+    """
 
     texts: Texts
     hidden: torch.Tensor
     anchors: Anchors
+    by_half: bool = False
+
+
+class _Pass(NamedTuple):
+    """Rows [n] that go through a module together, the tokens that it is given for them [n], and
+    their layout."""
+
+    rows: torch.Tensor
+    tokens: torch.Tensor
+    layout: BatchLayout
 
 
 def draft_states(
@@ -200,7 +222,8 @@ def draft_states(
     hidden, states = inputs.hidden, list[torch.Tensor]()
     for depth, module in enumerate(modules[:depths], start=1):
         cache = module.new_cache(paged.pages)
-        x = _every_row(module, paged=paged, hidden=hidden, cache=cache, depth=depth)
+        passes = _every_row(paged, hidden.device, depth)
+        x = _through(module, passes, hidden=hidden, cache=cache, by_half=inputs.by_half)
         states.append(x[anchors.rows])
         if depth < min(depths, len(modules)):
             hidden = _fed_back(module, x, inputs.hidden, recycle)
@@ -221,15 +244,36 @@ def _fed_back(
     return module.recycled(x, normed) if recycle is None else recycle(x, normed, hidden)
 
 
-def _every_row(
-    module: DraftModule, paged: PagedTexts, hidden: torch.Tensor, cache: Cache, depth: int
+def _through(
+    module: DraftModule,
+    passes: Iterable[_Pass],
+    hidden: torch.Tensor,
+    *,
+    cache: Cache,
+    by_half: bool,
 ) -> torch.Tensor:
-    """Return a module's output [T, d] for all rows whose token, `depth` further on, is there."""
-    tokens, out = paged.texts.tokens.to(hidden.device), torch.zeros_like(hidden)
-    for chunk in paged.chunks(hidden.device, cut=depth):
-        following = tokens[chunk.rows + depth]
-        out[chunk.rows] = module(following, hidden[chunk.rows], cache, chunk.layout)
+    """Return a module's output, fed hidden [n, d], for the rows of all passes; else zeros."""
+    out, rows = torch.zeros_like(hidden), list[torch.Tensor]()
+    for own in passes:
+        fed = hidden[own.rows]
+        if not by_half:
+            out[own.rows] = module(own.tokens, fed, cache, own.layout)
+            continue
+        assert isinstance(cache, LayerCaches), "torch runs the module"
+        taken, x = module.entering(own.tokens, fed, own.layout.positions)
+        out[own.rows] = x + module.attention(taken, cache.layers[0], ForwardPass(own.layout))
+        rows.append(own.rows)
+    if rows:
+        every = torch.cat(rows)
+        out[every] = module.layer.fed_forward(out[every])
     return out
+
+
+def _every_row(paged: PagedTexts, device: torch.device, depth: int) -> Iterator[_Pass]:
+    """Yield the passes of all rows whose token, `depth` further on, is there."""
+    tokens = paged.texts.tokens.to(device)
+    for chunk in paged.chunks(device, cut=depth):
+        yield _Pass(chunk.rows, tokens[chunk.rows + depth], chunk.layout)
 
 
 @dataclass(frozen=True)
@@ -245,15 +289,17 @@ class _Branches:
 
     def drafted(self, depth: int, hidden: torch.Tensor) -> torch.Tensor:
         """Return the module's output [A, d] at a depth, fed hidden [A, d]."""
+        passes, by_half = self._passes(depth, hidden.device), self.inputs.by_half
+        return _through(self.module, passes, hidden, cache=self.cache, by_half=by_half)
+
+    def _passes(self, depth: int, device: torch.device) -> Iterator[_Pass]:
         anchors, texts = self.inputs.anchors, self.inputs.texts
-        tokens, out = texts.tokens.to(hidden.device), torch.zeros_like(hidden)
+        tokens = texts.tokens.to(device)
         room = texts.room(anchors, depth).nonzero()[:, 0]
         for at in range(0, len(room), BRANCH_ROWS):
             part = room[at : at + BRANCH_ROWS]
-            layout = self._layout(part.tolist(), depth - self.modules, hidden.device)
-            following = tokens[anchors.rows[part] + depth]
-            out[part] = self.module(following, hidden[part], self.cache, layout)
-        return out
+            layout = self._layout(part.tolist(), depth - self.modules, device)
+            yield _Pass(part, tokens[anchors.rows[part] + depth], layout)
 
     def _layout(self, part: Sequence[int], steps: int, device: torch.device) -> BatchLayout:
         """Lay out one row per branch: it sees the shared entries up to its anchor, then its own."""

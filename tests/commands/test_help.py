@@ -82,7 +82,7 @@ def test_bash_gets_a_completion_script(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("mtp-export qu", "quantize"),
         ("mtp-export verify --no-", "--no-checksums"),
-        ("mtp-export quantize --mtp-quant weight_only_i", "weight_only_int8"),
+        ("mtp-export quantize --mtp-quant weight_only_m", "weight_only_mxfp4"),
     ],
 )
 def test_bash_completes_commands_options_and_values(

@@ -70,7 +70,8 @@ EXPERT = "model.layers.1.mlp.experts.0.up_proj.weight"
             for target in ("lightllm", "paddlenlp", "tensorrt-llm")
         ),
         (("--base-quant", "int3"), 2, "int3"),
-        (("--mtp-quant", "weight_only_int4"), 2, "weight_only_int4"),
+        (("--mtp-quant", "weight_only_int4"), 4, "a8w8_fp8 goes with --mtp-quant a8w8_fp8"),
+        (("--mtp-quant", "a8w8_fp8_wint4"), 2, "a8w8_fp8_wint4"),
     ],
 )
 def test_options(

@@ -198,7 +198,7 @@ REFUSALS = {
         " a folder, or an address. Found --dry-run behind it."
     ),
     ("quantize", "x", "--mtp-quant", "-q"): (
-        "Option --mtp-quant has no value. Expected a8w8_fp8, weight_only_int8,"
+        "Option --mtp-quant has no value. Expected weight_only_int4, a8w8_fp8, weight_only_int8,"
         " weight_only_nvfp4, a4w4_nvfp4, weight_only_mxfp4, a8w8_mxfp8, bf16, q8_0, keep. Found -q"
         " behind it."
     ),

@@ -32,7 +32,7 @@ from cases import (
 )
 from mtp_checkpoints.errors import InvalidInputError, UsageError
 from mtp_checkpoints.sources.files import write_json
-from mtp_export.tune import state_files
+from mtp_export import state_files
 from mtp_export.tune.draft import draft_type
 from mtp_export.tune.options import TuneOptions
 from mtp_export.tune.row_store import PART_LINES, RowStore

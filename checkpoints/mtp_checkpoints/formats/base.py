@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mtp_checkpoints.containers.base import TensorInfo
     from mtp_kernels.quantize import ErrorStats, Fp8Block
     from mtp_kernels.quantize.array_conversions import Converted, Rows
+    from mtp_kernels.quantize.gptq import Grid
     from mtp_kernels.quantize.layouts import QuantizedWeight
     from mtp_kernels.quantize.row_codes import RowCodes
     from mtp_kernels.stored_linear import StoredWeight
@@ -96,6 +97,7 @@ class WeightFormat(ABC):
     has_row_codes: ClassVar[bool] = False  # the compiled decoder multiplies its codes
     # A number of the whole matrix goes with its scales, one for all linears that engines join.
     of_whole_matrix: ClassVar[bool] = False
+    has_grid: ClassVar[bool] = False  # calibration may choose among its numbers
 
     @classmethod
     def of_options(cls, options: FormatOptions) -> WeightFormat:
@@ -150,6 +152,11 @@ class WeightFormat(ABC):
         compressed-tensors knows have a group.
         """
         raise AssertionError(f"compressed-tensors has no {self.storage}")
+
+    def grid(self, tensors: Sequence[torch.Tensor]) -> Grid:
+        """Return the numbers that codes can stand for beside the scales of a weight's tensors. Only
+        formats that has_grid do."""
+        raise AssertionError(f"no calibration chooses codes of {self.storage}")
 
     def encode(self, values: torch.Tensor, scale_rule: str) -> tuple[torch.Tensor, ...]:
         """Return codes and scales of fp32 rows [n, K], all of them finite."""

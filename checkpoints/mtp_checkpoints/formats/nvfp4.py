@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from mtp_kernels.quantize import ErrorStats, Fp8Block
     from mtp_kernels.quantize.array_conversions import Converted, Rows
+    from mtp_kernels.quantize.gptq import Grid
     from mtp_kernels.quantize.row_codes import RowCodes
 
 NVFP4_GROUP = 16
@@ -69,6 +70,7 @@ class NvFp4Format(WeightFormat):
     operation: ClassVar[str] = "quantize_nvfp4"
     elements_per_code: ClassVar[int] = 2
     of_whole_matrix: ClassVar[bool] = True
+    has_grid: ClassVar[bool] = True
     number_shape: ClassVar[tuple[int, ...]] = (1,)  # of those of the matrix and of its inputs
     has_input_scale: ClassVar[bool] = False
     has_row_codes: ClassVar[bool] = True
@@ -137,6 +139,11 @@ class NvFp4Format(WeightFormat):
         if converted is None:
             return None
         return converted._replace(outputs=(*converted.outputs, self.of_matrix()))
+
+    def grid(self, tensors: Sequence[torch.Tensor]) -> Grid:
+        from mtp_kernels.quantize.gptq import Grid
+
+        return Grid.nvfp4(self.multiplier(tensors[1].float(), tensors[2].float()))
 
     @abstractmethod
     def is_reciprocal(self, number: float) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -26,6 +26,8 @@ from mtp_checkpoints.formats.verification import (
 
 if TYPE_CHECKING:
     import torch
+
+    from mtp_kernels.quantize.gptq import Grid
 
 _LAYOUT = "pack-quantized"
 
@@ -106,6 +108,7 @@ class Int4Group(_PackQuantized):
     operation: ClassVar[str] = "quantize_int4_group"
     compiled_sources: ClassVar[frozenset[str]] = frozenset({"bf16", "fp8_block"})
     elements_per_code: ClassVar[int] = 8
+    has_grid: ClassVar[bool] = True
     in_words: ClassVar[str] = (
         f"pack-quantized int4 in groups of {', '.join(map(str, GROUP_SIZES[:-1]))}"
         f" or {GROUP_SIZES[-1]}"
@@ -136,6 +139,11 @@ class Int4Group(_PackQuantized):
 
     def _scale_columns(self, columns: int) -> int:
         return columns // self.group_size
+
+    def grid(self, tensors: Sequence[torch.Tensor]) -> Grid:
+        from mtp_kernels.quantize.gptq import Grid
+
+        return Grid.int4(tensors[1].float(), self.group_size)
 
     def kernel_options(self, scale_rule: str) -> dict[str, Any]:
         return {"group_size": self.group_size, "scale_rule": scale_rule}

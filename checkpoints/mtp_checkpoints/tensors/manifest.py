@@ -28,6 +28,7 @@ _OPTIONS = {
     **dict.fromkeys(("part?", "target?", "base_quant?", "mtp_quant?", "reader?"), "text"),
     "main_storages?": "a list of texts",
     "tune?": {"*": {}},
+    "calibrate?": {},
 }
 _TENSORS = {"*": {"operation": "text", "xxh3_128": "text", "sqnr_db?": "a number or null"}}
 _WRITTEN = {"size_bytes": "a size in bytes", "header_sha256?": "text", "tensors": _TENSORS}

@@ -1,0 +1,1 @@
+"""Calibration: codes of an MTP layer's weights chosen by what goes through its linears."""

@@ -1,0 +1,134 @@
+"""Linears of a plan that calibration rounds: which of them together, and what goes into them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from mtp_checkpoints.errors import UnsupportedError
+from mtp_checkpoints.families.base import weight_name
+from mtp_checkpoints.families.parts import Moe
+from mtp_checkpoints.formats import FORMATS
+from mtp_checkpoints.tensors.bundle_folder import MTP
+from mtp_checkpoints.weights.weight_values import WeightOnDisk
+from mtp_export.bundle.bundle_plan import BundlePlan
+from mtp_export.calibrate.inputs import Observation, input_names
+from mtp_export.plan import Step
+from mtp_export.schemes.transforms import Convert, converting
+from mtp_kernels.quantize import checked_values
+from mtp_runtime.models.model import MtpModule
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Weights, by their released names, that one file of the work folder holds.
+
+    input: name of what goes into them. down: the weight of an expert that takes silu(gate) * up of
+    the other two; None beside an expert.
+    """
+
+    name: str
+    input: str
+    weights: tuple[str, ...]
+    down: str | None = None
+
+    @property
+    def every(self) -> tuple[str, ...]:
+        """All of its weights."""
+        return self.weights if self.down is None else (*self.weights, self.down)
+
+
+@dataclass(frozen=True)
+class Linears:
+    """The conversions of a plan whose codes can be chosen: those of the MTP part into a format with
+    a grid."""
+
+    plan: BundlePlan
+
+    @cached_property
+    def steps(self) -> dict[str, Step]:
+        """Steps by the released name of their weight."""
+        parts = (part for part in self.plan.parts if part.name == MTP)
+        steps = (step for part in parts for shard in part.written for step in shard.steps)
+        weight_of = self.plan.stored.weight_of
+        return {
+            weight_of[step.inputs[0]].weight.name: step
+            for step in steps
+            if isinstance(step.operation, Convert) and step.operation.format.has_grid
+        }
+
+    def require(self) -> None:
+        """Refuse a plan without any (UnsupportedError)."""
+        if not self.steps:
+            known = sorted(name for name, kind in FORMATS.items() if kind.has_grid)
+            raise UnsupportedError(
+                "This bundle has no weight whose codes a calibration chooses",
+                expected=f"an MTP part with linears in {' or '.join(known)}",
+                found=f"--mtp-quant {self.plan.recorded['mtp_quant']}",
+                todo="Use --mtp-quant weight_only_nvfp4, or weight_only_int4 with"
+                " --allow-untested-pair",
+            )
+
+    @cached_property
+    def experts(self) -> list[list[Unit]]:
+        """Experts of each MTP layer, shared ones last."""
+        return [list(self._experts(number)) for number in range(len(self.plan.family.mtp))]
+
+    @property
+    def of_experts(self) -> list[Unit]:
+        """Experts of all MTP layers."""
+        return [unit for units in self.experts for unit in units]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the weights of all units, whether they are converted or not."""
+        tensors = self.plan.family.tensors
+        names = {*self.steps, *(name for unit in self.of_experts for name in unit.every)}
+        return {name: tensors[name].shape for name in sorted(names)}
+
+    def _experts(self, number: int) -> Iterator[Unit]:
+        layer = self.plan.family.mtp[number].layer
+        if not isinstance(layer.feed_forward, Moe):
+            return
+        prefix = layer.feed_forward_prefix
+        names = layer.feed_forward.modules(prefix)
+        for expert in (*names.experts, *([names.shared] if names.shared else [])):
+            gate, up, down = map(weight_name, expert)
+            if not self.steps.keys().isdisjoint((gate, up, down)):
+                yield Unit(expert.down.rpartition(".")[0], prefix, (gate, up), down)
+
+    def others(self, modules: Sequence[MtpModule]) -> list[Unit]:
+        """Return the linears of attention and dense MLPs, those of one input together."""
+        of_input = defaultdict[str, list[str]](list)
+        named = {tensor: name for m in modules for tensor, name in input_names(m).items()}
+        of_experts = {name for unit in self.of_experts for name in unit.every}
+        for name, step in self.steps.items():
+            if name not in of_experts:
+                of_input[named[step.inputs[0]]].append(name)
+        return [Unit(name, name, tuple(weights)) for name, weights in of_input.items()]
+
+    def observation(self, modules: Sequence[MtpModule]) -> Observation:
+        """Return what has to be observed of MTP modules."""
+        experts = [units[0].input if units else "" for units in self.experts]
+        tensors = {self.steps[n].inputs[0] for unit in self.others(modules) for n in unit.weights}
+        return Observation(modules, experts, tensors)
+
+    def values(self, name: str) -> Tensor:
+        """Return a weight [N, K] as the source has it, fp32 (InvalidInputError for a damaged
+        one)."""
+        stored, tensors = self.plan.stored.weights[name], self.plan.checkpoint.tensors
+        own = tuple(tensors[tensor.name] for tensor in stored.tensors if tensor.name in tensors)
+        rows = stored.weight.shape[0]
+        with converting(own[0], (0, rows)):
+            values = WeightOnDisk(stored, own).encoded(0, rows).dequantize(torch.float32)
+            return checked_values(values)
+
+    def joined(self, name: str) -> list[str]:
+        """Return the weights that share a number of the whole matrix with one, itself included."""
+        weight_of = self.plan.stored.weight_of
+        return list(dict.fromkeys(weight_of[t].weight.name for t in self.steps[name].inputs))

@@ -1,0 +1,65 @@
+"""Options of a calibration."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mtp_export.options import Access, Panel, check_bounds, option, path_option
+
+
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """Texts to calibrate the MTP layer with, and how they are made.
+
+    calibrate: None leaves calibration out. new_tokens are written after each prompt without an
+    answer. stream: the main model is read layer by layer. workdir holds what a run resumes from.
+    """
+
+    calibrate: Path | None = field(
+        default=None,
+        metadata=path_option(
+            "Choose codes of the MTP module by GPTQ on these prompts (lines as tune --data takes"
+            " them), beside the main model as it was quantized.",
+            Panel.PRECISION,
+            "FILE.jsonl",
+            access=Access.READ,
+        ),
+    )
+    new_tokens: int = field(
+        default=128,
+        metadata=option(
+            "New tokens that the main model writes to calibrate with.",
+            Panel.PRECISION,
+            "--max-new-tokens",
+            metavar="N",
+            low=2,
+            high=1 << 20,
+        ),
+    )
+    stream: bool = field(
+        default=False,
+        metadata=option(
+            "Calibrate with a main model that is read layer by layer; every line then needs a"
+            " completion.",
+            Panel.PERFORMANCE,
+        ),
+    )
+    workdir: Path | None = field(
+        default=None,
+        metadata=path_option(
+            "Folder of what a calibration resumes from; by default beside the output.",
+            Panel.INPUT_OUTPUT,
+            "DIR",
+            access=Access.WRITTEN,
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+
+    def work(self, output: Path) -> Path:
+        """Return the folder of rows and chosen codes, given that of the bundle."""
+        whole = Path(os.path.abspath(output))  # "." has no name
+        return self.workdir or whole.parent / f"{whole.name}-work"

@@ -1,0 +1,207 @@
+"""Calibration within the run of a bundle: the main model is written, then run on texts; what goes
+into the MTP layer chooses its codes, which are written last.
+
+All that takes long is kept in a work folder, so that an interrupted run goes on: texts with hidden
+states in parts, the inputs of linears in the same parts, and the codes expert by expert.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from mtp_checkpoints.containers.base import CONFIG_NAME
+from mtp_checkpoints.sources.files import make_folder, write_json
+from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
+from mtp_export import state_files
+from mtp_export.bundle.build import Work, make_shards, write_files
+from mtp_export.bundle.bundle_plan import BundlePlan
+from mtp_export.bundle.links import link_shard
+from mtp_export.bundle.run import Record, ShardJob
+from mtp_export.calibrate.inputs import DEPTHS
+from mtp_export.calibrate.linears import Linears, Unit
+from mtp_export.calibrate.options import CalibrationOptions
+from mtp_export.calibrate.rounding import GPTQ, Inputs, Rounder, pieces
+from mtp_export.plan import Link, Step
+from mtp_export.progress import CountCallback, ProgressCallback, ShowCount, uncounted
+from mtp_export.schemes.calibrated import Calibrated
+from mtp_export.schemes.transforms import Convert
+from mtp_export.tune.options import DataOptions, short_hash
+from mtp_export.tune.row_store import PART_LINES, TRAINING_DTYPE, RowStore, identity_of, read_lines
+from mtp_export.tune.rows import Fed, Line, Writer
+from mtp_kernels.quantize.gptq import DAMPING
+from mtp_runtime.models.load import LoadOptions, load_model
+from mtp_runtime.models.model import Model
+from mtp_runtime.streaming import StreamedModel, open_streamed
+
+TEXT_TOKENS = DataOptions.text_tokens  # at which a text is cut
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A calibration of a bundle's MTP part by texts: linears are those whose codes it chooses.
+    show_count opens its progress bars."""
+
+    options: CalibrationOptions
+    lines: Sequence[Line]
+    linears: Linears
+    show_count: ShowCount = uncounted
+
+    @classmethod
+    def of(
+        cls, plan: BundlePlan, options: CalibrationOptions, show_count: ShowCount = uncounted
+    ) -> Calibration:
+        """Read the texts of a plan that check_calibration accepts; the plan of the calibration says
+        in its options what chose the codes.
+
+        Raises UnsupportedError where no code is to be chosen, and what read_lines raises.
+        """
+        assert options.calibrate is not None
+        lines = read_lines(options.calibrate, plan.checkpoint)
+        facts = {
+            "method": GPTQ,
+            "damping": DAMPING,
+            "depths": DEPTHS,
+            "texts": len(lines),
+            "new_tokens": options.new_tokens,
+            "data": identity_of(lines),
+        }
+        linears = Linears(replace(plan, recorded={**plan.recorded, "calibrate": facts}))
+        linears.require()
+        return cls(options, lines, linears, show_count)
+
+    @property
+    def plan(self) -> BundlePlan:
+        """The plan of the bundle."""
+        return self.linears.plan
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that the main model writes after a prompt without an answer."""
+        return self.options.new_tokens
+
+    def make(
+        self, plan: BundlePlan, work: Work, record: Record, progress: ProgressCallback
+    ) -> None:
+        """Make the shards of a work: those of the MTP part last, with the codes that are chosen."""
+        mtp = [job for job in work.jobs if job.key.startswith(f"{MTP}/")]
+        others = [job for job in work.jobs if job not in mtp]
+        make_shards(plan, replace(work, jobs=others), record, progress)
+        if mtp:
+            jobs = [self._calibrated(job) for job in mtp]
+            make_shards(plan, replace(work, jobs=jobs, checks=False), record, progress)
+        shutil.rmtree(self._main, ignore_errors=True)
+
+    @cached_property
+    def folder(self) -> Path:
+        """Folder of all that a run resumes from."""
+        identity = {
+            name: self.plan.identity[name]
+            for name in ("tool_version", "options", "source", "versions")
+        }
+        name = short_hash({**identity, "stream": self.options.stream})
+        return self.options.work(self.plan.options.output_dir) / f"calibration-{name}"
+
+    @property
+    def _main(self) -> Path:
+        return self.folder / MAIN
+
+    def _calibrated(self, job: ShardJob) -> ShardJob:
+        """Return the job of a shard of the MTP part with the codes that were chosen."""
+        weight_of = self.plan.stored.weight_of
+
+        def chosen(step: Step) -> Step:
+            name, convert = weight_of[step.inputs[0]].weight.name, step.operation
+            if name not in self.linears.steps or not isinstance(convert, Convert):
+                return step
+            operation = Calibrated(replace(convert, joined=0), self._files[name], name)
+            return step._replace(operation=operation, inputs=tuple(convert.own(step.inputs)))
+
+        return replace(job, shard=replace(job.shard, steps=tuple(map(chosen, job.shard.steps))))
+
+    @cached_property
+    def _files(self) -> dict[str, Path]:
+        """Files of chosen codes by their weights; those that are missing are made."""
+        others = self.linears.others(self._rest.mtp_modules)
+        units = [*others, *self.linears.of_experts]
+        paths = {unit: self.folder / "weights" / f"{unit.name}.pt" for unit in units}
+        missing = defaultdict[str, list[Unit]](list)
+        for unit in units:
+            if not paths[unit].is_file():
+                missing[unit.input].append(unit)
+        with self.show_count("calibration", len(units), "units") as advance:
+            advance(len(units) - sum(map(len, missing.values())))
+            for name, own in missing.items():
+                self._round(name, own, paths, advance)
+        return {name: paths[unit] for unit in units for name in unit.every}
+
+    def _round(
+        self, name: str, units: Sequence[Unit], paths: Mapping[Unit, Path], advance: CountCallback
+    ) -> None:
+        """Choose and keep the codes of units of one input."""
+        parts = [state_files.load(path, mapped=True)[name] for path in self._inputs]
+        inputs, rounder = Inputs.of(pieces(parts), parts[0].shape[1]), Rounder(self.linears)
+        for unit in units:
+            state_files.save(paths[unit], rounder.rounded(unit, parts, inputs))
+            advance(1)
+
+    @cached_property
+    def _inputs(self) -> list[Path]:
+        """Files of what goes into linears, part by part; those that are missing are made."""
+        store = self._rows
+        with self.show_count("texts", len(self.lines), "texts") as advance:
+            store.make(lambda: self._writer, advance)
+        paths = [self.folder / "inputs" / path.name for path in store.paths]
+        observation = self.linears.observation(self._rest.mtp_modules)
+        for path, part in zip(paths, store.parts, strict=True):
+            if not path.is_file():
+                state_files.save(path, observation.rows(part.texts, part.hidden))
+        return paths
+
+    @cached_property
+    def _rows(self) -> RowStore:
+        # A main model on disk is read once for every part.
+        part_lines = len(self.lines) if self.options.stream else PART_LINES
+        return RowStore(self.folder / "rows", self.lines, TRAINING_DTYPE, part_lines)
+
+    @cached_property
+    def _streamed(self) -> StreamedModel:
+        """The main model as it was written, and the MTP layers of the source."""
+        self._link_main()
+        return open_streamed(self._main, "cpu", self._mtp_source)
+
+    @cached_property
+    def _rest(self) -> Model:
+        """Embedding, head and MTP modules, of which experts are read when they are used."""
+        return self._streamed.rest()
+
+    @property
+    def _mtp_source(self) -> Path:
+        checkpoint = self.plan.checkpoint
+        return checkpoint.folder / MTP if checkpoint.is_bundle else checkpoint.folder
+
+    @cached_property
+    def _writer(self) -> Writer:
+        stream = self.options.stream
+        loading = LoadOptions(mtp_folder=self._mtp_source)
+        return Writer(
+            self._rest if stream else load_model(self._main, loading).model,
+            fed=Fed(self._rest.mtp_modules[0].contract.target_hidden),
+            new_tokens=self.new_tokens,
+            text_tokens=TEXT_TOKENS,
+            streamed=self._streamed if stream else None,
+        )
+
+    def _link_main(self) -> None:
+        """Make a checkpoint of the main part, whose shards are finished."""
+        part = next(part for part in self.plan.parts if part.name == MAIN)
+        make_folder(self._main)
+        for shard in part.shards:
+            made = self.plan.options.output_dir / MAIN / shard.file_name
+            link_shard(Link.HARDLINK, made, self._main / shard.file_name)
+        write_files(self.plan, part, self._main)
+        write_json(self._main / CONFIG_NAME, part.config)

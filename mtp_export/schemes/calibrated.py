@@ -1,0 +1,118 @@
+"""Transform of a step whose codes a calibration chose: they are written from its file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mtp_checkpoints.dtypes import OutputTensor
+from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.tensors.tensor_stream import TensorStream
+from mtp_export.plan import Facts, Resources, Sink
+from mtp_export.schemes.transforms import (
+    Convert,
+    array_of,
+    bytes_of,
+    converting,
+    quality,
+    row_ranges,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """Conversion of a weight with the codes that a calibration chose for it.
+
+    convert is the conversion without calibration, of which inputs, outputs, format and scales are
+    the same. file holds the tensors of module, but for constants, and what is known of their error.
+    """
+
+    convert: Convert
+    file: Path
+    module: str
+
+    @property
+    def name(self) -> str:
+        return self.convert.name
+
+    @property
+    def uses_torch(self) -> bool:
+        return True
+
+    def run(
+        self,
+        inputs: Sequence[TensorStream],
+        outputs: Sequence[OutputTensor],
+        sink: Sink,
+        resources: Resources,
+    ) -> Facts:
+        """Write the tensors, and measure what they lose of the weight that is read.
+
+        Raises InvalidInputError for a file that holds no such weight.
+        """
+        from mtp_export import state_files
+
+        kept = state_files.load(self.file, mapped=True)[self.module]
+        tensors, convert = kept["tensors"], self.convert
+        constants = dict(convert.constants(inputs[0].info.shape, len(outputs)))
+        self._check(tensors, outputs[: len(outputs) - len(constants)])
+        for number, tensor in enumerate(tensors):
+            sink(number, bytes_of(array_of(tensor)))
+        for number, data in constants.items():
+            sink(number, data)
+        return {**quality(self._errors(inputs, tensors)), **kept["facts"]}
+
+    def _check(self, tensors: Sequence[torch.Tensor], outputs: Sequence[OutputTensor]) -> None:
+        found = [(tuple(tensor.shape), tensor.nbytes) for tensor in tensors]
+        expected = [(output.shape, output.size_bytes) for output in outputs]
+        if found != expected:
+            raise InvalidInputError(
+                f"A file of the calibration does not hold {self.module} as it is to be written",
+                where=self.file,
+                expected=expected,
+                found=found,
+                todo="Remove it, and run the same command again",
+            )
+
+    def _errors(self, inputs: Sequence[TensorStream], tensors: Sequence[Any]) -> list[Any]:
+        """Return the errors of some rows after the other."""
+        import torch
+
+        from mtp_kernels.quantize import checked_values, error_of
+
+        convert, weight, errors = self.convert, inputs[0].info, []
+        stored = _Tensors(tensors)
+        for start, stop in row_ranges(weight):
+            with converting(weight, (start, stop)):
+                values = checked_values(convert.values(inputs, (start, stop), "cpu"))
+                kept = convert.format.encoded_rows(stored, start, stop)
+                errors.append(error_of(values, kept.dequantize(torch.float32)))
+        return errors
+
+
+@dataclass(frozen=True)
+class _Tensors:
+    """The tensors of a weight, in memory."""
+
+    tensors: Sequence[torch.Tensor]
+
+    @property
+    def others(self) -> list[torch.Tensor]:
+        return list(self.tensors[1:])
+
+    @property
+    def scale(self) -> torch.Tensor:
+        return self.tensors[1]
+
+    @property
+    def whole_codes(self) -> torch.Tensor:
+        return self.tensors[0]
+
+    def codes(self, start: int, stop: int) -> torch.Tensor:
+        """Return rows [start, stop) of the codes."""
+        return self.tensors[0][start:stop]

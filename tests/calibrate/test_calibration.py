@@ -1,0 +1,257 @@
+"""quantize --calibrate: the codes that it chooses, what it resumes from, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cases import Outcome, quantize, read_json, run_program
+from mtp_export.calibrate.rounding import Rounder
+from mtp_kernels.quantize.gptq import Factor
+from mtp_runtime.models.load import LoadOptions, load_model
+from mtp_runtime.models.model import Model
+from mtp_runtime.teacher_forcing import DraftInputs, Text, Texts, draft_states, target_states
+from runtime.checkpoints import SMALL, write_checkpoint
+
+CONFIG = SMALL | {
+    "torch_dtype": "bfloat16",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 64,
+    "q_lora_rank": 32,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "n_group": 2,
+}
+INT4 = (
+    *("--base-quant", "weight_only_int4", "--mtp-quant", "weight_only_int4"),
+    *("--group-size", "32", "--allow-untested-pair"),
+)
+IN_BF16 = ("--base-quant", "weight_only_nvfp4", "--mtp-quant", "bf16")
+NVFP4 = ("--base-quant", "weight_only_nvfp4", "--mtp-quant", "weight_only_nvfp4")
+EXPERTS = 4
+MOST = (0.75, 0.9)  # of the error of rounding to the nearest, by depth
+PROMPT, LENGTH = 16, 40
+TEXTS = [
+    [(7 * first + number * number) % CONFIG["vocab_size"] for number in range(LENGTH)]
+    for first in range(8)
+]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("source") / "model", CONFIG)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Texts with answers."""
+    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
+    lines = [
+        {"prompt_token_ids": text[:PROMPT], "completion_token_ids": text[PROMPT:]} for text in TEXTS
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def make(source: Path, data: Path) -> Callable[..., Outcome]:
+    """A quantization of the source, calibrated."""
+    return lambda output, *options: quantize(source, output, *options, "--calibrate", data)
+
+
+@pytest.fixture(scope="module")
+def calibrated(
+    make: Callable[..., Outcome], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Outcome, Path]:
+    """A finished run, its work folder beside it."""
+    output = tmp_path_factory.mktemp("calibrated") / "bundle"
+    return make(output, *INT4), output
+
+
+@pytest.fixture(scope="module")
+def nearest(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same bundle, every weight rounded to the nearest."""
+    output = tmp_path_factory.mktemp("nearest") / "bundle"
+    assert quantize(source, output, *INT4).code == 0
+    return output
+
+
+def chosen(bundle: Path) -> dict[str, dict[str, Any]]:
+    """The manifest's entries of weights whose codes a calibration chose."""
+    shards = read_json(bundle / "mtp_export.json")["parts"]["mtp"]["shards"].values()
+    tensors = {name: own for shard in shards for name, own in shard["tensors"].items()}
+    return {name: own for name, own in tensors.items() if "rounding" in own}
+
+
+def files_of(bundle: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(bundle).as_posix(): path.read_bytes()
+        for path in bundle.rglob("*")
+        if path.is_file()
+    }
+
+
+def verify_weights(bundle: Path, source: Path) -> None:
+    """Compare all weights with the source's; a random model has no tokenizer."""
+    outcome = run_program("verify", bundle, "--source", source, "--level", "weights")
+    assert re.search(r"^weights +\d+ pass +[\d.]+ s$", outcome.out, re.MULTILINE), outcome.out
+
+
+def drafted(model: Model, main: Model) -> list[torch.Tensor]:
+    """Output of a model's MTP layer at each depth along the texts, fed by a main model."""
+    texts = Texts(tuple(Text(tuple(text), PROMPT) for text in TEXTS))
+    hidden = main.mtp_input(*target_states(main, texts))
+    return draft_states(model.mtp_modules, DraftInputs(texts, hidden, texts.anchors(0)), len(MOST))
+
+
+@torch.inference_mode()
+def test_the_layer_computes_more_as_before_than_rounded_to_the_nearest(
+    source: Path, calibrated: tuple[Outcome, Path], nearest: Path
+) -> None:
+    """Along the texts that it is calibrated with, at every depth, beside the main model that runs:
+    whatever goes wrong between a linear's input and the codes on disk makes it worse."""
+    outcome, bundle = calibrated
+    assert outcome.code == 0, outcome.err
+    original, by_gptq, rounded = (
+        load_model(folder, LoadOptions(dequantize_at_load=False)).model
+        for folder in (source, bundle, nearest)
+    )
+    wanted, found, before = (drafted(m, by_gptq) for m in (original, by_gptq, rounded))
+    for depth, most in enumerate(MOST):
+        error, plain = (
+            float((states[depth] - wanted[depth]).square().sum()) for states in (found, before)
+        )
+        assert error < most * plain
+
+
+def test_the_manifest_and_the_result_say_what_was_gained(calibrated: tuple[Outcome, Path]) -> None:
+    outcome, bundle = calibrated
+    facts = chosen(bundle)
+    assert len(facts) == 3 * EXPERTS
+    for own in facts.values():
+        assert own["rounding"] == "gptq" and own["operation"] == "quantize_int4_group"
+        assert own["outputs_sqnr_db"] > own["nearest_outputs_sqnr_db"] + 0.5
+        assert own["sqnr_db"] > 12
+    recorded = read_json(bundle / "mtp_export.json")["options"]["calibrate"]
+    assert recorded["method"] == "gptq" and recorded["texts"] == len(TEXTS)
+    assert re.search(rf"Calibrated: {3 * EXPERTS} weights, SQNR of outputs [\d.]+ dB", outcome.out)
+
+
+def test_verify_passes_it(calibrated: tuple[Outcome, Path], source: Path) -> None:
+    verify_weights(calibrated[1], source)
+
+
+def test_it_resumes_by_expert_and_ends_with_the_same_bytes(
+    calibrated: tuple[Outcome, Path],
+    make: Callable[..., Outcome],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    output, rounded = tmp_path / "bundle", Rounder.rounded
+    done: list[str] = []
+
+    def interrupted(self: Rounder, unit: Any, *given: Any) -> dict[str, Any]:
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(unit.name)
+        return rounded(self, unit, *given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Rounder, "rounded", interrupted)
+        assert make(output, *INT4).code == 130
+    assert not (output / "mtp_export.json").exists() and not (output / "mtp/config.json").exists()
+    more: list[str] = []
+
+    def counted(self: Rounder, unit: Any, *given: Any) -> dict[str, Any]:
+        more.append(unit.name)
+        return rounded(self, unit, *given)
+
+    monkeypatch.setattr(Rounder, "rounded", counted)
+    assert make(output, *INT4).code == 0
+    assert len({*done, *more}) == len(done) + len(more) == EXPERTS
+    assert files_of(output) == files_of(calibrated[1])
+
+
+def test_without_a_factor_weights_are_rounded_to_the_nearest_and_named(
+    nearest: Path, make: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(hessian: torch.Tensor, damping: float = 0.0) -> Factor:
+        raise ValueError("its Hessian has no Cholesky factor")
+
+    monkeypatch.setattr(Factor, "of", fails)
+    outcome = make(tmp_path / "bundle", *INT4)
+    assert outcome.code == 0
+    said = " ".join(outcome.out.split())
+    assert f"{3 * EXPERTS} weights rounded to the nearest after all: " in said
+    assert "(its Hessian has no Cholesky factor)" in said
+    own, plain = files_of(tmp_path / "bundle"), files_of(nearest)
+    assert own.pop("mtp_export.json") != plain["mtp_export.json"]
+    assert own == {name: data for name, data in plain.items() if name != "mtp_export.json"}
+
+
+def test_a_damaged_file_of_the_work_folder_is_named(
+    calibrated: tuple[Outcome, Path], make: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    (work,) = calibrated[1].with_name("bundle-work").iterdir()
+    file = sorted((work / "weights").iterdir())[0]
+    kept = file.read_bytes()
+    damaged = bytearray(kept)
+    damaged[len(kept) // 2] ^= 1
+    try:
+        file.write_bytes(damaged)
+        outcome = make(calibrated[1], *INT4, "--overwrite")
+    finally:
+        file.write_bytes(kept)
+    assert outcome.code == 3 and file.name in outcome.err and "Remove it" in outcome.err
+
+
+@pytest.mark.nightly
+def test_nvfp4_of_all_linears(make: Callable[..., Outcome], source: Path, tmp_path: Path) -> None:
+    """Attention and shared experts too; what engines join shares one number."""
+    bundle = tmp_path / "bundle"
+    assert make(bundle, *NVFP4).code == 0
+    facts = chosen(bundle)
+    assert any("self_attn" in name for name in facts)
+    assert any("shared_experts" in name for name in facts)
+    better = [own["outputs_sqnr_db"] > own["nearest_outputs_sqnr_db"] for own in facts.values()]
+    assert sum(better) > 0.8 * len(better)
+    verify_weights(bundle, source)
+
+
+def test_a_dry_run_says_what_it_takes_and_writes_nothing(
+    make: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    outcome = make(tmp_path / "bundle", *INT4, "--dry-run", "--json")
+    assert outcome.code == 0, outcome.err
+    said = " ".join(json.loads(outcome.out)["remarks"])
+    assert f"Calibration of {3 * EXPERTS} weights by {3 * len(TEXTS) * LENGTH} rows" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        ((*INT4, "--share", "1/2"), 2, "A calibration is not divided"),
+        ((*INT4, "--cluster", "local"), 2, "A calibration is not divided"),
+        ((*INT4, "--part", "mtp"), 2, "the main model of the bundle that it is part of"),
+        (IN_BF16, 4, "no weight whose codes a calibration chooses"),
+    ],
+    ids=["share", "cluster", "mtp alone", "mtp in bf16"],
+)
+def test_refusals(
+    options: tuple[str, ...],
+    code: int,
+    said: str,
+    make: Callable[..., Outcome],
+    tmp_path: Path,
+) -> None:
+    outcome = make(tmp_path / "bundle", *options)
+    assert outcome.code == code and said in " ".join(outcome.err.split()), outcome.err
+    assert list(tmp_path.iterdir()) == []
