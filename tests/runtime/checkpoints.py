@@ -423,6 +423,25 @@ GLM5_NEXT: dict[str, Any] = {
     },
     "vision_config": _VISION,
 }
+HY_V4: dict[str, Any] = {
+    **{key: one for key, one in PLAIN.items() if key not in ("head_dim", "attention_bias")},
+    "architectures": ["HYV4ForCausalLM"],
+    "model_type": "hy_v4",
+    "pad_token_id": 0,
+    "num_key_value_heads": 8,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "indexer_types": ["full", "full", "shared"],
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_topk": 32,
+    "hc_mult": 2,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_nextn_predict_layers": 1,
+    **{key: SMALL[key] for key in ("q_lora_rank", "kv_lora_rank", "v_head_dim")},
+    **{key: SMALL[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim")},
+    **_EXPERTS,
+}
 QWEN4_EXP_TEXT: dict[str, Any] = {
     **{key: value for key, value in QWEN3_NEXT.items() if key not in _OF_NEXT_ALONE},
     "architectures": ["Qwen4ExpForCausalLM"],
@@ -454,6 +473,7 @@ SMALL_CONFIGS: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": GLM_MOE_DSA,
     "mimo": MIMO,
     "hy_v3": HY_V3,
+    "hy_v4": HY_V4,
     "step3p5": STEP3P5,
     "step3p7": STEP3P7,
     "mimo_v2_flash": MIMO_V2_FLASH,

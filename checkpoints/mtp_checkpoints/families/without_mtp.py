@@ -26,7 +26,6 @@ SEPARATE_DRAFTS: dict[str, str] = {
 NOT_DESCRIBED: dict[str, str] = {
     "deepseek_v4": "DeepSeek-V4",
     "deepseek_v41": "DeepSeek-V4.1",
-    "hy_v4": "Hy4",
     "inkling_model": "Inkling",
     "inkling_mm_model": "Inkling",
     "dots3_note": "dots3",
