@@ -90,6 +90,6 @@ def _together(layer: DecoderLayer, copies: Sequence[_Copy], paged: PagedTexts) -
         for chunk in copy.chunks:
             copy.x[chunk.rows] = layer.attend(copy.x[chunk.rows], cache, chunk.forward)
     rows = torch.cat([copy.x for copy in copies])
-    added = torch.split(layer.feed_forward(layer.post_norm(rows)), len(copies[0].x))
+    added = torch.split(layer.added(rows), len(copies[0].x))
     for copy, more in zip(copies, added, strict=True):
         copy.x.add_(more)
