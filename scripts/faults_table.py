@@ -66,7 +66,9 @@ _SUSPECTED = """## {heading}
 
 Weights and config values that look right, planted into bundles of the trained fixtures, which are
 run without `--source`. `tests/verify/test_run_faults.py`, `test_likelihood.py` and
-`test_layer_variants.py` plant each again: the check must fail and say the words.
+`test_layer_variants.py` plant each again: the check must fail and say the words. `python -m
+faults.blind` (with tests/ on the path) draws others at random, over fixtures, schemes and parts,
+exports each whole and judges it.
 
 {count} faults, named: {totals}.
 """

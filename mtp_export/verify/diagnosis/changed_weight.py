@@ -31,22 +31,22 @@ class ChangedWeight:
         if self.columns is not None:
             matrix = matrix[:, self.columns]
         if self.column_factors is not None:
-            matrix = matrix * self.column_factors.to(dtype)
+            matrix = matrix * self.column_factors.to(matrix)
         return self._of_rows(matrix.t()).t()
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """Return x @ weight.T (ValueError as dequantize)."""
         if self.column_factors is not None:
-            x = x * self.column_factors.to(x.dtype)
+            x = x * self.column_factors.to(x)
         if self.columns is not None:
-            x = torch.empty_like(x).index_copy_(1, self.columns, x)
+            x = torch.empty_like(x).index_copy_(1, self.columns.to(x.device), x)
         return self._of_rows(self.weight.product(x))
 
     def _of_rows(self, outputs: torch.Tensor) -> torch.Tensor:
         if self.rows is not None:
             outputs = outputs[:, self.rows]
         if self.row_factors is not None:
-            outputs = outputs * self.row_factors.to(outputs.dtype)
+            outputs = outputs * self.row_factors.to(outputs)
         return outputs
 
 
