@@ -115,13 +115,15 @@ def _attention(fields: Fields, index: int, kind: str) -> Gqa:
     known = fields.with_defaults(use_qk_norm=True, partial_rotary_factor=1.0)
     other = fields.section("attention_other_setting")
     if other.values and kind == other.word("attention_type", _SLIDING):
-        groups = other.whole("num_attention_groups")
         known = known.with_values(
             num_attention_heads=other.whole("num_attention_heads"),
-            num_key_value_heads=groups,
+            num_key_value_heads=other.whole("num_attention_groups"),
             head_dim=other.whole("head_dim"),
         )
-    if kind not in (fields.values.get("yarn_only_types") or [_SLIDING, _FULL]):
+    stretched = fields.values.get("yarn_only_types") or [kind]
+    if not isinstance(stretched, list):
+        raise fields.unusable("yarn_only_types", "a list of kinds of attention")
+    if kind not in stretched:
         known = known.with_values(rope_scaling=None)
     whole = Gqa.of(known)
     placed = fields.at(index, "use_rope_layers")
