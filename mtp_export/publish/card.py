@@ -133,8 +133,8 @@ def _table(content: Content) -> Iterator[str]:
 
 
 def _shown(value: object) -> str:
-    if isinstance(value, Mapping):  # trainings by draft, whose figures the manifest has
-        return ", ".join(f"`{name}`" for name in value)
+    if isinstance(value, Mapping):  # trainings by draft, or a calibration: the manifest has figures
+        return str(value.get("method") or ", ".join(f"`{name}`" for name in value))
     words = {"True": "yes", "False": "no", "None": "none"}
     return words.get(str(value), str(value))
 

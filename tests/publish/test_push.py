@@ -63,6 +63,7 @@ def test_a_draft_of_the_bundle_arrives_too(
     shutil.copytree(bundle / "mtp", bundle / method)
     manifest = read_json(bundle / MANIFEST)
     manifest["parts"][method] = manifest["parts"]["mtp"]
+    manifest["options"]["calibrate"] = {"method": "gptq", "texts": 8}
     manifest["options"]["tune"] = {"mtp": {"k": 3}, method: {"k": 2}}
     (bundle / MANIFEST).write_text(json.dumps(manifest))
     found = facts(tmp_path, "--unverified", *part)
@@ -70,7 +71,7 @@ def test_a_draft_of_the_bundle_arrives_too(
     assert found["parts"] == ["main", "mtp", method]
     card = content(hub)[CARD].decode()
     assert f"with a draft for `{method}`" in card
-    assert f"`tune` `mtp`, `{method}`." in card
+    assert f"`calibrate` gptq, `tune` `mtp`, `{method}`." in card
 
 
 @pytest.mark.parametrize("part", ["mtp", "main"])
