@@ -21,8 +21,10 @@ from mtp_runtime import LLM, SamplingParams
 
 TOKENS = 48
 TARGET = ("--target", "llama.cpp", "--pre-tokenizer", "gpt-2", "--quiet")
-# Log-probabilities that two tokens may differ by where rounding decides between them.
-TIE = 0.05
+# Log-probabilities that two tokens may differ by where rounding decides between them. One row of a
+# batch is multiplied by other code than several, and beside blocks activations are rounded to int8:
+# without any draft that moved those of DeepSeek-V3 by up to 0.31 in q8_0 (docs/engines.md).
+TIES = {"bf16": 0.05, "q8_0": 0.35, "q4_0": 0.35}
 # Acceptance may differ by so much; in Q4_0 llama.cpp's texts are others than ours.
 POINTS = {"bf16": 0.02, "q8_0": 0.02, "q4_0": 0.04}
 FIXTURES = {"deepseek2": FIXTURE, "glm4moe": GROUPED_FIXTURE, "qwen35": DELTA_FIXTURE}
@@ -90,8 +92,8 @@ def ours(bundle: Path, drafts: int, prompts: Prompts) -> Ours:
     return Ours([list(one.token_ids) for one in outputs], drafted, accepted)
 
 
-def faults(plain: list[Text], others: list[list[int]]) -> list[str]:
-    """Texts that differ from plain ones other than at a tie."""
+def faults(plain: list[Text], others: list[list[int]], tie: float) -> list[str]:
+    """Texts that differ from plain ones where the two tokens' log-probabilities do by more."""
     found = []
     for number, (text, other) in enumerate(zip(plain, others, strict=True)):
         pairs = enumerate(zip(text.tokens, other, strict=True))
@@ -99,7 +101,7 @@ def faults(plain: list[Text], others: list[list[int]]) -> list[str]:
         if at is None:
             continue
         best, second = text.best[at][text.tokens[at]], text.best[at].get(other[at], float("-inf"))
-        if best - second > TIE:
+        if best - second > tie:
             found.append(f"prompt {number}, token {at}: {best:.3f} against {second:.3f}")
     return found
 
@@ -132,9 +134,9 @@ def test_drafts_are_accepted_as_ours_and_change_no_text(
             one.tokens == two.tokens for one, two in zip(undrafted, theirs, strict=True)
         ),
     }
-    assert faults(undrafted, [text.tokens for text in theirs]) == []
+    assert faults(undrafted, [text.tokens for text in theirs], TIES[scheme]) == []
     if scheme == "bf16":  # beside blocks its activations are in int8, which ours are not
-        assert faults(undrafted, own.tokens) == []
+        assert faults(undrafted, own.tokens, TIES[scheme]) == []
     assert accepted / drafted == pytest.approx(own.accepted / own.drafted, abs=POINTS[scheme])
     assert accepted / drafted > 0.5
 
