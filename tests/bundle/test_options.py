@@ -100,7 +100,7 @@ def test_choices_are_written_as_the_command_takes_them() -> None:
         Device,
     )
     assert [[str(choice) for choice in kind] for kind in kinds] == [
-        ["both", "main", "mtp"],
+        ["both", "main", "mtp", "one"],
         ["keep", "drop"],
         ["written", "all"],
         ["auto", "reflink", "hardlink", "copy"],
