@@ -26,7 +26,8 @@ class PushOptions:
     part: Part | None = field(
         default=None,
         metadata=option(
-            "Part to upload: both, main or mtp; by default all that the bundle has.",
+            "Part to upload: both, main, mtp or one, as the export has it; by default all that the"
+            " bundle has.",
             Panel.CONTENT,
             metavar="PART",
         ),
