@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     import torch
 
 PIECE_ELEMENTS = 1 << 20
-# Of each row of a quantized copy. Rounding to fp8 leaves 31 dB, another model's row less than 10.
+# Of each row of a quantized copy, unless its format's own bound is less, as of four bits. Rounding
+# to fp8 leaves 31 dB, another model's row less than 10.
 LEAST_ROUNDED_DB = 20.0
 
 
@@ -31,13 +32,15 @@ class Rounding:
 
     Where neither is quantized, one must be the exact cast of the other: uncast and unrecast count
     the elements where the copy is not the original's, and the original not the copy's. Otherwise
-    each row must be near its original: rows counts those that are not. Counts of pieces add up.
+    each row must be within least_db of its original: rows counts those that are not. Counts of
+    pieces add up.
     """
 
     quantized_rows: int = 0
     uncast: int = 0
     unrecast: int = 0
     rows: int = 0
+    least_db: float = LEAST_ROUNDED_DB
 
     def add(self, copy: EncodedWeight, original: EncodedWeight) -> None:
         """Add a piece of both."""
@@ -48,7 +51,9 @@ class Rounding:
             return
         signal, noise = theirs.double(), ours.double() - theirs.double()
         power, error = (x.flatten(1).square().sum(dim=1) for x in (signal, noise))
-        near = error * 10 ** (LEAST_ROUNDED_DB / 10) <= power
+        gates = (weight.format.gate.sqnr_db for weight in (copy, original))
+        self.least_db = min(LEAST_ROUNDED_DB, *gates)
+        near = error * 10 ** (self.least_db / 10) <= power
         self.quantized_rows += len(near)
         self.rows += len(near) - int(near.sum())
 
@@ -66,7 +71,7 @@ class Rounding:
     def expected(self) -> str:
         """The difference that rounding explains, in words."""
         if self.quantized_rows:
-            return f"the same values, rounded: {LEAST_ROUNDED_DB:.0f} dB or more in every row"
+            return f"the same values, rounded: {self.least_db:.0f} dB or more in every row"
         return "the same values, cast from one dtype to the other"
 
     @property

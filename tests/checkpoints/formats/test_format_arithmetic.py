@@ -37,6 +37,7 @@ from mtp_checkpoints.formats import (
 )
 from mtp_checkpoints.formats.base import ReadOnlyFormat
 from mtp_checkpoints.formats.compressed import WeightsEntry
+from mtp_checkpoints.formats.ggml_blocks import Q4
 from mtp_checkpoints.weights.weight_values import Rounding
 from mtp_kernels import quantize, weight_statistics
 from mtp_kernels.cpu.torch_threads import torch_threads_for
@@ -354,6 +355,19 @@ def test_a_quantized_copy_is_near_in_every_row() -> None:
         assert not rounding.is_all
     assert rounding.expected.endswith("20 dB or more in every row")
     assert rounding.shown == "less in 256 of 256 rows"
+
+
+def test_a_copy_of_four_bits_is_held_to_their_bound() -> None:
+    """Blocks with one large value leave less than 20 dB; another row less than 12."""
+    values = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
+    values[:, ::32] = 6.0
+    blocks = Q4().encode(values, "minmax")
+    rounding = Rounding()
+    rounding.add(Q4().encoded(blocks), of_values(values))
+    assert rounding.is_all and rounding.expected.endswith("12 dB or more in every row")
+    rounding = Rounding()
+    rounding.add(Q4().encoded(blocks), of_values(values.roll(1, dims=0)))
+    assert rounding.shown == "less in 64 of 64 rows"
 
 
 @pytest.mark.parametrize(("hidden", "threads"), [(1023, 1), (1024, 3), (None, 3), (True, 3)])
