@@ -75,7 +75,6 @@ WHOLE = (
     "mtp_export/verify/files/released_values.py",
     "mtp_export/verify/files/repair.py",
     "mtp_export/verify/pairing_proof.py",
-    "mtp_export/verify/weights/exchanged_norms.py",
     "mtp_export/verify/weights/main_layer_copies.py",
     "mtp_export/verify/weights/unnamed_values.py",
     "mtp_export/verify/report/failures.py",

@@ -41,13 +41,6 @@ NEGATIVE_NORM = 0.25
 # The smallest median of a norm that multiplies by w, in a model whose others hold the w of 1 + w:
 # training moves those too, so that few of a norm's are negative.
 MEDIAN_NORM = 0.5
-# How well the norms of main layers must fit the columns of what reads them, as the median of their
-# correlations, for an exchange to show: 0.19 to 0.48 in the trained fixtures in each format.
-NORM_FIT = 0.1
-# By how much both layers' linears may fit the other's norm better, added up: never in the trained
-# fixtures in six formats, where each of 172 exchanges made it 0.22 or more; a layer full of noise
-# made it more than 0.1.
-EXCHANGED_NORM = 0.2
 # The largest share of zeros in a block of a matrix. Int4 in groups rounds a sixth of a matrix to
 # zero, in one scale per row a third; a block that is small beside what shares its scale, all of it.
 ZERO_SHARE = 0.75

@@ -42,7 +42,7 @@ class Files:
 
 def checkpoint(path: Path, config: Config = TINY_CONFIG, **files: bytes) -> Checkpoint:
     content = {name.replace("__", "."): value for name, value in files.items()}
-    found: Any = SimpleNamespace(path=path, config=config, files=Files(path, content))
+    found: Any = SimpleNamespace(path=path, config=config, shards=(), files=Files(path, content))
     return cast(Checkpoint, found)
 
 

@@ -186,7 +186,7 @@ CASES: dict[str, Case] = {
     "no MTP layer": Case(no_mtp_at_all, 4, ("no MTP layer", "num_nextn_predict_layers")),
     "MTP layer lost": Case(mtp_lost_but_advertised, 4, ("no MTP layer", f"layers.{MTP_LAYER}")),
     "MTP layer not advertised": Case(set_config(num_nextn_predict_layers=0), 4, ("no MTP layer",)),
-    "other model": Case(set_config(model_type="qwen3_moe"), 4, ("qwen3_moe", "deepseek_v3")),
+    "other model": Case(set_config(model_type="mixtral"), 4, ("mixtral", "deepseek_v3")),
     "other quantization": Case(
         set_config(quantization_config={"quant_method": "awq"}), 4, ("awq", "fp8")
     ),

@@ -31,7 +31,6 @@ from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.diagnosis.weight_bugs import damaged_elements, elements, lost_rows
 from mtp_export.verify.evidence.parts import PartLayout
 from mtp_export.verify.evidence.weight_facts import WeightFacts
-from mtp_export.verify.weights.exchanged_norms import norms_exchanged
 from mtp_export.verify.weights.main_layer_copies import in_other_formats, norms_taken
 
 if TYPE_CHECKING:
@@ -60,8 +59,6 @@ def run(context: Context) -> Iterator[Item]:
         yield from _parts_alike(facts[MAIN], facts[MTP])
         yield from in_other_formats(facts[MAIN], facts[MTP])
         yield norms_taken(facts[MAIN], facts[MTP])
-        main, mtp = (one.stored.family for part in (MAIN, MTP) for one in found if one.name == part)
-        yield norms_exchanged(replace(main, mtp=mtp.mtp), facts[MAIN], facts[MTP])
     if every:
         yield _no_twins(context, facts)
     yield from _shared(context, found, facts)

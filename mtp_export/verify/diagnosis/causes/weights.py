@@ -74,14 +74,6 @@ def taken_for_another(tensor: str, twin: str) -> str:
     return f"{tensor} holds the same as {twin}: one was taken for the other"
 
 
-def norm_exchanged(norm: str, twin: str) -> str:
-    """norm, twin: the names of two norms."""
-    return (
-        f"{norm} and {twin} are exchanged: the columns of the linears that read them fit the other"
-        " norm better in both layers"
-    )
-
-
 def main_layer_in_its_place(layer: str, main: str) -> str:
     """layer, main: the names of two layers."""
     return (
