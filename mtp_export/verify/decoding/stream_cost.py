@@ -29,7 +29,9 @@ from mtp_runtime.teacher_forcing import BRANCH_ROWS, CHUNK_TOKENS, LOGIT_ELEMENT
 # Runs of the MTP module and of a head over all rows that look for causes, beside one run of the
 # module and three of a head per depth; LONE_HEADS take one row per text. SAMPLED_RUNS are those of
 # variants of both that a sample of the texts excludes.
-MODULE_RUNS, HEAD_RUNS, LONE_HEADS, SAMPLED_RUNS = 12, 11, 4, 22
+MODULE_RUNS, HEAD_RUNS, LONE_HEADS, SAMPLED_RUNS = 12, 11, 4, 122
+# Rows of a sample, in float32, that variants of experts and of what they add hold at a time.
+VARIANT_COPIES = 32
 LOGIT_BYTES = 32  # of a row and token while two distributions are compared in float64
 PROBE_BYTES = 512 << 20
 PROBE_ROWS = (4, 64)
@@ -72,11 +74,12 @@ class Cost:
 @dataclass(frozen=True)
 class Rates:
     """Speed of this machine: bytes read per second; seconds to expand an element of a weight, and
-    to multiply it by one row."""
+    to multiply it by one row. read_bytes: those that it took to find out."""
 
     bytes_per_second: float
     expand: float
     multiply: float
+    read_bytes: int = 0
 
 
 @dataclass
@@ -201,8 +204,9 @@ def cost_of(context: Context, streamed: StreamedModel, texts: Texts) -> Cost:
     each = head_reads * rates.expand + runs * rows * rates.multiply
     seconds += each * math.prod(sizes.head.stored.weight.shape)
     read_bytes = sum(layer.read_bytes(rows) for layer in every) + sizes.compared_bytes
-    read_bytes += 2 * len(set(texts.tokens.tolist())) * sizes.row_bytes
-    weights, dense, activations = max(_memory(sizes, rows, streamed, attention), key=sum)
+    read_bytes += rates.read_bytes + 2 * len(set(texts.tokens.tolist())) * sizes.row_bytes
+    held = VARIANT_COPIES * streamed.config.hidden * -(-rows // sampling_step(texts))
+    weights, dense, activations = max(_memory(sizes, rows, streamed, attention, held), key=sum)
     return Cost(
         read_bytes=read_bytes + head_reads * sizes.head.size_bytes,
         bytes_per_second=rates.bytes_per_second,
@@ -215,9 +219,10 @@ def cost_of(context: Context, streamed: StreamedModel, texts: Texts) -> Cost:
 
 
 def _memory(
-    sizes: Sizes, rows: int, streamed: StreamedModel, attention: Attention
+    sizes: Sizes, rows: int, streamed: StreamedModel, attention: Attention, held: int
 ) -> Iterable[tuple[int, int, int]]:
-    """Yield weights, dense matrices and activations of the main layers, and of the module."""
+    """Yield weights, dense matrices and activations of the main layers, and of the module; held:
+    elements that variants of it hold."""
     module, head = sizes.module, sizes.head
     stream = rows * (3 * streamed.config.hidden + elements_per_token(attention.new_cache))
     inside = min(rows, CHUNK_TOKENS) * attention.row_elements
@@ -231,7 +236,7 @@ def _memory(
     yield (
         module.read_bytes(rows) + panels,
         4 * module.largest,
-        4 * stream + max(logits, 4 * inside),
+        4 * (stream + held) + max(logits, 4 * inside),
     )
 
 
@@ -252,7 +257,7 @@ def probed(streamed: StreamedModel, sizes: Sizes) -> tuple[Rates, Attention]:
     elements = math.prod(mlp.gate_up.weight.shape)
     multiply = max(0.0, many - few) / (elements * (PROBE_ROWS[1] - PROBE_ROWS[0]))
     expand = max(0.0, few / elements - PROBE_ROWS[0] * multiply)
-    return Rates(rate, expand=expand, multiply=multiply), layer.attention
+    return Rates(rate, expand=expand, multiply=multiply, read_bytes=read_bytes), layer.attention
 
 
 def _seconds_of(linear: Linear, rows: int) -> float:

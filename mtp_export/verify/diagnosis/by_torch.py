@@ -13,6 +13,7 @@ from mtp_export.verify.evidence.corpus import Corpus
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.mla import StoredHalves
 from mtp_runtime.layers.moe import HeldExperts, Mlp, Moe
+from mtp_runtime.loading.on_demand import StoredExperts
 from mtp_runtime.models.execution import TorchExecution
 from mtp_runtime.models.model import MtpModule
 
@@ -22,8 +23,12 @@ _FLOAT_BYTES = 4
 
 
 def by_torch(corpus: Corpus) -> Corpus:
-    """Return the corpus with its first module run by torch, unless that is too large expanded."""
+    """Return the corpus with its first module run by torch, unless that is too large expanded; one
+    whose experts are read as they are picked is run by torch as it is."""
     module = corpus.module
+    forward = module.layer.feed_forward
+    if isinstance(forward, Moe) and isinstance(forward.experts, StoredExperts):
+        return corpus
     if _expanded_bytes(module) > MOST_EXPANDED_BYTES:
         return corpus
     outputs = replace(module.head.outputs, execution=TorchExecution())
