@@ -29,12 +29,20 @@ class Failure(NamedTuple):
     command: str = ""
 
 
+def is_interrupt(error: BaseException) -> bool:
+    """Return True for Ctrl-C, and for what Python makes of it where a compiled function was taking
+    its arguments."""
+    if isinstance(error, SystemError):
+        return isinstance(error.__cause__, KeyboardInterrupt)
+    return isinstance(error, KeyboardInterrupt)
+
+
 def failure_of(error: BaseException, after_interrupt: str | None = None) -> Failure:
     """Return the failure that an error is reported as; errors of the program itself have code 1.
 
     after_interrupt: words that follow those of Ctrl-C.
     """
-    if isinstance(error, KeyboardInterrupt):
+    if is_interrupt(error):
         error = Interrupted()
     if isinstance(error, Interrupted):
         return Failure(" ".join(filter(None, [str(error), after_interrupt])), error.exit_code)

@@ -23,6 +23,7 @@ from mtp_export.commands.decoding_figures import (
     experts_line,
     rates_line,
 )
+from mtp_export.commands.failures import is_interrupt
 from mtp_export.commands.garbage import gc_paused
 from mtp_export.commands.memory_plan import print_memory_plan
 from mtp_export.commands.output import QuietReporting, plain_console, print_result, status
@@ -193,8 +194,8 @@ def _report(llm: LLM, decoding: Decoding, options: GenerateCommand) -> None:
     requests = llm.requests(decoding.given, decoding.params)
     try:
         _decode(llm, decoding, requests, silent=reporting.as_json)
-    except KeyboardInterrupt:
-        if not reporting.as_json:
+    except (KeyboardInterrupt, SystemError) as error:
+        if is_interrupt(error) and not reporting.as_json:
             print()
             _print_figures(llm, requests, stopwatch.elapsed(), reporting)
         raise
