@@ -27,6 +27,7 @@ from mtp_checkpoints.families.spec import ModelSpec
 from mtp_export.verify.check import Level, Status
 from mtp_export.verify.context import Context
 from mtp_export.verify.decoding import paths, stream
+from mtp_export.verify.decoding.stream_cost import VARIANT_COPIES
 from mtp_export.verify.options import VerifyOptions
 from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.cache import CacheSpec, LayerCache
@@ -286,8 +287,8 @@ def test_the_cost_of_a_streamed_pass_is_the_attentions(context: Context) -> None
     items = list(stream.run(context))
     assert all(item.status is not Status.FAIL for item in items)
     cost = next(item.data for item in items if item.name == "cost estimate")
-    width = 3 * CONFIG["hidden_size"] + 2 * KV_HEADS * HEAD
-    rows, vocab = 5 + 9, CONFIG["vocab_size"]
+    hidden, rows, vocab = CONFIG["hidden_size"], 5 + 9, CONFIG["vocab_size"]
+    width = 3 * hidden + 2 * KV_HEADS * HEAD + VARIANT_COPIES * hidden
     assert cost["activation_bytes"] == 4 * rows * width + 32 * rows * vocab  # states, then logits
 
 
