@@ -19,7 +19,6 @@ from cases import (
 from faults.small_model import family_config, write_dense
 from mtp_checkpoints.families import FAMILIES, family_of
 from mtp_checkpoints.families.base import Role
-from mtp_checkpoints.families.parts import Listed
 from mtp_runtime import LLM, SamplingParams
 from runtime.checkpoints import COMPUTED, SMALL_CONFIGS
 
@@ -45,7 +44,7 @@ def fits(model_type: str, row: tuple[str, str, str]) -> bool:
     family = family_of(SMALL_CONFIGS[model_type])
     main = [spec for spec in family.tensors.values() if spec.mtp_layer is None]
     experts = [spec for spec in main if spec.role is Role.ROUTED_EXPERT]
-    if any(isinstance(part, Listed) and part.fused_experts for part in family.parts):
+    if not family.may_fuse and any(len(spec.shape) > 2 for spec in experts):
         return False
     if row[2] not in family.engines or (not experts and row is not ROWS[1]):
         return False

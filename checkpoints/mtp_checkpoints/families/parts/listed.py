@@ -95,12 +95,6 @@ class Listed:
         return None
 
     @property
-    def fused_experts(self) -> tuple[str, ...]:
-        """Names of tensors that hold the matrices of all experts, which nothing takes apart."""
-        routed = (one for one in self.entries if one.role is Role.ROUTED_EXPERT)
-        return tuple(one.name for one in routed if len(one.shape) > 2)
-
-    @property
     def patterns(self) -> ModulePatterns:
         """Module names of its linears, as engines' quantization configs refer to them."""
         matrices = [e for e in self.entries if len(e.shape) == 2 and e.name.endswith(_WEIGHT)]
