@@ -156,6 +156,34 @@ def test_greedy_tokens_and_mtp_steps(
     assert run(model, prompts, params, method="mtp", k=3).outputs == expected
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("model_type", ["step3p5", "exaone4_5"])
+def test_batches_of_eight(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten requests that come and go at their own times, most beyond the windows of 8 tokens: each
+    has transformers' tokens, plain and with drafts."""
+    config = SMALL_CONFIGS[model_type]
+    config = changed(config, vocab_size=4, eos_token_id=None, sliding_window=8)
+    path = write_checkpoint(tmp_path, config)
+    reference, model = oracle(path, monkeypatch), load(path)
+    prompts = prompts_of(range(5, 55, 5), 4, seed=3)
+    params = [SamplingParams(max_tokens=new, ignore_eos=True) for new in (12, 3, 7, 9, 5) * 2]
+    expected = []
+    for prompt, own in zip(prompts, params, strict=True):
+        ids = torch.tensor([prompt])
+        out = reference.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=own.max_tokens,
+            pad_token_id=0,
+        )
+        expected.append(out[0, len(prompt) :].tolist())
+    for drafts in (0, 1, 3):
+        method = "mtp" if drafts else "none"
+        found = run(model, prompts, params, method=method, k=drafts or 1, max_batch_size=8)
+        assert found.outputs == expected, f"{drafts} drafts"
+
+
 def drafting_oracle(path: Path, other: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """transformers' model of a checkpoint, ready to draft with its MTP layer."""
     shutil.copytree(path, other)  # ours reads its weights when it uses them
