@@ -68,7 +68,12 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "mtp_runtime.static_graph",
     ),
     ("mtp_runtime.streaming", "mtp_runtime.summary", "mtp_runtime.drafters"),
-    ("mtp_runtime.draft_length", "mtp_runtime.judging", "mtp_runtime.training"),
+    (
+        "mtp_runtime.draft_length",
+        "mtp_runtime.judging",
+        "mtp_runtime.layer_inputs",
+        "mtp_runtime.training",
+    ),
     ("mtp_runtime.engine", "mtp_runtime.run_plan"),
     ("mtp_runtime.llm",),
     ("mtp_runtime",),

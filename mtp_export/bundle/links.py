@@ -21,6 +21,7 @@ _FICLONE = 0x40049409  # linux/fs.h: _IOW(0x94, 9, int)
 # Failures of the disk, which say nothing about links.
 _DISK_FAILURES = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 PROBE_PREFIX = ".mtp-export-probe-"
+_COPIED_BYTES = 1 << 24  # at a time
 _ABANDONED_SECONDS = 60.0  # a try takes a few milliseconds
 
 
@@ -136,12 +137,19 @@ def _remove_abandoned(trial: Path) -> None:
                 shutil.rmtree(other)
 
 
+def _copy(source: Path, target: Path) -> None:
+    with source.open("rb") as src, target.open("xb") as dst:
+        shutil.copyfileobj(src, dst, _COPIED_BYTES)
+        dst.flush()
+        os.fsync(dst.fileno())
+
+
 def link_shard(way: Link, source: Path, target: Path) -> None:
-    """Link a shard, whole or not at all (IoError)."""
+    """Link a shard, or copy it, whole or not at all (IoError)."""
     temporary = temporary_path(target)
     try:
         try:
-            _MAKERS[way](source, temporary)
+            _MAKERS.get(way, _copy)(source, temporary)
             os.replace(temporary, target)
         finally:  # rename() does nothing between two links to one file: the temporary would stay
             temporary.unlink(missing_ok=True)

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from mtp_export.calibrate.inputs import DEPTHS, ROW_DTYPE
 from mtp_export.calibrate.linears import Linears
 from mtp_export.calibrate.run import TEXT_TOKENS, Calibration
 from mtp_export.progress import format_bytes
 from mtp_export.tune.estimate import operations_per_second
 from mtp_export.tune.row_store import row_bytes
+from mtp_runtime.layer_inputs import DEPTHS, ROW_DTYPE
 
 _FLOAT32 = 4
 _MATRICES = 5  # of a Hessian's size at once, while it is factored

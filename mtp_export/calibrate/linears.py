@@ -11,16 +11,14 @@ import torch
 from torch import Tensor
 
 from mtp_checkpoints.errors import UnsupportedError
-from mtp_checkpoints.families.base import weight_name
-from mtp_checkpoints.families.parts import Moe
 from mtp_checkpoints.formats import FORMATS
 from mtp_checkpoints.tensors.bundle_folder import MTP
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.bundle.bundle_plan import BundlePlan
-from mtp_export.calibrate.inputs import Observation, input_names
 from mtp_export.plan import Step
 from mtp_export.schemes.transforms import Convert, converting
 from mtp_kernels.quantize import checked_values
+from mtp_runtime.layer_inputs import Observation, experts_of, input_names
 from mtp_runtime.models.model import MtpModule
 
 
@@ -29,13 +27,14 @@ class Unit:
     """Weights, by their released names, that one file of the work folder holds.
 
     input: name of what goes into them. down: the weight of an expert that takes silu(gate) * up of
-    the other two; None beside an expert.
+    the other two, bounded by a limit; None beside an expert.
     """
 
     name: str
     input: str
     weights: tuple[str, ...]
     down: str | None = None
+    limit: float | None = None
 
     @property
     def every(self) -> tuple[str, ...]:
@@ -92,15 +91,11 @@ class Linears:
         return {name: tensors[name].shape for name in sorted(names)}
 
     def _experts(self, number: int) -> Iterator[Unit]:
-        layer = self.plan.family.mtp[number].layer
-        if not isinstance(layer.feed_forward, Moe):
-            return
-        prefix = layer.feed_forward_prefix
-        names = layer.feed_forward.modules(prefix)
-        for expert in (*names.experts, *([names.shared] if names.shared else [])):
-            gate, up, down = map(weight_name, expert)
-            if not self.steps.keys().isdisjoint((gate, up, down)):
-                yield Unit(expert.down.rpartition(".")[0], prefix, (gate, up), down)
+        prefix, experts = experts_of(self.plan.family.mtp[number].layer)
+        for expert in experts:
+            if not self.steps.keys().isdisjoint(expert[:3]):
+                name = expert.down.rsplit(".", 2)[0]
+                yield Unit(name, prefix, (expert.gate, expert.up), expert.down, expert.limit)
 
     def others(self, modules: Sequence[MtpModule]) -> list[Unit]:
         """Return the linears of attention and dense MLPs, those of one input together."""

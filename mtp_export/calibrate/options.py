@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mtp_checkpoints.errors import UsageError
 from mtp_export.options import Access, Panel, check_bounds, option, path_option
 
 
@@ -14,7 +15,8 @@ class CalibrationOptions:
     """Texts to calibrate the MTP layer with, and how they are made.
 
     calibrate: None leaves calibration out. new_tokens are written after each prompt without an
-    answer. stream: the main model is read layer by layer. workdir holds what a run resumes from.
+    answer. imatrix: file that the sums of squared inputs are written to. stream: the main model is
+    read layer by layer. workdir holds what a run resumes from.
     """
 
     calibrate: Path | None = field(
@@ -46,6 +48,15 @@ class CalibrationOptions:
             Panel.PERFORMANCE,
         ),
     )
+    imatrix: Path | None = field(
+        default=None,
+        metadata=path_option(
+            "With --calibrate: write the sums of squared inputs as an imatrix of llama.cpp too.",
+            Panel.INPUT_OUTPUT,
+            "FILE.gguf",
+            access=Access.WRITTEN,
+        ),
+    )
     workdir: Path | None = field(
         default=None,
         metadata=path_option(
@@ -58,6 +69,13 @@ class CalibrationOptions:
 
     def __post_init__(self) -> None:
         check_bounds(self)
+        if self.imatrix is not None and self.calibrate is None:
+            raise UsageError(
+                "An imatrix has the statistics of a calibration",
+                expected="--imatrix beside --calibrate",
+                found="--imatrix alone",
+                todo="Name the prompts with --calibrate FILE.jsonl",
+            )
 
     def work(self, output: Path) -> Path:
         """Return the folder of rows and chosen codes, given that of the bundle."""

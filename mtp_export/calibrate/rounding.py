@@ -58,7 +58,8 @@ class Rounder:
 
     def rounded(self, unit: Unit, parts: Sequence[Tensor], inputs: Inputs) -> dict[str, Any]:
         """Return the tensors and facts of each weight of a unit, by its name: what is written of
-        it, but for constants. parts are the rows that go into the unit, inputs their sum."""
+        it, but for constants; and the squares [K] of its inputs, summed over rows. parts are the
+        rows that go into the unit, inputs their sum."""
         values = {name: self.linears.values(name) for name in unit.every}
         result = {
             name: self._weight(name, values, inputs)
@@ -68,7 +69,8 @@ class Rounder:
         down = unit.down
         if down is not None and down in self.linears.steps:
             both = torch.cat([values[name] for name in unit.weights]).t()
-            inner = Inputs.of((gated(x @ both) for x in pieces(parts)), values[down].shape[1])
+            made = (gated(x @ both, unit.limit) for x in pieces(parts))
+            inner = Inputs.of(made, values[down].shape[1])
             result[down] = self._weight(down, values, inner)
         return result
 
@@ -103,7 +105,8 @@ class Rounder:
         facts |= {"outputs_sqnr_db": _decibels(energy, least), "rounding": rounding}
         if rounding == NEAREST:
             facts["reason"] = reason
-        return {"tensors": list(tensors), "facts": facts}
+        squares = inputs.hessian.diagonal().contiguous()
+        return {"tensors": list(tensors), "facts": facts, "squares": squares, "rows": inputs.rows}
 
 
 def _decibels(signal: float, noise: float) -> float | None:

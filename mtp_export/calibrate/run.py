@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,9 +20,9 @@ from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_export import state_files
 from mtp_export.bundle.build import Work, make_shards, write_files
 from mtp_export.bundle.bundle_plan import BundlePlan
-from mtp_export.bundle.links import link_shard
+from mtp_export.bundle.links import link_shard, resolve_links
 from mtp_export.bundle.run import Record, ShardJob
-from mtp_export.calibrate.inputs import DEPTHS
+from mtp_export.calibrate.imatrix import Imatrix, Squares
 from mtp_export.calibrate.linears import Linears, Unit
 from mtp_export.calibrate.options import CalibrationOptions
 from mtp_export.calibrate.rounding import GPTQ, Inputs, Rounder, pieces
@@ -34,6 +34,7 @@ from mtp_export.tune.options import DataOptions, short_hash
 from mtp_export.tune.row_store import PART_LINES, TRAINING_DTYPE, RowStore, identity_of, read_lines
 from mtp_export.tune.rows import Fed, Line, Writer
 from mtp_kernels.quantize.gptq import DAMPING
+from mtp_runtime.layer_inputs import DEPTHS
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.models.model import Model
 from mtp_runtime.streaming import StreamedModel, open_streamed
@@ -44,11 +45,12 @@ TEXT_TOKENS = DataOptions.text_tokens  # at which a text is cut
 @dataclass(frozen=True)
 class Calibration:
     """A calibration of a bundle's MTP part by texts: linears are those whose codes it chooses.
-    show_count opens its progress bars."""
+    imatrix: to be written too. show_count opens its progress bars."""
 
     options: CalibrationOptions
     lines: Sequence[Line]
     linears: Linears
+    imatrix: Imatrix | None = None
     show_count: ShowCount = uncounted
 
     @classmethod
@@ -58,7 +60,8 @@ class Calibration:
         """Read the texts of a plan that check_calibration accepts; the plan of the calibration says
         in its options what chose the codes.
 
-        Raises UnsupportedError where no code is to be chosen, and what read_lines raises.
+        Raises UnsupportedError where no code is to be chosen, or an imatrix has no names for the
+        model, and what read_lines raises.
         """
         assert options.calibrate is not None
         lines = read_lines(options.calibrate, plan.checkpoint)
@@ -72,7 +75,10 @@ class Calibration:
         }
         linears = Linears(replace(plan, recorded={**plan.recorded, "calibrate": facts}))
         linears.require()
-        return cls(options, lines, linears, show_count)
+        data = options.calibrate.name
+        wanted = options.imatrix is not None
+        imatrix = Imatrix.of(plan, data, len(lines), TEXT_TOKENS) if wanted else None
+        return cls(options, lines, linears, imatrix, show_count)
 
     @property
     def plan(self) -> BundlePlan:
@@ -94,7 +100,15 @@ class Calibration:
         if mtp:
             jobs = [self._calibrated(job) for job in mtp]
             make_shards(plan, replace(work, jobs=jobs, checks=False), record, progress)
+        if self.imatrix is not None and self.options.imatrix is not None:
+            self.imatrix.write(self.options.imatrix, self._squares)
         shutil.rmtree(self._main, ignore_errors=True)
+
+    @property
+    def _squares(self) -> Iterator[Squares]:
+        for name in self.linears.steps:
+            kept = state_files.load(self._files[name], mapped=True)[name]
+            yield Squares(name, kept["squares"], kept["rows"])
 
     @cached_property
     def folder(self) -> Path:
@@ -197,11 +211,13 @@ class Calibration:
         )
 
     def _link_main(self) -> None:
-        """Make a checkpoint of the main part, whose shards are finished."""
+        """Make a checkpoint of the main part, whose shards are finished: where the work folder
+        takes no links to them, of copies (IoError)."""
         part = next(part for part in self.plan.parts if part.name == MAIN)
+        made = [self.plan.options.output_dir / MAIN / shard.file_name for shard in part.shards]
         make_folder(self._main)
-        for shard in part.shards:
-            made = self.plan.options.output_dir / MAIN / shard.file_name
-            link_shard(Link.HARDLINK, made, self._main / shard.file_name)
+        ways = resolve_links(Link.AUTO, made, self._main)
+        for path in made:
+            link_shard(ways[path], path, self._main / path.name)
         write_files(self.plan, part, self._main)
         write_json(self._main / CONFIG_NAME, part.config)

@@ -114,7 +114,12 @@ def quantize(options: QuantizeCommand) -> None:
     work = work_folder(options.calibration, bundle.output_dir)
     refuse_overlaps(
         {"the input": source, "--calibrate": options.calibration.calibrate},
-        {"the output": bundle.output_dir, "--report": making.report, **work},
+        {
+            "the output": bundle.output_dir,
+            "--report": making.report,
+            "--imatrix": options.calibration.imatrix,
+            **work,
+        },
     )
     reports = making.try_reports()
     with gc_paused():

@@ -162,10 +162,17 @@ class Output:
             checkpoint=checkpoint,
             stored=source.stored,
             parts=tuple(linked),
-            recorded={**source.recorded, "tune": self._trainings},
+            recorded={**self._kept(changed), "tune": self._trainings},
         )
         check_disk(options.output_dir, plan.disk_bytes)
         return plan
+
+    def _kept(self, changed: PartPlan) -> dict[str, Any]:
+        """Return the recorded options, without a calibration of codes that training replaces."""
+        recorded = dict(self.source.recorded)
+        if changed.name == MTP:
+            recorded.pop("calibrate", None)
+        return recorded
 
     @property
     def _trainings(self) -> dict[str, Any]:

@@ -59,7 +59,9 @@ CHECKS: dict[str, Check] = {
     "greedy": Check("Greedy equality", Level.RUN, ("decoding.greedy",)),
     "sampling": Check("Sampling", Level.RUN, ("decoding.sampling",)),
     "acceptance": Check(
-        "Acceptance", Level.RUN, ("decoding.acceptance", "decoding.acceptance:extra_drafts")
+        "Acceptance",
+        Level.RUN,
+        ("decoding.acceptance", "decoding.acceptance:extra_drafts", "decoding.rounding"),
     ),
     "likelihood": Check("Plain text", Level.RUN, ("decoding.likelihood",)),
     "differential": Check("Differential", Level.RUN, ("decoding.differential",)),

@@ -72,6 +72,10 @@ LEAST_LOSS = 0.05
 TEMPERATURES = (0.8, 1.8)
 # What a model must know of plain text beside chance, in nats per token, to be judged by it.
 LEAST_KNOWN_NATS = 1.0
+# The most that outputs may lose by calibrated codes beside the nearest ones, along other texts than
+# those of the calibration. Sound ones of random models lose up to 0.4, those of a Hessian of
+# something else about 5.
+MOST_LOST_BY_CALIBRATION_DB = 1.5
 # The least gain of a variant under which plain text is likelier, in nats per token.
 LEAST_LIKELIER_NATS = 0.005
 # The same of a model without half of a layer, or with a change in it undone.

@@ -1,5 +1,5 @@
-"""kill -9 at random moments of an export, a quantization, a streamed verification and a training:
-nothing that is left looks whole, and the same command ends with the same bytes."""
+"""kill -9 at random moments of an export, a quantization, a calibration, a streamed verification
+and a training: nothing that is left looks whole, and the same command ends with the same bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from bundle.commands import COMMANDS, Files, check_nothing_looks_whole, finish
-from cases import Outcome, export, looks_finished, nightly_but, run_program, tree
+from cases import Outcome, export, looks_finished, nightly_but, quantize, run_program, tree
 from faults.matrix import no_progress
 from mtp_export.verify.context import Context
 from mtp_export.verify.decoding import stream
@@ -136,6 +136,29 @@ def test_a_streamed_verification_is_killed(
             forks.run(partial(verify, bundle, texts, workdir))
         assert report_of(workdir).read_text() == report_of(tmp_path / "whole").read_text() != ""
         assert not workdir.exists() or tree(workdir) == {}
+
+
+def calibrate(source: Path, texts: Path, output: Path) -> Outcome:
+    """A short calibration; its work folder, beside the output, keeps rows, inputs and codes."""
+    torch.set_num_threads(1)
+    pair = ("--base-quant", "weight_only_nvfp4", "--mtp-quant", "weight_only_nvfp4")
+    return quantize(source, output, *pair, "--calibrate", texts, "--quiet")
+
+
+@pytest.mark.parametrize("kills", nightly_but([], [FEW, MANY]))
+def test_a_calibration_is_killed(kills: int, forks: Forks, many: Path, tmp_path: Path) -> None:
+    texts = tmp_path / "texts.jsonl"
+    lines = [
+        {"prompt_token_ids": [*range(5, 9 + n)], "completion_token_ids": [*range(30, 50)]}
+        for n in range(6)
+    ]
+    texts.write_text("\n".join(map(json.dumps, lines)))
+    for output in forks.kills(kills, partial(partial, calibrate, many, texts), tmp_path):
+        whole = tree(tmp_path / "whole")
+        check_nothing_looks_whole(output, [whole])
+        if not looks_finished(output):
+            forks.run(partial(calibrate, many, texts, output))
+        assert tree(output) == whole
 
 
 def train(bundle: Path, texts: Path, output: Path) -> Outcome:

@@ -247,7 +247,7 @@ def test_a_guess_by_device_and_owner(
     assert set(asked) <= {os.W_OK}
 
 
-@pytest.mark.parametrize("way", [Link.REFLINK, Link.HARDLINK])
+@pytest.mark.parametrize("way", [Link.REFLINK, Link.HARDLINK, Link.COPY])
 def test_a_link_replaces_what_is_there(way: Link, shard: Path, tried: list[str]) -> None:
     folder = shard.with_name("out")
     folder.mkdir()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,14 +15,22 @@ from typing import Any
 import pytest
 import torch
 
-from cases import Outcome, quantize, read_json, run_program
+from cases import Outcome, quantize, read_json, read_tensors, run_program
+from faults import planting
+from faults.matrix import no_progress
+from mtp_export import state_files
 from mtp_export.calibrate.rounding import Rounder
-from mtp_kernels.quantize.gptq import Factor
+from mtp_export.verify.check import Level
+from mtp_export.verify.context import Context
+from mtp_export.verify.decoding import rounding
+from mtp_export.verify.options import VerifyOptions
+from mtp_kernels.quantize.gptq import Factor, Grid, gptq
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.models.model import Model
 from mtp_runtime.teacher_forcing import DraftInputs, Text, Texts, draft_states, target_states
 from runtime.checkpoints import SMALL, write_checkpoint
 
+gguf = pytest.importorskip("gguf")
 CONFIG = SMALL | {
     "torch_dtype": "bfloat16",
     "hidden_size": 64,
@@ -35,7 +47,7 @@ INT4 = (
 )
 IN_BF16 = ("--base-quant", "weight_only_nvfp4", "--mtp-quant", "bf16")
 NVFP4 = ("--base-quant", "weight_only_nvfp4", "--mtp-quant", "weight_only_nvfp4")
-EXPERTS = 4
+EXPERTS, LAYER = 4, 3
 MOST = (0.75, 0.9)  # of the error of rounding to the nearest, by depth
 PROMPT, LENGTH = 16, 40
 TEXTS = [
@@ -72,7 +84,7 @@ def calibrated(
 ) -> tuple[Outcome, Path]:
     """A finished run, its work folder beside it."""
     output = tmp_path_factory.mktemp("calibrated") / "bundle"
-    return make(output, *INT4), output
+    return make(output, *INT4, "--imatrix", output.with_name("imatrix.gguf")), output
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +158,71 @@ def test_the_manifest_and_the_result_say_what_was_gained(calibrated: tuple[Outco
 
 def test_verify_passes_it(calibrated: tuple[Outcome, Path], source: Path) -> None:
     verify_weights(calibrated[1], source)
+
+
+def test_its_imatrix_has_the_sums_of_squares(calibrated: tuple[Outcome, Path]) -> None:
+    """By the names of gguf's own tables, as llama.cpp's loader takes them: sums of all experts."""
+    reader = gguf.GGUFReader(calibrated[1].with_name("imatrix.gguf"))
+    found = {tensor.name: torch.from_numpy(tensor.data.copy()) for tensor in reader.tensors}
+    kinds = ("FFN_GATE_EXP", "FFN_UP_EXP", "FFN_DOWN_EXP")
+    names = [gguf.TENSOR_NAMES[getattr(gguf.MODEL_TENSOR, kind)] for kind in kinds]
+    gate, up, down = (f"{name.format(bid=LAYER)}.weight" for name in names)
+    ends = ("in_sum2", "counts")
+    assert found.keys() == {f"{name}.{end}" for name in (gate, up, down) for end in ends}
+    (work,) = calibrated[1].with_name("bundle-work").iterdir()
+    parts = [state_files.load(path) for path in (work / "inputs").iterdir()]
+    rows = torch.cat([part[f"model.layers.{LAYER}.mlp"] for part in parts]).float()
+    sums = rows.square().sum(dim=0).expand(EXPERTS, -1)
+    for name in (gate, up):
+        torch.testing.assert_close(found[f"{name}.in_sum2"], sums, rtol=1e-4, atol=1e-6)
+    assert found[f"{down}.in_sum2"].shape == (EXPERTS, CONFIG["moe_intermediate_size"])
+    assert not found[f"{down}.in_sum2"][0].allclose(found[f"{down}.in_sum2"][1])
+    assert all(found[f"{name}.counts"].tolist() == [[len(rows)]] * EXPERTS for name in (gate, down))
+    keys = {key: reader.fields[key].contents() for key in reader.fields if "." in key}
+    assert keys["general.type"] == "imatrix" and keys["imatrix.datasets"] == ["texts.jsonl"]
+    assert keys["imatrix.chunk_count"] == len(TEXTS) and keys["imatrix.chunk_size"] > 0
+
+
+def test_verify_names_the_hessian_of_another_layer(
+    calibrated: tuple[Outcome, Path], source: Path, data: Path, tmp_path: Path
+) -> None:
+    """Of one expert; the others, beside texts that they were not calibrated with, pass. So it is by
+    their outputs: of the weights themselves both lose more than the nearest codes."""
+    bundle = Path(shutil.copytree(calibrated[1], tmp_path / "bundle"))
+    weights, random = read_tensors(source), torch.Generator().manual_seed(5)
+    wrong = [name for name in chosen(bundle) if ".experts.1." in name]
+    for name in wrong:
+        prefix = name.removesuffix("_packed")
+        scale = planting.read(bundle / "mtp", f"{prefix}_scale")
+        mixed = torch.randn(16, len(TEXTS[0]) * 16, generator=random).t()
+        x = (mixed @ torch.randn(16, 64, generator=random)) * torch.linspace(0.1, 4, 64)
+        grid = Grid.int4(scale.float(), 32)
+        codes = gptq(weights[prefix].float(), Factor.of(x.t() @ x), grid)
+        planting.write(bundle / "mtp", {name: grid.stored(codes)})
+    texts = [json.loads(line) for line in data.read_text().splitlines()]
+    prompts = tmp_path / "prompts.jsonl"
+    others = [{"prompt_token_ids": text["prompt_token_ids"][::-1]} for text in texts]
+    prompts.write_text("\n".join(map(json.dumps, others)))
+    options = VerifyOptions(bundle, source, Level.RUN, prompts=prompts, max_new_tokens=32)
+    (item,) = rounding.run(Context.open(options, no_progress))
+    assert {one["subject"] for one in item.data["problems"]} == {*wrong}
+    assert "Its Hessian was that of another layer" in item.cause
+
+
+@pytest.mark.nightly
+def test_a_work_folder_without_links_gets_copies(
+    calibrated: tuple[Outcome, Path],
+    make: Callable[..., Outcome],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def elsewhere(*arguments: object) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", elsewhere)
+    monkeypatch.setattr(fcntl, "ioctl", elsewhere)
+    assert make(tmp_path / "bundle", *INT4).code == 0
+    assert files_of(tmp_path / "bundle") == files_of(calibrated[1])
 
 
 def test_it_resumes_by_expert_and_ends_with_the_same_bytes(
@@ -241,9 +318,14 @@ def test_a_dry_run_says_what_it_takes_and_writes_nothing(
         ((*INT4, "--share", "1/2"), 2, "A calibration is not divided"),
         ((*INT4, "--cluster", "local"), 2, "A calibration is not divided"),
         ((*INT4, "--part", "mtp"), 2, "the main model of the bundle that it is part of"),
+        (
+            (*IN_BF16, "--imatrix", "{folder}/bundle/x.gguf"),
+            2,
+            "neither in --imatrix nor around it",
+        ),
         (IN_BF16, 4, "no weight whose codes a calibration chooses"),
     ],
-    ids=["share", "cluster", "mtp alone", "mtp in bf16"],
+    ids=["share", "cluster", "mtp alone", "imatrix in the bundle", "mtp in bf16"],
 )
 def test_refusals(
     options: tuple[str, ...],
@@ -252,6 +334,6 @@ def test_refusals(
     make: Callable[..., Outcome],
     tmp_path: Path,
 ) -> None:
-    outcome = make(tmp_path / "bundle", *options)
+    outcome = make(tmp_path / "bundle", *(word.format(folder=tmp_path) for word in options))
     assert outcome.code == code and said in " ".join(outcome.err.split()), outcome.err
     assert list(tmp_path.iterdir()) == []

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from faults import planting
 from faults.fault import Fault
 from faults.relation_faults import (
@@ -21,6 +23,9 @@ from faults.relation_faults import (
     shifted,
 )
 from faults.weight_faults import MAIN_EXPERT, Change, main, mtp
+from mtp_checkpoints.formats import Int4Group
+from mtp_kernels.quantize.block_floats import pack_pairs, unpack_pairs
+from mtp_kernels.quantize.gptq import Grid
 
 LIKE = MAIN_EXPERT.replace("experts.1", "experts.2")
 # Of the main model's experts, with the name of the codes.
@@ -46,6 +51,36 @@ def with_scales(how: Change, bundle: Path) -> None:
 def scales_of_another(bundle: Path) -> None:
     theirs = planting.read(bundle / "main", f"{LIKE}.weight_scale")
     planting.write(bundle / "main", {f"{MAIN_EXPERT}.weight_scale": theirs})
+
+
+def _order_of(columns: int) -> torch.Tensor:
+    """An order of columns by activation, as GPTQ rounds them."""
+    return torch.randperm(columns, generator=torch.Generator().manual_seed(1))
+
+
+def codes_in_order_of_activation(bundle: Path) -> None:
+    """The static order of GPTQ, not undone: codes of other columns, under the right scales."""
+    name = f"{MAIN_EXPERT}.weight_packed"
+    packed = planting.read(bundle / "main", name)
+    codes = unpack_pairs(packed.view(torch.uint8))
+    changed = pack_pairs(codes[:, _order_of(codes.shape[1])])
+    planting.write(bundle / "main", {name: changed.contiguous().view(packed.dtype)})
+
+
+def groups_in_order_of_activation(bundle: Path) -> None:
+    """desc_act's groups of columns without g_idx: codes at their places, under other scales."""
+    names = [f"{MAIN_EXPERT}.weight_{part}" for part in ("packed", "scale")]
+    packed, scale = (planting.read(bundle / "main", name) for name in names)
+    size = packed.shape[1] * 8 // scale.shape[1]
+    values = Grid.int4(scale.float(), size).values(
+        unpack_pairs(packed.view(torch.uint8)).float() - 8
+    )
+    order = _order_of(values.shape[1])
+    (_, written), _ = Int4Group(size).quantize(values[:, order], "minmax")
+    codes = torch.empty_like(values)
+    codes[:, order] = Grid.int4(written.float(), size).rounded(values[:, order])
+    stored = Grid.int4(written.float(), size).stored(codes)
+    planting.write(bundle / "main", dict(zip(names, (stored, written), strict=True)))
 
 
 def output_for_projection(bundle: Path) -> None:
@@ -80,6 +115,10 @@ SCHEME_FAULTS: tuple[Fault, ...] = (
         for scheme, codes in SCHEMES.items()
         for name, plant, cause in _of_scheme(codes)
     ),
+    _fault("int4 codes in GPTQ's order of columns", codes_in_order_of_activation,
+           "its columns are in another order", "int4"),
+    _fault("int4 groups in desc_act's order, without g_idx", groups_in_order_of_activation,
+           "another tensor's, or damaged", "int4"),
     _fault("int8 scales shifted by 5 rows",
            main(f"{MAIN_EXPERT}.weight_scale", partial(shifted, 5)),
            "scale: expected finite, above 0, found 0.0 at row 0", "int8"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cases import quantize
+from cases import edit_json, quantize
 from mtp_export.tune.options import DataOptions, TuneOptions
 from mtp_export.tune.run import TuneResult, tune
 from mtp_export.verify.evidence.prompts import BUILT_IN
@@ -29,9 +29,11 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny GLM-4.5 in int8, both parts."""
+    """The tiny GLM-4.5 in int8, both parts, with the record of a calibration."""
     output = tmp_path_factory.mktemp("tune") / "bundle"
     assert quantize(GLM, output, *INT8, "--quiet").code == 0
+    record = {"calibrate": {"method": "gptq"}}
+    edit_json(output / "mtp_export.json", lambda manifest: manifest["options"].update(record))
     return output
 
 

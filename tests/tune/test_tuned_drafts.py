@@ -35,6 +35,9 @@ def random_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("random")
     checkpoint = write_checkpoint(folder / "checkpoint", SMALL | {"num_hidden_layers": 8})
     assert export(checkpoint, folder / "bundle", "--allow-untied", "--quiet").code == 0
+    record = {"calibrate": {"method": "gptq"}}
+    manifest = folder / "bundle/mtp_export.json"
+    edit_json(manifest, lambda content: content["options"].update(record))
     return folder / "bundle"
 
 
@@ -194,6 +197,7 @@ def test_drafts_that_a_bundle_has_come_along(
     trainings = manifest["options"]["tune"]
     assert set(trainings) == {"mtp", "eagle3", "parallel_heads"}, "none is forgotten"
     heads_manifest = read_json(heads.output_dir / "mtp_export.json")
+    assert heads_manifest["options"]["calibrate"] == {"method": "gptq"}, "its codes are kept"
     assert heads_manifest["options"]["tune"] == {"parallel_heads": trainings["parallel_heads"]}
 
 

@@ -325,6 +325,14 @@ def not_the_sources(tensor: str, level: str | None, cause: str | None) -> str:
     return words if cause is None else f"{words}: {cause}"
 
 
+def calibrated_for_others(tensor: str, lost_db: float) -> str:
+    return (
+        f"{tensor} was calibrated for something else: its outputs are {lost_db:.1f} dB worse along"
+        " these texts than with the nearest codes under its scales. Its Hessian was that of another"
+        " layer, or of other texts"
+    )
+
+
 def scales_off_by(factor: float) -> str:
     return f"every scale is {factor:.4g} times what it must be"
 

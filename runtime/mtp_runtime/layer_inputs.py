@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from mtp_checkpoints.families import parts
+from mtp_checkpoints.families.base import weight_name
+from mtp_checkpoints.families.spec import LayerSpec
 from mtp_checkpoints.formats import EncodedWeight
 from mtp_runtime.layers.linear import Linear, Stacked, Weight, Windowed
 from mtp_runtime.layers.moe import Moe, Router
@@ -128,6 +131,31 @@ def input_names(module: MtpModule) -> dict[str, str]:
         for names in [_tensor_names(linear.weight)]
         for name in names
     }
+
+
+class ExpertWeights(NamedTuple):
+    """Names of an expert's weights; down takes what the other two make, bounded by a limit."""
+
+    gate: str
+    up: str
+    down: str
+    limit: float | None
+
+
+def experts_of(layer: LayerSpec) -> tuple[str, list[ExpertWeights]]:
+    """Return the prefix of a layer's mixture, by which the input of its experts is named, and their
+    weights, shared ones last; "" and none without a mixture."""
+    if not isinstance(layer.feed_forward, parts.Moe):
+        return "", []
+    prefix, moe = layer.feed_forward_prefix, layer.feed_forward
+    names = moe.modules(prefix)
+    experts = [(expert, moe.expert.limit) for expert in names.experts]
+    if names.shared:
+        experts.append((names.shared, moe.shared_limit))
+    return prefix, [
+        ExpertWeights(weight_name(own.gate), weight_name(own.up), weight_name(own.down), limit)
+        for own, limit in experts
+    ]
 
 
 def _linears(part: object) -> Iterator[Linear]:
