@@ -181,10 +181,8 @@ def _configs(
         plain = with_quantization(checkpoint.config, None)
         return plain, plain
     configs = quantization_configs(stored, main=main, mtp=mtp, dialect=dialect)
-    return (
-        with_quantization(checkpoint.config, configs.main),
-        with_quantization(checkpoint.config, configs.mtp),
-    )
+    config = {**checkpoint.config, **dict(stored.family.quantized_fields)}
+    return with_quantization(config, configs.main), with_quantization(config, configs.mtp)
 
 
 def _scheme_names(precision: Precision, stored: StoredModel) -> tuple[str, str]:

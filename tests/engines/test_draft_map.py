@@ -26,7 +26,6 @@ OTHERS = {
 OF_SGLANG = OTHERS | {
     "BailingMoeForCausalLM": "bailing_moe",
     "BailingMoeV2ForCausalLM": "bailing_moe_v2",
-    "DeepseekV4ForCausalLM": "deepseek_v4",
     "ExaoneMoEForCausalLM": "exaone_moe",
     "GigaChat35ForCausalLM": "gigachat3_5",
     "HYV4ForCausalLM": "hy_v4",

@@ -26,6 +26,7 @@ from mtp_runtime.models.layer_types import LAYERS, config_for, layer_type, why_n
 from runtime.checkpoints import COMPUTED, SMALL, SMALL_CONFIGS, write_checkpoint
 
 PROMPT = (3, 1, 4)
+INTEGERS = ".tid2eid"  # a table of experts by token
 
 
 def small_config(model_type: str) -> dict[str, Any]:
@@ -44,7 +45,7 @@ def check_tensors(family: ModelSpec) -> None:
     for name, spec in family.tensors.items():
         assert spec.name == name
         assert family.mtp_layer_of(name) == spec.mtp_layer, name
-        assert family.facts.dtype in spec.dtypes, name
+        assert family.facts.dtype in spec.dtypes or name.endswith(INTEGERS), name
         if spec.is_linear_weight:
             layer = next(p for p in layers if spec.module.startswith(p))
             module = spec.module.removeprefix(layer)

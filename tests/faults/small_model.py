@@ -107,7 +107,7 @@ def write_dense(
     write_checkpoint(folder, config, seed, names)
     single = folder / "model.safetensors"
     tensors = {
-        name: tensor if name.endswith("e_score_correction_bias") else tensor.bfloat16()
+        name: tensor if name.endswith(("e_score_correction_bias", "tid2eid")) else tensor.bfloat16()
         for name, tensor in load_file(single).items()
     }
     single.unlink()
@@ -123,7 +123,7 @@ def write_dense(
 
 
 def _in_first_shard(name: str) -> bool:
-    return re.match(r"(model\.(language_model\.)?|backbone\.)layers\.[0-3]\.", name) is not None
+    return re.match(r"(model\.(language_model\.)?|backbone\.)?layers\.[0-3]\.", name) is not None
 
 
 def in_channels(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

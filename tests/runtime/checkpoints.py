@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from mtp_checkpoints.families import family_of, parts
-from mtp_checkpoints.families.base import Role
+from mtp_checkpoints.families.base import FLOATS, Role
 from mtp_runtime.models.layer_types import why_not_computed
 
 SMALL: dict[str, Any] = {
@@ -423,6 +423,32 @@ GLM5_NEXT: dict[str, Any] = {
     },
     "vision_config": _VISION,
 }
+DEEPSEEK_V4: dict[str, Any] = {
+    **{key: PLAIN[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", *_ENDS)},
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "o_groups": 2,
+    "o_lora_rank": 32,
+    "compress_ratios": [0, 4, 128],
+    "sliding_window": 32,
+    "index_n_heads": 2,
+    "index_head_dim": 32,
+    "index_topk": 32,
+    "hc_mult": 2,
+    "num_hash_layers": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "max_position_embeddings": 512,
+    "num_nextn_predict_layers": 1,
+    **_EXPERTS,
+}
 HY_V4: dict[str, Any] = {
     **{key: one for key, one in PLAIN.items() if key not in ("head_dim", "attention_bias")},
     "architectures": ["HYV4ForCausalLM"],
@@ -471,6 +497,7 @@ SMALL_CONFIGS: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": GLM4_MOE_LITE,
     "deepseek_v32": DEEPSEEK_V32,
     "glm_moe_dsa": GLM_MOE_DSA,
+    "deepseek_v4": DEEPSEEK_V4,
     "mimo": MIMO,
     "hy_v3": HY_V3,
     "hy_v4": HY_V4,
@@ -550,7 +577,9 @@ def write_checkpoint(
         if spec.optional:
             continue
         values = torch.randn(spec.shape, generator=generator)
-        if spec.role is Role.NORM:
+        if spec.dtypes[0] not in FLOATS:
+            tensors[spec.name] = torch.randint(2, spec.shape, generator=generator)
+        elif spec.role is Role.NORM:
             of_stream = not spec.name.endswith("linear_attn.norm.weight")
             mean = 1 - family.facts.norm_offset if of_stream else 1
             tensors[spec.name] = mean + 0.1 * values

@@ -69,7 +69,9 @@ def faults_of(model_type: str) -> list[Fault]:
     fault, tensors = partial(Fault, needs=model_type), family.tensors
     is_sparse = isinstance(moe, Moe)
     mlp = f"{layer}.mlp.experts.1" if is_sparse else module.layer.feed_forward_prefix
-    down = next(n for n in tensors if n.startswith(layer) and n.endswith("down_proj.weight"))
+    down = next(
+        n for n in tensors if n.startswith(layer) and n.endswith(("down_proj.weight", ".w2.weight"))
+    )
     found = [
         fault("norm at one", mtp(f"{names.hidden_norm}.weight", torch.ones_like), "ledger",
               "constant"),

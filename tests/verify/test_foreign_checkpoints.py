@@ -159,7 +159,7 @@ def test_codes_without_scales_are_named(tmp_path: Path) -> None:
 def test_other_drafts_are_named_not_judged(
     tmp_path: Path, kind: str, config: dict[str, Any], tensor: str
 ) -> None:
-    fields = {"model_type": "deepseek_v4", "num_nextn_predict_layers": 1, "num_hidden_layers": 2}
+    fields = {"model_type": "mistral4", "num_nextn_predict_layers": 1, "num_hidden_layers": 2}
     names = dict.fromkeys([tensor, "norm.weight"])
     if tensor.startswith("mtp."):
         names["model.layers.0.norm.weight"] = None

@@ -126,7 +126,7 @@ def late_layers(model_type: str, count: int) -> Config:
     return {"model_type": model_type, "num_hidden_layers": 2, "num_nextn_predict_layers": count}
 
 
-V4 = late_layers("deepseek_v4", 1)
+V4 = quantized(SMALL_CONFIGS["deepseek_v4"], "fp8", weight_block_size=[128, 128])
 V4_MTP = ("e_proj.weight", "h_proj.weight", "enorm.weight", "hnorm.weight", "attn.wq_a.weight")
 
 LOST = [
@@ -247,7 +247,7 @@ KINDS = [
     ),
     Report(
         "recipes#717",
-        by_names(quantized(V4, "modelopt", **MODELOPT), *MAIN, *below("mtp.0", *V4_MTP)),
+        by_names(V4, *MAIN, *below("mtp.0", *V4_MTP)),
         PRESENCE,
         "pass",
         ("1 of 1",),

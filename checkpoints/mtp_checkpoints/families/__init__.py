@@ -10,6 +10,7 @@ from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families import (
     bailing_hybrid,
     deepseek_v3,
+    deepseek_v4,
     deepseek_v32,
     ernie4_5_moe,
     exaone4_5,
@@ -43,6 +44,7 @@ FAMILIES: dict[str, Callable[[Fields], ModelSpec]] = {
     "glm4_moe_lite": glm4_moe_lite.spec,
     "deepseek_v32": deepseek_v32.spec,
     "glm_moe_dsa": glm_moe_dsa.spec,
+    "deepseek_v4": deepseek_v4.spec,
     "mimo": mimo.spec,
     "hy_v3": hy_v3.spec,
     "hy_v4": hy_v4.spec,
@@ -76,7 +78,7 @@ def family_of(config: Mapping[str, Any], names: Collection[str] = ()) -> ModelSp
     UnsupportedError for a model_type without a family, and what the family raises.
     """
     model_type = config.get("model_type")
-    refuse_without_mtp(config)
+    refuse_without_mtp(config, names)
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UnsupportedError(
             "This model type is not supported",

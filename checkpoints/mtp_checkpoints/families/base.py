@@ -36,6 +36,7 @@ class Role(StrEnum):
     DELTA_GATES = "delta net gates"  # decay and write strength, by head; never quantized
     INDEXER = "indexer"  # projections of queries and keys
     INDEXER_HEADS = "indexer heads"  # weights of the heads, which are never quantized
+    COMPRESSOR = "compressor"  # of keys and values of several tokens; never quantized
     HYPER_CONNECTION = "hyper-connections"  # of several streams; never quantized
     OTHER_PART = "other parts"  # of a vision tower, say: carried, and not described
     VOCABULARY = "vocabulary"  # the target's tokens that a draft's head has

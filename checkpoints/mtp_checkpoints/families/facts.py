@@ -8,6 +8,7 @@ from mtp_checkpoints.dtypes import DType
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.families.fields import MAX_POSITIONS, Fields
 
+EXPERT_DTYPE = "expert_dtype"  # of config.json: numbers that quantized experts are in
 _UNBOUNDED_POSITIONS = 1 << 30
 _DTYPES = {"bfloat16": DType.BF16, "float16": DType.F16, "float32": DType.F32}
 

@@ -35,7 +35,7 @@ def spec(fields: Fields) -> ModelSpec:
     check_expert_count(known, "n_routed_experts", main + count)
     sparse, kinds = _sparse(known, main), _kinds(known, main)
     chooses = [kind == "full" for kind in indexer_types(known, main)]
-    moe, mlp, streams = Moe.of(known), GatedMlp.of(known), _streams(known)
+    moe, mlp, streams = Moe.of(known), GatedMlp.of(known), hyper_connections(known)
     delta = Listed(f"{_DELTA}, hyper-connections", "", (*_delta(known), *streams))
     latent = {
         own: Listed(f"{_SPARSE}, hyper-connections", "", (*_latent(known, own), *streams))
@@ -129,7 +129,7 @@ def _delta(fields: Fields) -> tuple[Entry, ...]:
     )
 
 
-def _streams(fields: Fields) -> tuple[Entry, ...]:
+def hyper_connections(fields: Fields) -> tuple[Entry, ...]:
     """Return the hyper-connections of a layer's streams, around attention and MLP."""
     streams, hidden = fields.whole("hc_mult", 4), fields.whole("hidden_size")
     mixed, role = streams * (streams + 2), Role.HYPER_CONNECTION

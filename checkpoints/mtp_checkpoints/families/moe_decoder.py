@@ -18,7 +18,6 @@ from mtp_checkpoints.families.spec import (
     ModelSpec,
     MtpModules,
     MtpSpec,
-    attention_prefix,
 )
 
 _MAX_LAYERS = 1_000
@@ -90,7 +89,7 @@ def mtp_count(fields: Fields, usual: int = 0) -> int:
 
 def attention_of(layer: int) -> str:
     """Return the prefix of the attention's modules in a layer."""
-    return attention_prefix(_prefix(layer))
+    return f"{_prefix(layer)}.self_attn"
 
 
 def _prefix(layer: int) -> str:

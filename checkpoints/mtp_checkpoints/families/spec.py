@@ -113,11 +113,6 @@ class LayerSpec:
         yield from (one.tensor(f"{self.prefix}.", make) for one in self.more)
 
 
-def attention_prefix(layer: str) -> str:
-    """Return the prefix of the attention's modules, given a layer's."""
-    return f"{layer}.self_attn"
-
-
 class Input(StrEnum):
     """Half of what an MTP module's projection takes, both normed."""
 
@@ -224,7 +219,8 @@ class ModelSpec:
     besides its own. norm is "" in a model without a last one, head the embedding where both are one
     tensor. count_field: that of config.json which counts the MTP layers. mtp_prefix: that of their
     tensors, "" where they are the layers after the last. sglang_layer: SGLang's name of the decoder
-    layer of such, where it is another. linear_projection: engines build the projections of MTP
+    layer of such, where it is another. quantized_fields: what config.json says beside a
+    quantization that this tool wrote. linear_projection: engines build the projections of MTP
     modules as any linear. may_fuse: checkpoints store the experts of a layer one by one or fused.
     uncomputed: why the runtime does not compute a model though it has a layer for every part, ""
     where it does. engines: names of targets whose engines load its MTP layers, others of the
@@ -245,6 +241,7 @@ class ModelSpec:
     count_field: str = "num_nextn_predict_layers"
     mtp_prefix: str = ""
     sglang_layer: str = ""
+    quantized_fields: tuple[tuple[str, str], ...] = ()
     linear_projection: bool = False
     may_fuse: bool = False
     uncomputed: str = ""
@@ -280,8 +277,16 @@ class ModelSpec:
         listed = self.mtp_prefix or self.carried or any(isinstance(p, Listed) for p in self.parts)
         roles = _PLAIN_ROLES if listed else (Role.ATTENTION_GATES,)  # which all build as linears
         plain = (s for s in self.tensors.values() if s.role in roles and len(s.shape) > 1)
-        modules = (spec.module for spec in plain if spec.name == weight_name(spec.module))
-        return (*modules, *self.carried_modules)
+        own = (spec for spec in plain if spec.name == weight_name(spec.module))
+        names = (name for spec in own for name in self.names_of(spec.module, spec.mtp_layer))
+        return (*names, *self.carried_modules)
+
+    def names_of(self, module: str, mtp_layer: int | None) -> list[str]:
+        """Return a module's name, and of an MTP layer's those that engines have."""
+        if mtp_layer is None:
+            return [module]
+        layer = f"{self.mtp[mtp_layer - len(self.layers)].layer.prefix}."
+        return [module, *(module.replace(layer, f"{name}.") for name in self.mtp_names)]
 
     def carries(self, name: str) -> bool:
         """Return whether a tensor belongs to the main part though it is not described."""
@@ -387,12 +392,7 @@ class ModelSpec:
 
 
 def _as_stored(layer: LayerSpec, names: Collection[str], apart: Collection[str]) -> LayerSpec:
-    """Return a layer with its experts as they are stored; apart: the prefixes of mixtures whose
-    experts are stored one by one."""
     moe, prefix = layer.feed_forward, layer.feed_forward_prefix
-    if not isinstance(moe, Moe):
-        return layer
-    fused = any(name in names for name in moe.names.fused.under(prefix).every)
-    if not fused and prefix not in apart:
-        return layer
-    return replace(layer, feed_forward=replace(moe, is_fused=fused))
+    if isinstance(moe, Moe):
+        return replace(layer, feed_forward=moe.as_stored(prefix, names, apart))
+    return layer

@@ -3,14 +3,17 @@ those whose MTP layers no family describes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.signs import other_draft
 
+_MTP = "mtp."  # by which DSpark goes too
 # Names by config.json's model_type, with what is known of the release.
 WITHOUT_MTP: dict[str, str] = {
+    "deepseek_v41": "DeepSeek-V4.1: tensors named mtp are the stages of DSpark, which no engine"
+    " runs as MTP",
     "kimi_k2": "Kimi-K2: num_nextn_predict_layers is 0, and no layer follows the last",
     "kimi_k3": "Kimi-K3: no published weights hold an MTP module, though engines have code for one",
     "minimax_m2": "MiniMax-M2: config.json names MTP modules, and no shard holds any",
@@ -24,8 +27,6 @@ SEPARATE_DRAFTS: dict[str, str] = {
 }
 # Models whose MTP layers engines run, and that have no family.
 NOT_DESCRIBED: dict[str, str] = {
-    "deepseek_v4": "DeepSeek-V4",
-    "deepseek_v41": "DeepSeek-V4.1",
     "inkling_model": "Inkling",
     "inkling_mm_model": "Inkling",
     "dots3_note": "dots3",
@@ -41,9 +42,10 @@ NOT_DESCRIBED: dict[str, str] = {
 }
 
 
-def refuse_without_mtp(config: Mapping[str, Any]) -> None:
+def refuse_without_mtp(config: Mapping[str, Any], names: Collection[str] = ()) -> None:
     """Raise UnsupportedError for a model whose release has no MTP tensors, for a draft that is no
-    MTP module, and for a model whose MTP layers are not described."""
+    MTP module by config.json or the names of tensors, and for a model whose MTP layers are not
+    described."""
     model_type = str(config.get("model_type"))
     if model_type in SEPARATE_DRAFTS:
         raise UnsupportedError(
@@ -53,7 +55,7 @@ def refuse_without_mtp(config: Mapping[str, Any]) -> None:
             todo="There is nothing to split: name this folder as the draft where the target is"
             " served",
         )
-    draft = other_draft(config, ())
+    draft = other_draft(config, [name for name in names if name.startswith(_MTP)])
     if draft is not None and draft.kind == "DSpark":
         raise UnsupportedError(
             "This checkpoint's draft is DSpark, which engines do not run as MTP",

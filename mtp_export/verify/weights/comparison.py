@@ -13,6 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from mtp_checkpoints.containers.base import CONFIG_NAME, QUANTIZATION
+from mtp_checkpoints.families.facts import EXPERT_DTYPE
 from mtp_checkpoints.families.signs import flattened
 from mtp_checkpoints.quantization.native import DTYPE_KEYS
 from mtp_checkpoints.sources.byte_source import Place
@@ -259,7 +260,7 @@ def _compared_fields(
     """Fields to compare: all of a bundle, and of another's checkpoint those that both have, as
     tools add defaults and drop what they do not know."""
     if context.is_bundle:
-        return {*wanted, *found} - {QUANTIZATION}
+        return {*wanted, *found} - {QUANTIZATION, EXPERT_DTYPE}
     both = wanted.keys() & found.keys()
     return {key for key in both if key.rpartition(".")[2] not in _OF_TOOLS}
 

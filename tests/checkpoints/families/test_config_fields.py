@@ -14,6 +14,7 @@ from cases import edit_json, export, run_program
 from mtp_checkpoints.errors import InvalidInputError, MtpExportError, UnsupportedError
 from mtp_checkpoints.families import FAMILIES, family_of
 from mtp_checkpoints.families.contract import Hidden, MtpContract
+from mtp_checkpoints.quantization.native import NATIVE_FP8
 from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.models.layer_types import config_for
 from runtime.checkpoints import SMALL, SMALL_CONFIGS, YARN, changed, text_part, write_checkpoint
@@ -131,6 +132,15 @@ def test_nonsense_that_the_small_config_does_not_have_is_refused() -> None:
         with pytest.raises(InvalidInputError) as caught:
             assert not family_of(SMALL | changes).tensors, changes
         assert key in str(caught.value), changes
+
+
+def test_fp8_of_deepseek_v4_is_read_with_experts_in_fp8_alone() -> None:
+    """Engines take its experts for fp4 where config.json does not say otherwise."""
+    config = SMALL_CONFIGS["deepseek_v4"] | {"quantization_config": NATIVE_FP8}
+    for said in ({}, {"expert_dtype": "fp4"}):
+        with pytest.raises(UnsupportedError, match="fp4 is not read"):
+            family_of(config | said)
+    assert family_of(config | {"expert_dtype": "fp8"}).tensors
 
 
 def test_a_variant_that_makes_sense_is_the_runtime_s_to_refuse() -> None:

@@ -29,7 +29,7 @@ BESIDES["longcat_flash"] = r"model\.layers\.\d+\.mlp\.experts\.([89]|1[01])\.(ga
 # transformers has no class of them.
 UNCONFIRMED = {"mimo_v2"}
 # What it saves of them has other names than what it loads.
-LOADED = ("hy_v4",)
+LOADED = ("deepseek_v4", "hy_v4")
 
 
 def saved_by_transformers(config: Config, folder: Path) -> Shapes:

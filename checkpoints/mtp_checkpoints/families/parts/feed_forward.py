@@ -5,7 +5,7 @@ Source: DeepSeek-V3 technical report, section 2.1.2; transformers' qwen3_next an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import cycle, repeat
@@ -282,6 +282,12 @@ class Moe:
             shared_gate=f"{prefix}.shared_expert_gate" if self.shared_gate else None,
             fused=self.names.fused.under(prefix) if self.is_fused else None,
         )
+
+    def as_stored(self, prefix: str, names: Collection[str], apart: Collection[str]) -> Moe:
+        """Return the mixture with its experts as tensors of these names have them, as it is where
+        none is there; apart: the prefixes of mixtures whose experts are stored one by one."""
+        fused = any(name in names for name in self.names.fused.under(prefix).every)
+        return replace(self, is_fused=fused) if fused or prefix in apart else self
 
     def apart(self, prefix: str) -> dict[str, tuple[str, ...]]:
         """Return per fused tensor of one layer the weights of single experts that it holds, in the

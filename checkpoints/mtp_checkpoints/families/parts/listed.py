@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from mtp_checkpoints.dtypes import DType
 from mtp_checkpoints.families.base import (
     LINEAR_ROLES,
     ModulePatterns,
@@ -23,11 +24,13 @@ _ONE_EXPERT = re.compile(r"experts\[\.\]\d+.*")
 
 
 class Entry(NamedTuple):
-    """One tensor of a part: its name under the part's prefix, its shape, and its role."""
+    """One tensor of a part: its name under the part's prefix, its shape, its role, and its dtypes
+    where they are not those of weights."""
 
     name: str
     shape: tuple[int, ...]
     role: Role
+    dtypes: tuple[DType, ...] = ()
 
     @property
     def module(self) -> str:
@@ -36,7 +39,8 @@ class Entry(NamedTuple):
 
     def tensor(self, prefix: str, make: TensorMaker) -> TensorSpec:
         """Return the tensor under a prefix, which ends with a dot or is empty."""
-        return make.kept(prefix + self.name, self.shape, self.role)
+        made = make.kept(prefix + self.name, self.shape, self.role)
+        return made._replace(dtypes=self.dtypes) if self.dtypes else made
 
 
 def matrix(module: str, rows: int, columns: int, role: Role) -> Entry:

@@ -84,16 +84,8 @@ def _bf16_modules(model: WrittenModel) -> list[str]:
         part = model.main if spec.mtp_layer is None else model.mtp
         if part.storage_of(spec) == Unquantized.storage:
             (module,) = modules_of([spec])
-            names |= dict.fromkeys(_names_of(model.family, module, spec.mtp_layer))
+            names |= dict.fromkeys(model.family.names_of(module, spec.mtp_layer))
     return list(names)
-
-
-def _names_of(family: ModelSpec, module: str, mtp_layer: int | None) -> list[str]:
-    """Return a module's name, and those of an MTP layer's module in engines."""
-    if mtp_layer is None:
-        return [module]
-    layer = f"{family.mtp[mtp_layer - len(family.layers)].layer.prefix}."
-    return [module, *(module.replace(layer, f"{name}.") for name in family.patterns.mtp_names)]
 
 
 def _write_w4afp8(model: WrittenModel) -> Config:
