@@ -21,8 +21,7 @@ from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.families.parts.mla import Mla
 from mtp_checkpoints.families.parts.sparse_mla import SparseMla
 from mtp_checkpoints.families.spec import ModelSpec
-from mtp_checkpoints.formats import WeightFormat
-from mtp_checkpoints.formats.ggml_blocks import GgmlBlocks
+from mtp_checkpoints.formats import UNQUANTIZED, WeightFormat
 from mtp_checkpoints.layouts.base import Target
 from mtp_checkpoints.quantization.stored import StoredModel
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
@@ -257,7 +256,7 @@ def _split(step: Step, names: tuple[str, ...], sizes: LatentSizes) -> Step:
 
 def _dtype_of(one: WeightFormat, plain: DType) -> DType:
     """Return the dtype of what a format of GGUF files holds; that of unquantized ones is given."""
-    return one.dtype if isinstance(one, GgmlBlocks) else plain
+    return plain if one == UNQUANTIZED else one.tensors("", ())[0].dtype
 
 
 def _latent_sizes(family: ModelSpec) -> LatentSizes:

@@ -15,7 +15,6 @@ from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.errors import UnsupportedError, UsageError
 from mtp_checkpoints.formats import FORMATS, GGUF, UNQUANTIZED, WeightFormat
 from mtp_checkpoints.formats.base import ReadOnlyFormat
-from mtp_checkpoints.formats.ggml_blocks import GgmlBlocks
 from mtp_export.plan import COPY, Copy, PartPlan, Step, Transform
 from mtp_export.schemes.gguf_forms import Reform
 from mtp_export.schemes.gguf_transforms import SplitLatentUp
@@ -139,7 +138,7 @@ def _in_format(own: WeightFormat, output: OutputTensor) -> OutputTensor:
             found=output.shape[-1],
             todo=f"Nothing was written. Choose another type with {FLAG}",
         )
-    return output._replace(dtype=own.dtype if isinstance(own, GgmlBlocks) else DType.BF16)
+    return own.tensors(output.name, output.shape)[0]
 
 
 def _parsed(word: str) -> tuple[str, WeightFormat]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.formats import (
+    Float16,
     Fp8Block,
     Int4Group,
     Int8Channel,
@@ -30,7 +31,7 @@ from mtp_checkpoints.formats.ggml_blocks import (
     Q4WithMinimum,
     Q5WithMinimum,
 )
-from mtp_export.schemes.scheme import Scheme, blocks_of, every_linear
+from mtp_export.schemes.scheme import Scheme, every_linear, gguf_type
 
 # Formats of the language-model head beside those of all linears, by their names.
 HEAD_SCHEMES: dict[str, str] = {"weight_only_int8": Int8Channel.storage}
@@ -93,16 +94,17 @@ SCHEMES: dict[str, Scheme] = {
     "a8w8_mxfp8": Scheme("a8w8_mxfp8", "mxfp8", every_linear(MxFp8.storage) | _INDEXER_IN_BF16),
     # For hardware without fp8, and the way into engines that quantize at load.
     "bf16": Scheme("bf16", "bf16", every_linear(Unquantized.storage)),
-    # Blocks of llama.cpp, which computes with each as it is stored.
-    "q8_0": blocks_of("q8_0", Q8.storage),
-    "q5_1": blocks_of("q5_1", Q5WithMinimum.storage),
-    "q5_0": blocks_of("q5_0", Q5.storage),
-    "q4_1": blocks_of("q4_1", Q4WithMinimum.storage),
-    "q4_0": blocks_of("q4_0", Q4.storage),
-    "q6_k": blocks_of("q6_k", Q6K.storage),
-    "q5_k": blocks_of("q5_k", Q5K.storage),
-    "q4_k": blocks_of("q4_k", Q4K.storage),
-    "gguf_mxfp4": blocks_of("gguf_mxfp4", Mxfp4.storage),
+    # Types of llama.cpp, which computes with each as it is stored.
+    "f16": gguf_type("f16", Float16.storage, tables=Float16.storage),
+    "q8_0": gguf_type("q8_0", Q8.storage),
+    "q5_1": gguf_type("q5_1", Q5WithMinimum.storage),
+    "q5_0": gguf_type("q5_0", Q5.storage),
+    "q4_1": gguf_type("q4_1", Q4WithMinimum.storage),
+    "q4_0": gguf_type("q4_0", Q4.storage),
+    "q6_k": gguf_type("q6_k", Q6K.storage),
+    "q5_k": gguf_type("q5_k", Q5K.storage),
+    "q4_k": gguf_type("q4_k", Q4K.storage),
+    "gguf_mxfp4": gguf_type("gguf_mxfp4", Mxfp4.storage),
 }
 
 

@@ -84,8 +84,6 @@ def every_linear(storage: str) -> dict[Role, str]:
     return dict.fromkeys(LINEAR_ROLES, storage)
 
 
-def blocks_of(name: str, storage: str) -> Scheme:
-    """Return the scheme of blocks of ggml in GGUF files, with tables in blocks of 8 bits."""
-    return Scheme(
-        name, f"{storage}, GGUF", every_linear(storage), container=GGUF, tables=Q8.storage
-    )
+def gguf_type(name: str, storage: str, tables: str = Q8.storage) -> Scheme:
+    """Return the scheme of linears in one type of GGUF files, with tables in another one."""
+    return Scheme(name, f"{storage}, GGUF", every_linear(storage), container=GGUF, tables=tables)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.dtypes import DType, OutputTensor
-from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.formats import UNQUANTIZED, WeightFormat
 from mtp_checkpoints.formats.base import BLOCK, OF_ROWS
 from mtp_checkpoints.tensors.tensor_reader import TensorReader, as_array, as_rows
@@ -207,15 +207,22 @@ def quality(errors: Sequence[ErrorStats]) -> Facts:
 
 @contextmanager
 def converting(weight: TensorInfo, rows: tuple[int, int]) -> Iterator[None]:
-    """Name the rows of a weight that cannot be converted (InvalidInputError)."""
+    """Name the rows of a weight that cannot be converted (UnsupportedError where the format does
+    not hold them, else InvalidInputError)."""
     try:
         yield
     except ValueError as problem:
-        raise InvalidInputError(
+        from mtp_kernels.quantize.layouts import OutOfRangeError
+
+        is_sound = isinstance(problem, OutOfRangeError)
+        refusal = UnsupportedError if is_sound else InvalidInputError
+        raise refusal(
             f"Tensor {weight.name} cannot be converted (rows {rows[0]} to {rows[1] - 1})",
             where=weight.path,
             found=str(problem),
-            todo="The weight or its scale is damaged: get the checkpoint again",
+            todo="Choose another scheme, or another type for this tensor with --tensor-type"
+            if is_sound
+            else "The weight or its scale is damaged: get the checkpoint again",
         ) from problem
 
 

@@ -356,7 +356,7 @@ def test_damaged_halves_are_named(base: str, source: Path, tmp_path: Path) -> No
 TYPES = {"gguf_mxfp4": "MXFP4"}
 # Of rows that 256 does not divide, as nearly all of the miniature's.
 FALLBACK = {"Q6_K": "Q8_0", "Q5_K": "Q5_1", "Q4_K": "Q5_0"}
-FILE_TYPES = {"Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "MXFP4": 38}
+FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "MXFP4": 38}
 
 
 def coded(values: Any, kind: Any) -> Any:
@@ -371,7 +371,8 @@ def coded(values: Any, kind: Any) -> Any:
 
 @pytest.mark.parametrize("base", GGUF_SCHEMES)
 def test_every_linear_is_in_blocks(base: str, pristine: Path, tmp_path: Path) -> None:
-    """From fp8, without bf16 between; the module, and tables of both parts, have 8 bits."""
+    """From fp8, without bf16 between; the module, and tables of both parts, have 8 bits, those
+    beside f16 its own."""
     output = tmp_path / "out"
     outcome = quantize(pristine, output, *TARGET, "--base-quant", base)
     assert outcome.code == 0, outcome.err
@@ -381,7 +382,8 @@ def test_every_linear_is_in_blocks(base: str, pristine: Path, tmp_path: Path) ->
         for name, (found, values) in stored(output / part).items():
             own = wanted[name if part == "main" else f"mtp/{name}"]
             is_wide = WIDE.search(name)
-            expects = "Q8_0" if part == "mtp" or name in tables else kind
+            of_eight = part == "mtp" or (name in tables and base != "f16")
+            expects = "Q8_0" if of_eight else kind
             if own.shape[-1] % 256:
                 expects = FALLBACK.get(expects, expects)
             assert found == ("F32" if is_wide else expects), name
@@ -400,6 +402,31 @@ def test_every_linear_is_in_blocks(base: str, pristine: Path, tmp_path: Path) ->
     ), outcome.err
     options = read_json(output / "mtp_export.json")["options"]
     assert (options["base_quant"], options["mtp_quant"]) == (base, "q8_0")
+
+
+def test_weights_beyond_half_precision_are_named(pristine: Path, tmp_path: Path) -> None:
+    """And are written in another type, beside which verify reads the others in half precision."""
+    source = Path(shutil.copytree(pristine, tmp_path / "source"))
+    name = "model.layers.1.self_attn.o_proj.weight"
+    path = shard_of(source, f"{name}_scale_inv")
+    header, data = read_shard(path)
+    start, end = header[f"{name}_scale_inv"]["data_offsets"]
+    large = np.full((end - start) // 4, 1e6, np.float32).tobytes()
+    write_shard(path, header, data[:start] + large + data[end:])
+    options = (*TARGET, "--base-quant", "f16")
+    outcome = quantize(source, tmp_path / "out", *options)
+    assert (outcome.code, f"Tensor {name} cannot be converted" in outcome.err) == (4, True)
+    assert "of at most 65504, found" in outcome.err and "--tensor-type" in outcome.err
+    assert not looks_finished(tmp_path / "out")
+    typed = ("--tensor-type", "blk.1.attn_output=bf16")
+    assert quantize(source, tmp_path / "typed", *options, *typed).code == 0
+    kinds = {name: kind for name, (kind, _) in stored(tmp_path / "typed/main").items()}
+    assert kinds["blk.1.attn_output.weight"] == "BF16"
+    assert kinds["blk.0.attn_output.weight"] == kinds["output.weight"] == "F16"
+    levels = ("--source", source, "--level", "weights", "--json", "--quiet")
+    found = json.loads(run_program("verify", tmp_path / "typed", *levels).out)
+    passed = {check["name"] for check in found["checks"] if check["status"] == "pass"}
+    assert {"files", "weights"} <= passed  # and its size is implausible indeed
 
 
 REFUSED = [

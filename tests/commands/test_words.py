@@ -175,7 +175,7 @@ REFUSALS = {
     ("quantize", "--base-quant", "int4"): (
         "'int4' is no scheme for --base-quant. Expected a8w8_fp8_wint4, weight_only_int4, a8w8_fp8,"
         " weight_only_int8, weight_only_nvfp4, a4w4_nvfp4, weight_only_mxfp4,"
-        " a8w8_mxfp8, bf16, q8_0, q5_1, q5_0, q4_1, q4_0, q6_k, q5_k, q4_k, gguf_mxfp4, keep."
+        " a8w8_mxfp8, bf16, f16, q8_0, q5_1, q5_0, q4_1, q4_0, q6_k, q5_k, q4_k, gguf_mxfp4, keep."
         " Did you mean weight_only_int4?"
     ),
     ("launch", "x", "--engine", "vlm"): (

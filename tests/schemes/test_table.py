@@ -26,7 +26,7 @@ IN_TABLE = [
     ("weight_only_mxfp4", "weight_only_mxfp4", "TP8"),
     ("a8w8_mxfp8", "a8w8_mxfp8", "TP16 (2×TP8)"),
     ("bf16", "bf16", "-"),
-    *((name, "q8_0", "-") for name in ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")),
+    *((name, "q8_0", "-") for name in ("f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")),
     *((name, "q8_0", "-") for name in ("q6_k", "q5_k", "q4_k", "gguf_mxfp4")),
 ]
 BLOCKS = {name: name.removeprefix("gguf_") for name, mtp, _ in IN_TABLE if mtp == "q8_0"}

@@ -43,7 +43,7 @@ from mtp_checkpoints.containers.gguf_forms import Form
 from mtp_checkpoints.containers.gguf_latents import JoinedHalves, joined, kind_of
 from mtp_checkpoints.containers.gguf_restored import Restored, restored
 from mtp_checkpoints.containers.gguf_values import Value, text
-from mtp_checkpoints.dtypes import OutputTensor
+from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.sources.byte_source import ByteSource
 from mtp_checkpoints.sources.gguf_model import MTP_PREFIX, model_and_parts
@@ -358,10 +358,11 @@ def _config(source: ByteSource, models: Sequence[_Model]) -> tuple[dict[str, Any
 
 
 def _format_of(tensor: TensorInfo) -> str | None:
-    """Return the name of the format of a tensor's weights; None for unquantized ones."""
+    """Return the name of the format of a tensor's weights; None for those that any config has."""
     if isinstance(tensor.file, JoinedHalves | Restored) and tensor.file.is_decoded:
         return _DECODED_BLOCKS
-    return kind_of(tensor.dtype) if tensor.dtype.is_packed else None
+    of_gguf = tensor.dtype.is_packed or tensor.dtype is DType.F16
+    return kind_of(tensor.dtype) if of_gguf else None
 
 
 def _described(config: dict[str, Any], shards: Sequence[ShardHeader]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from mtp_checkpoints.formats.auto_round import AutoRoundInt4, AutoRoundInt8
 from mtp_checkpoints.formats.awq import AwqInt4
 from mtp_checkpoints.formats.base import DamagedWeight, EncodedWeight, FormatOptions, WeightFormat
 from mtp_checkpoints.formats.compressed import COMPRESSED
+from mtp_checkpoints.formats.float16 import Float16
 from mtp_checkpoints.formats.fp8_block import Fp8Block
 from mtp_checkpoints.formats.fp8_channel import Fp8Channel
 from mtp_checkpoints.formats.ggml_blocks import (
@@ -46,6 +47,7 @@ __all__ = [
     "AwqInt4",
     "DamagedWeight",
     "EncodedWeight",
+    "Float16",
     "FormatOptions",
     "Fp8Block",
     "Fp8Channel",
@@ -97,6 +99,7 @@ FORMATS: dict[str, type[WeightFormat]] = {
     "nvfp4": NvFp4,
     "nvfp4_a16": NvFp4A16,
     "fp8_tensor": Fp8Tensor,
+    "f16": Float16,
     "q8_0": Q8,
     "q4_0": Q4,
     "q4_1": Q4WithMinimum,

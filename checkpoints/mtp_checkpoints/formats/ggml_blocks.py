@@ -18,6 +18,7 @@ from mtp_checkpoints.formats.base import (
     RowSource,
     WeightFormat,
 )
+from mtp_checkpoints.formats.unquantized import Values
 from mtp_checkpoints.formats.verification import (
     FIVE_BIT_GATE,
     FOUR_BIT_GATE,
@@ -86,25 +87,14 @@ class GgmlBlocks(WeightFormat):
 
 
 @dataclass(frozen=True)
-class DecodedBlocks(ReadOnlyFormat):
+class DecodedBlocks(Values, ReadOnlyFormat):
     """Values in float32 that were read of blocks: those of kv_b_proj, of which a file holds two
     parts."""
 
+    dtype: ClassVar[DType] = DType.F32
     storage: ClassVar[str] = DECODED_BLOCKS
     gate: ClassVar[FormatGate] = FOUR_BIT_GATE  # of the coarsest of them
     methods: ClassVar[tuple[str, ...]] = (GGUF,)
-
-    def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[OutputTensor, ...]:
-        return (OutputTensor(name, DType.F32, shape),)
-
-    def encoded(self, tensors: Sequence[torch.Tensor]) -> EncodedWeight:
-        return EncodedWeight(self, tensors[0])
-
-    def encoded_rows(self, source: RowSource, start: int, stop: int) -> EncodedWeight:
-        return EncodedWeight(self, source.codes(start, stop))
-
-    def decode(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        raise AssertionError("values have no scales")
 
 
 class _ScaledBlocks(GgmlBlocks):

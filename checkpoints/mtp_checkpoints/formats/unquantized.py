@@ -1,4 +1,4 @@
-"""Unquantized weights: one tensor, in bf16 where it is written anew."""
+"""Unquantized weights: one tensor, in bf16 where it is written anew, or in half precision."""
 
 from __future__ import annotations
 
@@ -16,10 +16,29 @@ if TYPE_CHECKING:
     from mtp_kernels.quantize import ErrorStats, Fp8Block
 
 
+class Values(WeightFormat):
+    """One tensor of a weight [N, K], which holds the values themselves in a dtype."""
+
+    dtype: ClassVar[DType]
+
+    def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[OutputTensor, ...]:
+        return (OutputTensor(name, self.dtype, shape),)
+
+    def encoded(self, tensors: Sequence[torch.Tensor]) -> EncodedWeight:
+        return EncodedWeight(self, tensors[0])
+
+    def encoded_rows(self, source: RowSource, start: int, stop: int) -> EncodedWeight:
+        return EncodedWeight(self, source.codes(start, stop))
+
+    def decode(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        raise AssertionError("values have no scales")
+
+
 @dataclass(frozen=True)
-class Unquantized(WeightFormat):
+class Unquantized(Values):
     """Values themselves; a converted weight is rounded once to bf16."""
 
+    dtype: ClassVar[DType] = DType.BF16
     storage: ClassVar[str] = "bf16"
     gate: ClassVar[FormatGate] = BF16_GATE
     operation: ClassVar[str] = "dequantize"
@@ -27,9 +46,6 @@ class Unquantized(WeightFormat):
 
     def operation_on(self, source: WeightFormat) -> str:
         return f"{self.operation}_{source.storage}"
-
-    def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[OutputTensor, ...]:
-        return (OutputTensor(name, DType.BF16, shape),)
 
     def encode(self, values: torch.Tensor, scale_rule: str) -> tuple[torch.Tensor, ...]:
         import torch
@@ -47,15 +63,6 @@ class Unquantized(WeightFormat):
             return super().quantize(source, scale_rule)
         weights, error = quantize.dequantize_fp8_block(source, torch.bfloat16)
         return (weights,), error
-
-    def encoded(self, tensors: Sequence[torch.Tensor]) -> EncodedWeight:
-        return EncodedWeight(self, tensors[0])
-
-    def encoded_rows(self, source: RowSource, start: int, stop: int) -> EncodedWeight:
-        return EncodedWeight(self, source.codes(start, stop))
-
-    def decode(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        raise AssertionError("unquantized weights have no scales")
 
 
 UNQUANTIZED = Unquantized()

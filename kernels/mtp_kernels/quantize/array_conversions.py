@@ -1,8 +1,9 @@
 """Conversions of rows in main memory, without torch, which takes 200 MB and two seconds to import.
 
 One compiled pass over rows that stay in cache, without the GIL. numpy has neither bf16 nor fp8:
-arrays hold their bits, as uint16 and uint8, and the dtype of the bits says how to read a source. A
-call uses one thread; callers run several at once. The bits do not depend on that.
+arrays hold their bits, as uint16 and uint8, and the dtype of the bits says how to read a source;
+those of half precision, which are only written, are int16. A call uses one thread; callers run
+several at once. The bits do not depend on that.
 """
 
 from __future__ import annotations
@@ -154,6 +155,12 @@ def to_bf16(rows: Rows) -> Converted | None:
     return _converted(rows, stats, weights)
 
 
+def to_f16(rows: Rows) -> Converted | None:
+    """Round values, or those of fp8 blocks, to half precision."""
+    weights, stats = dequantize_fp8_block(*rows, np.int16)
+    return _converted(rows, stats, weights)
+
+
 def to_fp8_block(rows: Rows) -> Converted | None:
     """Quantize values as quantize_fp8_block."""
     codes, scale, stats = quantize_fp8_block(rows.values, False)
@@ -233,6 +240,7 @@ def _converted(rows: Rows, stats: Stats, *outputs: Any) -> Converted | None:
 # By the name of the format that is made.
 CONVERSIONS: dict[str, Callable[..., Converted | None]] = {
     "bf16": to_bf16,
+    "f16": to_f16,
     "fp8_block": to_fp8_block,
     "int8_channel": to_int8_channel,
     "int4_group": to_int4_group,

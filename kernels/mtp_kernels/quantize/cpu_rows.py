@@ -17,12 +17,14 @@ from mtp_kernels.quantize.cpu_numbers import (
     float_of,
     from_bf16,
     from_e4m3,
+    from_f16,
     ideal_scale,
     largest,
     magnitude_bits,
     prefetch,
     to_bf16,
     to_e4m3,
+    to_f16,
 )
 from mtp_kernels.quantize.layouts import BLOCK, LANES
 
@@ -73,12 +75,19 @@ def _store_row_overload(weights: Any, out: Any, restored: Any) -> Any:
             out[k] = bits
             restored[k] = from_bf16(bits)
 
+    def store_fp16(weights: Any, out: Any, restored: Any) -> None:
+        for k in range(weights.size):
+            bits = to_f16(weights[k])
+            out[k] = bits
+            restored[k] = from_f16(bits)
+
     def store_fp32(weights: Any, out: Any, restored: Any) -> None:
         for k in range(weights.size):
             out[k] = weights[k]
             restored[k] = weights[k]
 
-    return {types.uint16: store_bf16, types.float32: store_fp32}[out.dtype]
+    stores = {types.uint16: store_bf16, types.int16: store_fp16, types.float32: store_fp32}
+    return stores[out.dtype]
 
 
 @inner

@@ -15,6 +15,7 @@ import numpy as np
 from mtp_kernels.quantize import ggml_decoded, ggml_encoded
 from mtp_kernels.quantize.ggml_encoded import SIZE
 from mtp_kernels.quantize.ggml_k_encoded import encode_k_rows
+from mtp_kernels.quantize.layouts import OutOfRangeError
 
 
 class GgmlBlock(NamedTuple):
@@ -44,11 +45,11 @@ _NO_BLOCK_SCALE = np.empty((0, 0), np.float32)
 def encoded_blocks(kind: str, values: Any) -> Any:
     """Return blocks uint8 [N, bytes of a row] of fp32 weights [N, K], all of them finite.
 
-    Raises ValueError for a block whose scale is beyond half precision.
+    Raises OutOfRangeError for a block whose scale is beyond half precision.
     """
     packed, (_, error, _) = quantize_ggml_blocks(kind, values, _NO_BLOCK_SCALE)
     if not np.isfinite(error).all():
-        raise ValueError(
+        raise OutOfRangeError(
             f"{kind}: expected weights whose scales half precision holds, found magnitudes up to"
             f" {np.abs(values).max():.3g}"
         )

@@ -35,6 +35,11 @@ SCALE_FACTORS: dict[str, tuple[float, ...]] = {
 }
 
 
+class OutOfRangeError(ValueError):
+    """Weights, or the scales that they need, beyond the largest number of a format: they may be
+    sound, and another format may hold them."""
+
+
 @dataclass(frozen=True)
 class Fp8Block:
     """codes F8_E4M3 [N, K]; scale F32 or F8_E8M0 [⌈N/128⌉, ⌈K/128⌉]."""
