@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from mtp_checkpoints.containers.gguf_architectures import ARCHITECTURE_OF
-from mtp_checkpoints.containers.gguf_architectures.base import HALVES, Change
+from mtp_checkpoints.containers.gguf_architectures.base import ARCHITECTURE, HALVES, Change
 from mtp_checkpoints.containers.gguf_file import file_layout, split_name
-from mtp_checkpoints.containers.gguf_values import Keys, Value, i32, u16
+from mtp_checkpoints.containers.gguf_values import Keys, Value, i32, u16, u32
 from mtp_checkpoints.containers.gguf_vocabulary import vocabulary_keys
 from mtp_checkpoints.dtypes import DType, OutputTensor, dtype_name
 from mtp_checkpoints.formats import FORMATS, FormatOptions
@@ -125,5 +125,16 @@ def _tensor(name: str, values: torch.Tensor, kind: str | None) -> GgufTensor:
 
 def is_of_module(model: GgufModel) -> Callable[[str], bool]:
     """Return whether a tensor is of the module, by its name."""
-    layers = int(str(model.keys["deepseek2.block_count"].data)) - 1
-    return lambda name: name.startswith(f"blk.{layers}.")
+    return lambda name: name.startswith(f"blk.{_main_layers(model)}.")
+
+
+def without_module(model: GgufModel) -> GgufModel:
+    """Return the main model alone, and keys that count no module."""
+    counted = {"block_count": u32(_main_layers(model)), "nextn_predict_layers": u32(0)}
+    family, of_module = str(model.keys[ARCHITECTURE].data), is_of_module(model)
+    keys = {f"{family}.{name}": value for name, value in counted.items()}
+    return GgufModel(model.keys | keys, model.only(lambda name: not of_module(name)).tensors)
+
+
+def _main_layers(model: GgufModel) -> int:
+    return int(str(model.keys[f"{model.keys[ARCHITECTURE].data}.block_count"].data)) - 1

@@ -64,11 +64,31 @@ class DType(StrEnum):
     GGML_Q4_K = "GGML_Q4_K", 8 * 144, "uint8", "uint8", 256
     GGML_Q5_K = "GGML_Q5_K", 8 * 176, "uint8", "uint8", 256
     GGML_Q6_K = "GGML_Q6_K", 8 * 210, "uint8", "uint8", 256
+    # Those that nothing here decodes.
+    GGML_Q2_K = "GGML_Q2_K", 8 * 84, "", "", 256
+    GGML_Q3_K = "GGML_Q3_K", 8 * 110, "", "", 256
+    GGML_IQ1_S = "GGML_IQ1_S", 8 * 50, "", "", 256
+    GGML_IQ1_M = "GGML_IQ1_M", 8 * 56, "", "", 256
+    GGML_IQ2_XXS = "GGML_IQ2_XXS", 8 * 66, "", "", 256
+    GGML_IQ2_XS = "GGML_IQ2_XS", 8 * 74, "", "", 256
+    GGML_IQ2_S = "GGML_IQ2_S", 8 * 82, "", "", 256
+    GGML_IQ3_XXS = "GGML_IQ3_XXS", 8 * 98, "", "", 256
+    GGML_IQ3_S = "GGML_IQ3_S", 8 * 110, "", "", 256
+    GGML_IQ4_NL = "GGML_IQ4_NL", 8 * 18, "", "", 32
+    GGML_IQ4_XS = "GGML_IQ4_XS", 8 * 136, "", "", 256
+    GGML_TQ1_0 = "GGML_TQ1_0", 8 * 54, "", "", 256
+    GGML_TQ2_0 = "GGML_TQ2_0", 8 * 66, "", "", 256
+    GGML_NVFP4 = "GGML_NVFP4", 8 * 36, "", "", 64
 
     @property
     def is_packed(self) -> bool:
         """True for blocks, in which elements have no bytes of their own."""
         return self.unit_elements > 1
+
+    @property
+    def is_opaque(self) -> bool:
+        """True for blocks of which only the bytes are known."""
+        return self.is_packed and not self.torch_name
 
 
 _OF_TORCH = {dtype.torch_name: dtype for dtype in DType if dtype.torch_name and not dtype.is_packed}

@@ -37,7 +37,7 @@ class TiedCopies:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, stored: StoredModel) -> TiedCopies:
-        """Return the copies that a checkpoint holds."""
+        """Return the copies that a checkpoint holds, but for those that nothing can compare."""
         pairs = [(p.mtp_name, p.main_name) for p in shared_pairs(checkpoint, stored.family)]
 
         def form(name: str) -> tuple[WeightFormat, str]:
@@ -45,7 +45,11 @@ class TiedCopies:
             return one.format, checkpoint.tensors[one.tensors[0].name].dtype
 
         alike = {own: main for own, main in pairs if form(own) == form(main)}
-        unlike = {own: main for own, main in pairs if own not in alike}
+        unlike = {
+            own: main
+            for own, main in pairs
+            if own not in alike and all(stored.tables[one].format.is_decoded for one in (own, main))
+        }
         return cls(stored, alike, unlike)
 
     @classmethod

@@ -89,6 +89,8 @@ def graft(options: GraftCommand) -> None:
     reports = options.making.try_reports()
     with gc_paused():
         plan = plan_graft(chosen, dry_run=options.making.dry_run)
+    if options.proving.prove:
+        plan.checkpoint.check_decoded()
     planned = PlannedBundle(Request("graft", chosen), options.making, plan, reports, remarks(plan))
     result = planned.run()
     if result is None:

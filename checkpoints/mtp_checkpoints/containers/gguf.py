@@ -41,7 +41,7 @@ from mtp_checkpoints.containers.gguf_architectures.keys_read import TOKENS, KeyR
 from mtp_checkpoints.containers.gguf_file import NAME, SUFFIX, GgufHeader, read_header, split_name
 from mtp_checkpoints.containers.gguf_forms import Form
 from mtp_checkpoints.containers.gguf_latents import JoinedHalves, joined, kind_of
-from mtp_checkpoints.containers.gguf_restored import Restored, restored
+from mtp_checkpoints.containers.gguf_restored import Restored, held, restored
 from mtp_checkpoints.containers.gguf_values import Value, text
 from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
@@ -52,7 +52,8 @@ from mtp_checkpoints.sources.strict_json import parsed_json_object
 _PROJECTOR = "mmproj"  # of one that holds a vision tower, which no text model needs
 _COUNT_KEY = "split.count"
 _BLOCKS = "blk."
-_DECODED_BLOCKS = "decoded_blocks"  # the format of what is computed of blocks
+# Formats of what is computed of blocks, and of what cannot be.
+_DECODED_BLOCKS, _OPAQUE_BLOCKS = "decoded_blocks", "opaque_blocks"
 _FIRST_NORM = "blk.0.attn_norm.weight"
 
 
@@ -359,6 +360,8 @@ def _config(source: ByteSource, models: Sequence[_Model]) -> tuple[dict[str, Any
 
 def _format_of(tensor: TensorInfo) -> str | None:
     """Return the name of the format of a tensor's weights; None for those that any config has."""
+    if any(one.dtype.is_opaque for one in held(tensor)):
+        return _OPAQUE_BLOCKS
     if isinstance(tensor.file, JoinedHalves | Restored) and tensor.file.is_decoded:
         return _DECODED_BLOCKS
     of_gguf = tensor.dtype.is_packed or tensor.dtype is DType.F16

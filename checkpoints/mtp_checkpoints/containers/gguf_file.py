@@ -44,37 +44,34 @@ _DTYPES: dict[int, DType] = {
     6: DType.GGML_Q5_0,
     7: DType.GGML_Q5_1,
     8: DType.GGML_Q8_0,
+    10: DType.GGML_Q2_K,
+    11: DType.GGML_Q3_K,
     12: DType.GGML_Q4_K,
     13: DType.GGML_Q5_K,
     14: DType.GGML_Q6_K,
+    16: DType.GGML_IQ2_XXS,
+    17: DType.GGML_IQ2_XS,
+    18: DType.GGML_IQ3_XXS,
+    19: DType.GGML_IQ1_S,
+    20: DType.GGML_IQ4_NL,
+    21: DType.GGML_IQ3_S,
+    22: DType.GGML_IQ2_S,
+    23: DType.GGML_IQ4_XS,
     24: DType.I8,
     25: DType.I16,
     26: DType.I32,
     27: DType.I64,
     28: DType.F64,
+    29: DType.GGML_IQ1_M,
     30: DType.BF16,
+    34: DType.GGML_TQ1_0,
+    35: DType.GGML_TQ2_0,
     39: DType.GGML_MXFP4,
+    40: DType.GGML_NVFP4,
 }
 _NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
-# Types that ggml has and that are not read here. Source: `enum ggml_type` of ggml.h.
-_UNREAD = {
-    9: "Q8_1",
-    10: "Q2_K",
-    11: "Q3_K",
-    15: "Q8_K",
-    16: "IQ2_XXS",
-    17: "IQ2_XS",
-    18: "IQ3_XXS",
-    19: "IQ1_S",
-    20: "IQ4_NL",
-    21: "IQ3_S",
-    22: "IQ2_S",
-    23: "IQ4_XS",
-    29: "IQ1_M",
-    34: "TQ1_0",
-    35: "TQ2_0",
-    40: "NVFP4",
-}
+# Types that ggml has, and that it computes with alone. Source: `enum ggml_type` of ggml.h.
+_UNREAD = {9: "Q8_1", 15: "Q8_K"}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.dtypes import DType, held_shape, tensor_bytes
-from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.sources.byte_source import Place
 
 if TYPE_CHECKING:
@@ -48,6 +48,11 @@ class JoinedHalves:
     keys: TensorInfo
     values: TensorInfo
     sha256: None = None
+
+    @property
+    def tensors(self) -> tuple[TensorInfo, ...]:
+        """Both halves."""
+        return self.keys, self.values
 
     @property
     def is_decoded(self) -> bool:
@@ -88,7 +93,15 @@ def raw_rows(tensor: TensorInfo) -> np.ndarray[Any, Any]:
 
 
 def decoded_values(tensor: TensorInfo) -> np.ndarray[Any, Any]:
-    """Return the numbers of a tensor in float32 (InvalidInputError for damaged blocks)."""
+    """Return the numbers of a tensor in float32 (InvalidInputError for damaged blocks,
+    UnsupportedError for those of a type that is not decoded)."""
+    if tensor.dtype.is_opaque:
+        raise UnsupportedError(
+            f"Tensor {tensor.name} is of a type that this tool does not decode",
+            where=tensor.path,
+            found=tensor.dtype,
+            todo="Take a file of the model in another type",
+        )
     rows = raw_rows(tensor)
     if tensor.dtype == DType.BF16:
         return (rows.astype("uint32") << 16).view("float32")

@@ -12,12 +12,23 @@ from typing import Any
 
 from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.containers.gguf_forms import Elements, Form
-from mtp_checkpoints.containers.gguf_latents import Computed, decoded_values, raw_rows
+from mtp_checkpoints.containers.gguf_latents import (
+    Computed,
+    JoinedHalves,
+    decoded_values,
+    raw_rows,
+)
 from mtp_checkpoints.dtypes import DType, tensor_bytes
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.sources.byte_source import Place
 
 _ROUNDING = 1e-6  # some units in the last place of numbers around 1
+
+
+def held(tensor: TensorInfo) -> tuple[TensorInfo, ...]:
+    """Return the tensors of files that one is computed of; itself alone for one that a file has."""
+    file = tensor.file
+    return file.tensors if isinstance(file, JoinedHalves | Restored) else (tensor,)
 
 
 def restored(name: str, tensors: Sequence[TensorInfo], form: Form) -> TensorInfo:

@@ -22,6 +22,7 @@ from mtp_checkpoints.formats.ggml_blocks import (
     Q8,
     DecodedBlocks,
     Mxfp4,
+    OpaqueBlocks,
     Q4WithMinimum,
     Q5WithMinimum,
 )
@@ -110,6 +111,7 @@ FORMATS: dict[str, type[WeightFormat]] = {
     "q5_k": Q5K,
     "q6_k": Q6K,
     "decoded_blocks": DecodedBlocks,
+    "opaque_blocks": OpaqueBlocks,
 }
 
 

@@ -83,6 +83,7 @@ class WeightFormat(ABC):
 
     storage: ClassVar[str]  # its name, in manifests too
     operation: ClassVar[str]  # name in the manifest of the conversion into this format
+    is_decoded: ClassVar[bool] = True  # its numbers are known here
     gate: ClassVar[FormatGate]  # bounds that verify holds its weights to
     bugs: ClassVar[tuple[Bug, ...]] = ()  # of its codes, which verify undoes to find a cause
     # quant_methods whose configs describe it, its own first; none: it needs no description.
@@ -386,10 +387,7 @@ class EncodedWeight:
             raise self.refused(error) from error
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x @ weight.T [T, N] for x [T, K], in its dtype.
-
-        Raises ValueError as dequantize does.
-        """
+        """Return x @ weight.T [T, N] for x [T, K], in its dtype (ValueError as dequantize)."""
         from mtp_kernels.stored_linear import linear
 
         stored = self.stored

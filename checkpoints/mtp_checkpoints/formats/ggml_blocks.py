@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mtp_kernels.quantize.row_codes import RowCodes
 
 GGUF = "gguf"  # the quant_method of what a GGUF file holds
-DECODED_BLOCKS = "decoded_blocks"
+DECODED_BLOCKS, OPAQUE_BLOCKS = "decoded_blocks", "opaque_blocks"
 
 
 class GgmlBlocks(WeightFormat):
@@ -95,6 +95,21 @@ class DecodedBlocks(Values, ReadOnlyFormat):
     storage: ClassVar[str] = DECODED_BLOCKS
     gate: ClassVar[FormatGate] = FOUR_BIT_GATE  # of the coarsest of them
     methods: ClassVar[tuple[str, ...]] = (GGUF,)
+
+
+@dataclass(frozen=True)
+class OpaqueBlocks(Values, ReadOnlyFormat):
+    """Blocks of ggml that nothing here decodes, or what would be computed of them: their bytes are
+    linked, copied and hashed."""
+
+    dtype: ClassVar[DType] = DType.F32
+    storage: ClassVar[str] = OPAQUE_BLOCKS
+    gate: ClassVar[FormatGate] = FOUR_BIT_GATE  # of a model in them, beside which others are judged
+    methods: ClassVar[tuple[str, ...]] = (GGUF,)
+    is_decoded: ClassVar[bool] = False
+
+    def accepted_dtypes(self, tensor: OutputTensor) -> tuple[DType, ...]:
+        return (tensor.dtype, *(dtype for dtype in DType if dtype.is_opaque))
 
 
 class _ScaledBlocks(GgmlBlocks):

@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from mtp_checkpoints.containers import container_of
 from mtp_checkpoints.containers.base import QUANTIZATION, Opened, ShardHeader, TensorInfo
+from mtp_checkpoints.containers.gguf_restored import held
+from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.sources.addresses import byte_source
 from mtp_checkpoints.sources.byte_source import ByteSource, Place, local_path
 from mtp_checkpoints.sources.strict_json import parsed_json_object
@@ -104,6 +107,23 @@ class Checkpoint(Opened):
     def written(self) -> dict[str, TensorInfo]:
         """Every tensor by the name that plans and manifests have for it."""
         return {tensor.name: tensor for shard in self.shards for tensor in shard.written}
+
+    @cached_property
+    def opaque(self) -> tuple[TensorInfo, ...]:
+        """Tensors of files in types of which only the bytes are known."""
+        parts = chain.from_iterable(map(held, self.tensors.values()))
+        return tuple(one for one in parts if one.dtype.is_opaque)
+
+    def check_decoded(self) -> None:
+        """Refuse tensors whose numbers nothing here knows (UnsupportedError)."""
+        if self.opaque:
+            first, *others = self.opaque
+            raise UnsupportedError(
+                f"Tensor {first.name} ({len(others)} more) is of a type that is not decoded here",
+                where=first.path,
+                found=first.dtype.removeprefix("GGML_"),
+                todo="Take a file of the model in another type",
+            )
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return one tensor, read now into memory of its own (KeyError for an unknown name)."""

@@ -202,12 +202,15 @@ def _whole(tensor: TensorInfo) -> torch.Tensor:
 
 
 def weights_on_disk(stored: StoredModel, tensors: Mapping[str, TensorInfo]) -> list[WeightOnDisk]:
-    """Return the weights of which every tensor is there in the promised dtype and shape.
+    """Return the weights that can be decoded, and of which every tensor is there in the promised
+    dtype and shape.
 
     Check files names the others.
     """
     on_disk = []
     for weight in stored.weights.values():
+        if not weight.format.is_decoded:
+            continue
         infos = [tensors.get(tensor.name) for tensor in weight.tensors]
         fits = all(
             info is not None and info.dtype in spec.dtypes and info.shape == spec.shape

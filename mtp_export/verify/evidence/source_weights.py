@@ -29,7 +29,8 @@ class SourceWeights:
 
     @classmethod
     def of(cls, source: Checkpoint) -> SourceWeights:
-        """Return the weights of a source. Raises as stored_model."""
+        """Return the weights of a source. Raises what check_decoded and stored_model raise."""
+        source.check_decoded()
         family = family_of(source.config, source.tensors)
         whole = with_untied_head(source, family)
         apart = experts_apart(whole, family)

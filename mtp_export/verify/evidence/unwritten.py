@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mtp_checkpoints.containers.base import TensorInfo
+from mtp_checkpoints.containers.gguf_restored import held
 from mtp_checkpoints.sources.byte_source import OpenFile, Place
 from mtp_export.verify.evidence.parts import PartLayout
 
@@ -36,7 +37,8 @@ def unwritten(layouts: Iterable[PartLayout], main: str) -> tuple[Unwritten, ...]
     of_main: set[str] = set()
     for layout in layouts:
         for tensor in layout.checkpoint.tensors.values():
-            tensors[tensor.path].append(tensor)
+            for own in held(tensor):
+                tensors[own.path].append(own._replace(name=tensor.name))
         if layout.name == main:
             of_main |= layout.checkpoint.tensors.keys()
     found = (_unwritten(sorted(own, key=_offset)) for own in tensors.values())

@@ -53,6 +53,7 @@ def run(context: Context) -> Iterator[Item]:
         yield failed("files written to their end", words, subject=str(one.file))
     for layout in found:
         yield from _part_items(layout, _written(context, facts[layout.name]), every)
+        yield from _opaque(layout)
     if every:
         yield _scales_alike(every)
     if MAIN in facts and MTP in facts:
@@ -95,6 +96,18 @@ def _part_items(
     native = [fact for fact in sound if fact.statistics.blocks]
     if native:
         yield _blocks(part, native)
+
+
+def _opaque(layout: PartLayout) -> Iterator[Item]:
+    """The tensors of a part in types that nothing decodes."""
+    tensors = layout.checkpoint.opaque
+    if tensors:
+        yield not_tested(
+            f"{layout.name}: values of every tensor",
+            causes.not_decoded(sorted({one.dtype.removeprefix("GGML_") for one in tensors})),
+            figure=f"{counted(len(tensors), 'tensor')} not read",
+            subject=tensors[0].name,
+        )
 
 
 def _why_unsound(fact: WeightFacts) -> str:
@@ -281,8 +294,11 @@ def _shared(
         own, original = draft.get(pair.mtp_name), main.get(pair.main_name)
         name = f"draft's {pair.mtp_name.split('.', 3)[3]} is the main model's"
         if own is None or original is None:
+            tables = [part.stored.tables for part in found]
+            both = [one.get(pair.main_name, one.get(pair.mtp_name)) for one in tables]
+            opaque = any(one is not None and not one.format.is_decoded for one in both)
             why = "not in the bundle: engines take the main model's"
-            yield not_tested(name, why)
+            yield not_tested(name, causes.NOT_COMPARED if opaque else why)
         elif _equal(own, original):
             yield passed(name, figure=format_bytes(own.weight.size_bytes))
         elif context.recorded("allow_untied"):

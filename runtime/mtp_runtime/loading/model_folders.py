@@ -30,10 +30,12 @@ class ModelFolder:
         return weight.tensors[0].name in self.checkpoint.tensors
 
     def check(self) -> None:
-        """Refuse a folder that differs from its promise (InvalidInputError)."""
+        """Refuse a folder that differs from its promise (InvalidInputError), or whose weights are
+        of a type that is not decoded (UnsupportedError)."""
         problems = self.stored.differences(self.checkpoint.tensors)
         if problems:
             problems[0].raise_as_error(self.checkpoint.folder, len(problems) - 1)
+        self.checkpoint.check_decoded()
 
 
 def open_folders(path: Path, mtp: Path | None = None) -> list[ModelFolder]:
@@ -42,8 +44,9 @@ def open_folders(path: Path, mtp: Path | None = None) -> list[ModelFolder]:
 
     The MTP folder may be in any target's layout. Raises InvalidInputError for a tensor that is
     missing, of the wrong shape or dtype, or not promised by config.json, UnsupportedError for a
-    quantization that is not known. A checkpoint without any tensor of the MTP layer counts as the
-    main part alone. mtp: a checkpoint whose MTP layer is taken, and none of the first folder's.
+    quantization or a type of weights that is not known. A checkpoint without any tensor of the MTP
+    layer counts as the main part alone. mtp: a checkpoint whose MTP layer is taken, and none of the
+    first folder's.
     """
     if mtp is not None:
         folders = _apart(Checkpoint.open(path), Checkpoint.open(mtp))

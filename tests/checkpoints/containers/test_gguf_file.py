@@ -125,9 +125,13 @@ def test_reads_what_it_writes(alignment: int, tmp_path: Path) -> None:
     assert header.keys["a.scale"].data == np.float32(0.1)
     for tensor in header.shard.tensors:
         assert tensor.offset_bytes % alignment == 0
+        written = data_of(OutputTensor(tensor.name, tensor.dtype, tensor.shape))
+        if tensor.dtype.is_opaque:
+            with pytest.raises(KeyError):  # nothing takes its bytes for anything
+                read_rows(tensor, 0, tensor.shape[0])
+            continue
         rows = read_rows(tensor, 0, tensor.shape[0])
         assert rows.shape == held_shape(tensor.dtype, tensor.shape)
-        written = data_of(OutputTensor(tensor.name, tensor.dtype, tensor.shape))
         assert bytes(rows.view(torch.uint8).numpy()) == written
     theirs = gguf.GGUFReader(tmp_path / "a.gguf")
     offsets = {tensor.name: tensor.data_offset for tensor in theirs.tensors}
@@ -283,8 +287,8 @@ def test_texts_may_hold_any_bytes(tmp_path: Path) -> None:
 
 
 def test_a_type_that_is_not_read_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.gguf").write_bytes(padded(start(1, 0) + described(shape=(256,), kind=10), 84))
-    with pytest.raises(UnsupportedError, match=r"Found Q2_K\."):
+    (tmp_path / "a.gguf").write_bytes(padded(start(1, 0) + described(shape=(256,), kind=15), 292))
+    with pytest.raises(UnsupportedError, match=r"Found Q8_K\."):
         read_header(LocalFolder(tmp_path).file("a.gguf"))
 
 

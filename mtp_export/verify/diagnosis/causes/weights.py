@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mtp_export.progress import counted
 
 # --- Seen without a source ------------------------------------------------------------------------
@@ -9,6 +11,13 @@ from mtp_export.progress import counted
 
 def unsound(tensor: str, problem: str) -> str:
     return f"{tensor}: {problem}"
+
+
+NOT_COMPARED = "one of both is of a type that is not decoded here: their values are not compared"
+
+
+def not_decoded(kinds: Sequence[str]) -> str:
+    return f"{', '.join(kinds)}: types that are not decoded here, of which only the bytes are known"
 
 
 def not_decodable(first_row: int, last_row: int, error: ValueError) -> str:
