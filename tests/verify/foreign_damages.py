@@ -76,6 +76,22 @@ def quantization(**fields: object) -> Damage:
     return lambda checkpoint: checkpoint.quantization.update(fields)
 
 
+def without_quantization_field(name: str) -> Damage:
+    def damage(checkpoint: Checkpoint) -> None:
+        del checkpoint.quantization[name]
+
+    return damage
+
+
+def weights_scheme(**fields: object) -> Damage:
+    """Change fields of the weights of compressed-tensors' only group."""
+
+    def damage(checkpoint: Checkpoint) -> None:
+        checkpoint.quantization["config_groups"]["group_0"]["weights"].update(fields)
+
+    return damage
+
+
 def nibbles_plus_one(words: torch.Tensor) -> torch.Tensor:
     """Add one to each of a word's eight numbers, none of which is 15."""
     return words + 0x11111111
@@ -396,6 +412,11 @@ def without_file(name: str) -> FolderDamage:
         (folder / name).unlink()
 
     return damage
+
+
+def without_shard_and_index(folder: Path) -> None:
+    (folder / INDEX).unlink()
+    (folder / "model-00003-of-00003.safetensors").unlink()
 
 
 def lfs_pointer(name: str) -> FolderDamage:

@@ -351,6 +351,51 @@ DAMAGED = (
         words=("group_size 32.* as by 64; the other part", "graft .*--replace"),
     ),
     Folder(
+        "blocks of fp8 that are said to be narrower",
+        deepseek,
+        damages.quantization(weight_block_size=[128, 64]),
+        words=(r"says weight_block_size \[128, 64\], .*set weight_block_size to \[128, 128\]",),
+    ),
+    Folder(
+        "blocks of fp8 without their size",
+        deepseek,
+        damages.without_quantization_field("weight_block_size"),
+        words=(r"has no weight_block_size, and .* set weight_block_size to \[128, 128\]",),
+    ),
+    Folder(
+        "integers that are called floats",
+        both("compressed-tensors, zero points"),
+        damages.weights_scheme(type="float"),
+        words=("says type float, and every weight is stored as by int: set type to int",),
+    ),
+    Folder(
+        "codes of fp8 cast to bf16 beside their scales",
+        deepseek,
+        each(r"_proj\.weight$", lambda codes: codes.bfloat16()),
+        words=(r"down_proj\.weight is BF16, and its weight_scale_inv is beside", _without("add ")),
+    ),
+    Folder(
+        "the class of a draft",
+        glm(),
+        damages.config(architectures=["Glm4MoeForCausalLMNextN"]),
+        words=("Glm4MoeForCausalLMNextN, the class of a draft",),
+    ),
+    Folder(
+        "below another module's name",
+        glm(),
+        rename([(r"^", "student.")]),
+        words=(r"engines look for them without student\. before each",),
+    ),
+    Folder(
+        "a shard and the index are missing",
+        glm(shards=3),
+        words=(
+            "shards and no index",
+            r"model-00001-of-00003\S+ and 1 more; .* model-00003-of-00003\S+ is missing too",
+        ),
+        written=damages.without_shard_and_index,
+    ),
+    Folder(
         "without its quantization_config",
         deepseek,
         damages.config(quantization_config=None),

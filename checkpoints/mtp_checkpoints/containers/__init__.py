@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mtp_checkpoints.containers.base import CONFIG_NAME, Container
 from mtp_checkpoints.containers.gguf import Gguf
-from mtp_checkpoints.containers.safetensors import Safetensors
+from mtp_checkpoints.containers.safetensors import INDEX_NAME, Safetensors, shards_alone
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.sources.byte_source import ByteSource
 
@@ -21,6 +21,14 @@ def container_of(source: ByteSource) -> Container:
     if container is not None:
         return container
     source.read(CONFIG_NAME)
+    if (found := shards_alone(source.names())) is not None:
+        raise InvalidInputError(
+            "The folder has shards and no index",
+            where=source.path,
+            expected=INDEX_NAME,
+            found=found,
+            todo="Download what is missing from where the folder is from",
+        )
     raise InvalidInputError(
         "The folder has neither an index nor a file of weights",
         where=source.path,

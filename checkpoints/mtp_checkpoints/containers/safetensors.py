@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ SINGLE_NAME = "model.safetensors"
 # Some releases add their MTP layer in a shard of this name that the index does not list; of one of
 # another name its tensors tell.
 MTP_NAME = "mtp.safetensors"
+_NUMBERED = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})\.safetensors", re.ASCII)
 _name_of = attrgetter("name")
 
 
@@ -85,6 +87,23 @@ class Safetensors:
             "metadata": {"total_size": total},
             "weight_map": dict(sorted(weight_map.items())),
         }
+
+
+def shards_alone(names: Collection[str]) -> str | None:
+    """Return in words which shards a folder without an index has, and which are missing by their
+    numbers; None where no file is one."""
+    numbered = {name: match for name in names if (match := _NUMBERED.fullmatch(name)) is not None}
+    if not numbered:
+        return None
+    first = min(numbered)
+    before, count = numbered[first].groups()
+    every = (f"{before}-{number:05d}-of-{count}{SUFFIX}" for number in range(1, int(count) + 1))
+    missing = [name for name in every if name not in names]
+    words = f"{first} and {len(numbered) - 1} more"
+    if not missing:
+        return words
+    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    return f"{words}; by their numbers {missing[0]}{more} {'are' if more else 'is'} missing too"
 
 
 def _weight_map(source: ByteSource) -> dict[str, str] | None:

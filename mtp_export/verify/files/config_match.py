@@ -45,7 +45,11 @@ from mtp_export.verify.check import (
 )
 from mtp_export.verify.diagnosis.causes import files as causes
 from mtp_export.verify.evidence.parts import Part, PartLayout
-from mtp_export.verify.files.described import misdescribed, quantized_by_config_alone
+from mtp_export.verify.files.described import (
+    misdescribed,
+    misdescribed_by_a_field,
+    quantized_by_config_alone,
+)
 from mtp_export.verify.files.left_out import ListedDraft
 from mtp_export.verify.files.repair import graft_command
 from mtp_export.verify.files.tensor_problems import COPIED, sorted_out
@@ -70,7 +74,8 @@ def run(context: Context) -> Iterator[Item]:
         try:
             layout = context.layout(part)
         except MtpExportError as error:
-            yield _not_followed(context, part, error)
+            wrong = misdescribed_by_a_field(context, part)
+            yield wrong or _not_followed(context, part, error)
             continue
         if not layout.stored.weights:  # config.json announces no such part: `presence` says so
             continue

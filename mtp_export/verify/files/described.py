@@ -10,24 +10,31 @@ from typing import TYPE_CHECKING, Any
 from mtp_checkpoints.containers.base import CONFIG_NAME
 from mtp_checkpoints.errors import MtpExportError
 from mtp_checkpoints.families.signs import expert_count
+from mtp_checkpoints.formats.base import BLOCK
+from mtp_checkpoints.quantization.native import quantization_of, replaced_quantization
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_checkpoints.tensors.reader import MODELOPT_FILE
 from mtp_export.progress import counted
 from mtp_export.verify.check import MTP_MODULE, Item, failed
 from mtp_export.verify.diagnosis.causes import files as causes
-from mtp_export.verify.evidence.parts import PartLayout, layer_count, layout_of
+from mtp_export.verify.evidence.parts import Part, PartLayout, layer_count, layout_of
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
 
 # Fields by their names in all methods, with the values that tools write.
-_VALUES: Mapping[tuple[str, ...], tuple[int, ...]] = {
+_VALUES: Mapping[tuple[str, ...], tuple[Any, ...]] = {
     ("bits", "w_bit", "num_bits"): (4, 8),
     ("group_size", "q_group_size"): (32, 64, 128, -1),
+    ("type",): ("int", "float"),
+    ("strategy",): ("channel", "group"),
+    ("weight_block_size",): ([BLOCK, BLOCK],),
 }
 _EXPERTS = "n_routed_experts"  # of config.json
 # Of activations, and of single modules.
-_OTHERS = frozenset({"input_activations", "output_activations", "dynamic", "extra_config"})
+_OTHERS = frozenset(
+    {"input_activations", "output_activations", "kv_cache_scheme", "dynamic", "extra_config"}
+)
 
 
 @dataclass(frozen=True)
@@ -35,8 +42,8 @@ class _Field:
     """A field with the value that it has, and the one by which the tensors are as stored."""
 
     name: str
-    said: int
-    stored: int
+    said: Any
+    stored: Any
 
 
 def quantized_by_config_alone(context: Context) -> Item | None:
@@ -69,20 +76,33 @@ def misdescribed(context: Context, layout: PartLayout) -> Item | None:
     where none does, or nothing differs."""
     if context.is_bundle or not layout.stored.differences(layout.checkpoint.tensors):
         return None
-    others = [one for one in context.layouts if one.name != layout.name]
-    fits = any(not one.stored.differences(one.checkpoint.tensors) for one in others)
     if (experts := _experts_of(context, layout)) is not None:
-        return _of_experts(layout, experts, fits=fits)
-    if (field := _field_of(layout)) is None:
+        return _of_experts(layout, experts, fits=_other_fits(context, layout.name))
+    part = context.part(layout.name)
+    return None if part is None else misdescribed_by_a_field(context, part)
+
+
+def misdescribed_by_a_field(context: Context, part: Part) -> Item | None:
+    """Return the failure of a checkpoint's part that another value of one field of its
+    quantization_config describes; None where none does. The config may be one that is not read."""
+    if context.is_bundle or (found := _field_of(context, part)) is None:
         return None
+    field, layout = found
+    fits = _other_fits(context, part.name)
     first = next(one for one in layout.stored.weights.values() if len(one.tensors) > 1)
     return failed(
-        f"{layout.name}: precision on disk",
+        f"{part.name}: precision on disk",
         causes.field_misdescribes(field.name, said=field.said, stored=field.stored, fits=fits),
         # A graft mends what no value does.
         subject=first.tensors[0].name if fits else CONFIG_NAME,
         figure=f"{counted(len(layout.stored.weights), 'weight')} as by another {field.name}",
     )
+
+
+def _other_fits(context: Context, name: str) -> bool:
+    """Return whether a part of another name is as its config.json describes it."""
+    others = [one for one in context.layouts if one.name != name]
+    return any(not one.stored.differences(one.checkpoint.tensors) for one in others)
 
 
 def _experts_of(context: Context, layout: PartLayout) -> _Field | None:
@@ -92,13 +112,20 @@ def _experts_of(context: Context, layout: PartLayout) -> _Field | None:
     part = context.part(layout.name)
     if there is None or type(said) is not int or said == there or part is None:
         return None
-    changed = replace(layout.checkpoint, config={**config, _EXPERTS: there})
-    layers = layer_count(context.checkpoints.values())
+    fits = _layout_by(context, part, {**config, _EXPERTS: there})
+    return None if fits is None else _Field(_EXPERTS, said, stored=there)
+
+
+def _layout_by(context: Context, part: Part, config: dict[str, Any]) -> PartLayout | None:
+    """Return what a part holds by another config.json; None where it is not so, or that cannot be
+    followed."""
+    assert part.checkpoint is not None, "asked for a part that could not be opened"
+    changed = replace(part, checkpoint=replace(part.checkpoint, config=config))
     try:
-        other = layout_of(replace(part, checkpoint=changed), context.target, layers)
+        layout = layout_of(changed, context.target, layer_count(context.checkpoints.values()))
     except MtpExportError:
         return None
-    return None if other.stored.differences(tensors) else _Field(_EXPERTS, said, stored=there)
+    return None if layout.stored.differences(part.checkpoint.tensors) else layout
 
 
 def _of_experts(layout: PartLayout, experts: _Field, *, fits: bool) -> Item:
@@ -119,38 +146,38 @@ def _of_experts(layout: PartLayout, experts: _Field, *, fits: bool) -> Item:
     )
 
 
-def _field_of(layout: PartLayout) -> _Field | None:
-    stored, tensors = layout.stored, layout.checkpoint.tensors
-    if not isinstance(stored.quantization, dict):
+def _field_of(context: Context, part: Part) -> tuple[_Field, PartLayout] | None:
+    """Return the field by another value of which a part is as stored, and what it then holds."""
+    config = part.checkpoint.config if part.checkpoint is not None else {}
+    quantization = quantization_of(config)
+    if not isinstance(quantization, dict):
         return None
     for names, values in _VALUES.items():
-        said = next(_values(stored.quantization, names), None)
-        if said is None:
-            continue
-        for value in (value for value in values if value != said[1]):
-            changed = _changed(stored.quantization, names, value)
-            try:
-                if not stored.reread(changed, str).differences(tensors):
-                    return _Field(*said, stored=value)
-            except MtpExportError:  # a value that the method does not have
-                continue
+        name, said = next(_values(quantization, names), (names[0], None))
+        for value in (value for value in values if value != said):
+            changed = _changed(quantization, names, value)
+            if said is None:
+                changed |= {name: value}
+            layout = _layout_by(context, part, replaced_quantization(config, changed))
+            if layout is not None:
+                return _Field(name, said, stored=value), layout
     return None
 
 
-def _values(config: Mapping[str, Any], names: tuple[str, ...]) -> Iterator[tuple[str, int]]:
+def _values(config: Mapping[str, Any], names: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     """Yield a field's name and value wherever a config has it."""
     for key, value in config.items():
-        if key in names and type(value) is int:
+        if key in names and not isinstance(value, dict):
             yield key, value
         elif isinstance(value, dict) and key not in _OTHERS:
             yield from _values(value, names)
 
 
-def _changed(config: Mapping[str, Any], names: tuple[str, ...], new: int) -> dict[str, Any]:
+def _changed(config: Mapping[str, Any], names: tuple[str, ...], new: Any) -> dict[str, Any]:
     """Return a config with another value of a field, wherever it has it."""
 
     def one(key: str, value: Any) -> Any:
-        if key in names and type(value) is int:
+        if key in names and not isinstance(value, dict):
             return new
         nested = isinstance(value, dict) and key not in _OTHERS
         return _changed(value, names, new) if nested else value

@@ -9,14 +9,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from mtp_checkpoints.containers.base import TensorInfo
+from mtp_checkpoints.containers.base import CONFIG_NAME, TensorInfo
 from mtp_checkpoints.errors import MtpExportError
+from mtp_checkpoints.families.base import FLOATS
 from mtp_checkpoints.families.signs import (
     Announced,
     NamedModule,
     announced,
     are_transposed,
     count_field,
+    draft_class,
     expert_gaps,
     experts_of,
     fused_experts,
@@ -58,6 +60,9 @@ def run(context: Context) -> Iterator[Item]:
     if other is not None:
         yield not_tested("MTP modules", causes.another_kind(other.kind, other.sign))
         return
+    main = found.tensors.keys() - {*found.mtp_names} if found.has_main else ()
+    if has_layers(main) and (name := draft_class(found.config)) is not None:
+        yield failed("main model's class", causes.class_of_a_draft(name), subject=CONFIG_NAME)
     yield _presence(found)
     if found.modules:
         yield _complete(found)
@@ -255,7 +260,8 @@ _CODES = frozenset({"F8_E4M3", "F8_E5M2", "I8", "U8", "I32", "U32"})
 
 
 def _unpaired(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, str]]:
-    """Yield codes without a scale, and scales without codes, each with a sentence."""
+    """Yield codes without a scale, and scales without codes or beside what holds none, each with a
+    sentence."""
     last_of: dict[str, set[str]] = {}
     for name in tensors:
         module, _, last = name.rpartition(".")
@@ -268,6 +274,9 @@ def _unpaired(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, str]]:
         weights = [codes for codes, scales in SCALES_OF_CODES.items() if last in scales]
         if weights and siblings.isdisjoint((*SCALES_OF_CODES, "blocks")):
             yield name, causes.scale_without_codes(name)
+        plain = tensors.get(f"{module}.weight")
+        if weights == ["weight"] and plain is not None and plain.dtype in FLOATS:
+            yield plain.name, causes.scale_beside_floats(plain.name, str(plain.dtype), last)
 
 
 def _indexed(context: Context, found: Found) -> Item:

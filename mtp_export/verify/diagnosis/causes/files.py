@@ -164,9 +164,10 @@ def another_storage(module: str, stored: str, storage: str, expected: str) -> st
     )
 
 
-def field_misdescribes(field: str, *, said: int, stored: int, fits: bool) -> str:
-    """fits: the other part is stored as the field says."""
-    words = f"quantization_config says {field} {said}, and every weight is stored as by {stored}"
+def field_misdescribes(field: str, *, said: object, stored: object, fits: bool) -> str:
+    """said: None where the field is missing. fits: the other part is stored as the field says."""
+    words = f"says {field} {said}" if said is not None else f"has no {field}"
+    words = f"quantization_config {words}, and every weight is stored as by {stored}"
     if not fits:
         return f"{words}: set {field} to {stored}"
     return (

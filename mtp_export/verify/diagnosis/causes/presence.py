@@ -91,10 +91,10 @@ def no_projection(name: str) -> str:
 
 
 def renamed(wanted: str, found: str, count: int) -> str:
-    return (
-        f"tensors of the module are there under other names ({count}): they begin with"
-        f" {found or 'nothing'}, where engines look for {wanted or 'nothing'}"
-    )
+    there = f"tensors of the module are there under other names ({count}):"
+    if not wanted:
+        return f"{there} engines look for them without {found}. before each"
+    return f"{there} they begin with {found or 'nothing'}, where engines look for {wanted}"
 
 
 def fused(name: str) -> str:
@@ -138,6 +138,20 @@ def codes_without_scale(name: str, dtype: str) -> str:
 
 def scale_without_codes(name: str) -> str:
     return f"{name} is a scale, and no weight is beside it"
+
+
+def scale_beside_floats(name: str, dtype: str, scale: str) -> str:
+    return (
+        f"{name} is {dtype}, and its {scale} is beside it: codes were cast and not multiplied by"
+        " their scale, or the scale was left behind. Engines have no place for it"
+    )
+
+
+def class_of_a_draft(architecture: str) -> str:
+    return (
+        f"config.json's architectures name {architecture}, the class of a draft, and a main model"
+        " is here: engines build the draft alone. Put the original's name back"
+    )
 
 
 def not_in_index(file: str, *, sglang_adds: bool) -> str:
