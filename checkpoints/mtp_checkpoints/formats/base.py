@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from mtp_checkpoints.dtypes import DType, OutputTensor
@@ -95,7 +96,6 @@ class WeightFormat(ABC):
     reads_whole: ClassVar[bool] = False  # all codes are read for some rows: as read they are others
     word_rows: ClassVar[int] = 0  # rows that words of some tensor run across; 0: none does
     compiled_sources: ClassVar[frozenset[str]] = frozenset()  # of quantize_rows
-    has_row_codes: ClassVar[bool] = False  # the compiled decoder multiplies its codes
     # A number of the whole matrix goes with its scales, one for all linears that engines join.
     of_whole_matrix: ClassVar[bool] = False
     has_grid: ClassVar[bool] = False  # calibration may choose among its numbers
@@ -147,16 +147,14 @@ class WeightFormat(ABC):
         return None
 
     def group(self, *, activations_fp8: bool) -> dict[str, Any]:
-        """Return the compressed-tensors group of the format, but for its targets.
+        """Return the group of a format that compressed-tensors knows, but for its targets.
 
-        activations_fp8: int4 weights run with activations in fp8. Only formats that
-        compressed-tensors knows have a group.
+        activations_fp8: int4 weights run with activations in fp8.
         """
         raise AssertionError(f"compressed-tensors has no {self.storage}")
 
     def grid(self, tensors: Sequence[torch.Tensor]) -> Grid:
-        """Return the numbers that codes can stand for beside the scales of a weight's tensors. Only
-        formats that has_grid do."""
+        """Return the numbers that codes of a format that has_grid stand for beside its scales."""
         raise AssertionError(f"no calibration chooses codes of {self.storage}")
 
     def encode(self, values: torch.Tensor, scale_rule: str) -> tuple[torch.Tensor, ...]:
@@ -208,15 +206,12 @@ class WeightFormat(ABC):
         return self.encoded((source.codes(start, stop), scale))
 
     def places(self, rows: range, columns: range, shape: Sequence[int]) -> Sequence[Place]:
-        """Return where rows and columns of a weight [N, K], whole words and groups of them, lie in
-        each tensor. Only formats with word_rows say so."""
+        """Return where whole words and groups of a weight [N, K] with word_rows lie in a tensor."""
         raise AssertionError(f"{self.storage} has the rows of its codes")
 
     def statistics(self, codes: torch.Tensor, scale: torch.Tensor) -> WeightStatistics:
-        """Return the statistics of the weights, unsound where dequantize refuses them.
-
-        A format whose codes the kernels can measure as they are overrides it.
-        """
+        """Return the statistics of the weights, unsound where dequantize refuses them; a format
+        whose codes the kernels can measure as they are overrides it."""
         import torch
 
         from mtp_kernels import weight_statistics
@@ -228,27 +223,32 @@ class WeightFormat(ABC):
         return weight_statistics.float_statistics(values)
 
     def source(self, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor | Fp8Block:
-        """Return rows in a form that every format can be made of: float32 weights, or codes whose
-        scales the kernels multiply in (ValueError for unusable scales)."""
+        """Return rows that every format can be made of: values in float32, or codes whose scales
+        the kernels multiply in (ValueError for unusable scales)."""
         import torch
 
         return self.decode(codes, scale, torch.float32)
 
     def stored(self, codes: torch.Tensor, scale: torch.Tensor) -> StoredWeight:
-        """Return codes and scales as the kernels multiply with them, dense for a format that they
-        do not know (ValueError for unusable scales)."""
+        """Return what the kernels multiply with, values of a format that they do not know
+        (ValueError for unusable scales)."""
         import torch
 
         return self.decode(codes, scale, torch.float32)
 
+    @property
+    def has_row_codes(self) -> bool:
+        """True where the compiled decoder multiplies the codes."""
+        return False
+
     def row_codes(self, codes: torch.Tensor, scale: torch.Tensor) -> RowCodes:
-        """Return codes and scales as the compiled decoder packs them (ValueError for damaged ones).
-        Only formats that has_row_codes do."""
+        """Return what the decoder packs of codes that it multiplies (ValueError for damage)."""
         raise AssertionError(f"{self.storage} is decoded before it is packed")
 
-    def row_bytes(self, codes: int, scales: int) -> int:
-        """Return the bytes of row_codes for stored bytes of codes and a number of scales."""
-        return codes + 4 * scales
+    def row_bytes(self, tensors: Sequence[TensorInfo], rows: int) -> int:
+        """Return the bytes of row_codes for the stored tensors of a weight of so many rows."""
+        codes, *scales = tensors
+        return codes.size_bytes + 4 * rows * (prod(scales[0].shape[1:]) if scales else 0)
 
     def constants(self, shape: tuple[int, ...]) -> tuple[Any, ...]:
         """Return the last tensors, which no element of a weight [N, K] decides, as arrays."""

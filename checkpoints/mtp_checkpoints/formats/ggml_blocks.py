@@ -29,6 +29,7 @@ from mtp_checkpoints.formats.verification import (
 if TYPE_CHECKING:
     import torch
 
+    from mtp_checkpoints.containers.base import TensorInfo
     from mtp_kernels.quantize.row_codes import RowCodes
 
 GGUF = "gguf"  # the quant_method of what a GGUF file holds
@@ -43,6 +44,10 @@ class GgmlBlocks(WeightFormat):
     methods: ClassVar[tuple[str, ...]] = (GGUF,)
     word_rows: ClassVar[int] = 1
     compiled_sources: ClassVar[frozenset[str]] = frozenset({"bf16", "fp8_block"})
+    has_row_codes: ClassVar[bool] = True
+    code_bits: ClassVar[int] = 8  # of row_codes, whose groups have so many columns and numbers
+    group_columns: ClassVar[int] = 32
+    group_numbers: ClassVar[int] = 1
 
     @property
     def k_divisor(self) -> int:
@@ -85,6 +90,17 @@ class GgmlBlocks(WeightFormat):
         weights = torch.from_numpy(dequantize_ggml_blocks(self.storage, blocks))
         return weights.view(*codes.shape[:-1], -1).to(codes.device, dtype)
 
+    def row_codes(self, codes: torch.Tensor, scale: torch.Tensor) -> RowCodes:
+        from mtp_kernels.quantize.ggml_rows import ggml_row_codes
+
+        return ggml_row_codes(self.storage, codes)
+
+    def row_bytes(self, tensors: Sequence[TensorInfo], rows: int) -> int:
+        elements = self.columns_of(tensors[0].size_bytes)
+        return (
+            elements * self.code_bits // 8 + 4 * self.group_numbers * elements // self.group_columns
+        )
+
 
 @dataclass(frozen=True)
 class DecodedBlocks(Values, ReadOnlyFormat):
@@ -112,24 +128,8 @@ class OpaqueBlocks(Values, ReadOnlyFormat):
         return (tensor.dtype, *(dtype for dtype in DType if dtype.is_opaque))
 
 
-class _ScaledBlocks(GgmlBlocks):
-    """Blocks of a scale and codes of numbers that it multiplies."""
-
-    has_row_codes: ClassVar[bool] = True
-    scale_bytes: ClassVar[int] = 2
-
-    def row_codes(self, codes: torch.Tensor, scale: torch.Tensor) -> RowCodes:
-        from mtp_kernels.quantize.ggml_rows import ggml_row_codes
-
-        return ggml_row_codes(self.storage, codes)
-
-    def row_bytes(self, codes: int, scales: int) -> int:
-        blocks = codes // tensor_bytes(self.dtype, (self.k_divisor,))
-        return codes + blocks * (4 - self.scale_bytes)
-
-
 @dataclass(frozen=True)
-class Q8(_ScaledBlocks):
+class Q8(GgmlBlocks):
     """Q8_0: a scale in half precision, and 32 codes of int8."""
 
     dtype: ClassVar[DType] = DType.GGML_Q8_0
@@ -139,9 +139,10 @@ class Q8(_ScaledBlocks):
 
 
 @dataclass(frozen=True)
-class Q4(_ScaledBlocks):
+class Q4(GgmlBlocks):
     """Q4_0: a scale, and 32 codes of four bits, less 8."""
 
+    code_bits: ClassVar[int] = 4
     dtype: ClassVar[DType] = DType.GGML_Q4_0
     storage: ClassVar[str] = "q4_0"
     operation: ClassVar[str] = "quantize_q4_0"
@@ -152,6 +153,8 @@ class Q4(_ScaledBlocks):
 class Q4WithMinimum(GgmlBlocks):
     """Q4_1: a scale, a minimum, and 32 codes of four bits."""
 
+    code_bits: ClassVar[int] = 4
+    group_numbers: ClassVar[int] = 2
     dtype: ClassVar[DType] = DType.GGML_Q4_1
     storage: ClassVar[str] = "q4_1"
     operation: ClassVar[str] = "quantize_q4_1"
@@ -172,6 +175,7 @@ class Q5(GgmlBlocks):
 class Q5WithMinimum(GgmlBlocks):
     """Q5_1: a scale, a minimum, the fifth bits of 32 codes, and the others."""
 
+    group_numbers: ClassVar[int] = 2
     dtype: ClassVar[DType] = DType.GGML_Q5_1
     storage: ClassVar[str] = "q5_1"
     operation: ClassVar[str] = "quantize_q5_1"
@@ -179,14 +183,14 @@ class Q5WithMinimum(GgmlBlocks):
 
 
 @dataclass(frozen=True)
-class Mxfp4(_ScaledBlocks):
+class Mxfp4(GgmlBlocks):
     """MXFP4: a scale of e8m0, and 32 codes of e2m1."""
 
+    code_bits: ClassVar[int] = 4
     dtype: ClassVar[DType] = DType.GGML_MXFP4
     storage: ClassVar[str] = "mxfp4"
     operation: ClassVar[str] = "quantize_mxfp4"
     gate: ClassVar[FormatGate] = FOUR_BIT_GATE
-    scale_bytes: ClassVar[int] = 1
 
 
 class _SuperBlocks(GgmlBlocks):
@@ -205,6 +209,8 @@ class _SuperBlocks(GgmlBlocks):
 class Q4K(_SuperBlocks):
     """Q4_K: codes of four bits above a minimum, in groups of 32."""
 
+    code_bits: ClassVar[int] = 4
+    group_numbers: ClassVar[int] = 2
     dtype: ClassVar[DType] = DType.GGML_Q4_K
     storage: ClassVar[str] = "q4_k"
     operation: ClassVar[str] = "quantize_q4_k"
@@ -216,6 +222,7 @@ class Q4K(_SuperBlocks):
 class Q5K(_SuperBlocks):
     """Q5_K: codes of five bits above a minimum, in groups of 32."""
 
+    group_numbers: ClassVar[int] = 2
     dtype: ClassVar[DType] = DType.GGML_Q5_K
     storage: ClassVar[str] = "q5_k"
     operation: ClassVar[str] = "quantize_q5_k"
@@ -227,6 +234,7 @@ class Q5K(_SuperBlocks):
 class Q6K(_SuperBlocks):
     """Q6_K: codes of six bits, less 32, in groups of 16."""
 
+    group_columns: ClassVar[int] = 16
     dtype: ClassVar[DType] = DType.GGML_Q6_K
     storage: ClassVar[str] = "q6_k"
     operation: ClassVar[str] = "quantize_q6_k"

@@ -31,6 +31,10 @@ class GptqWords(InputWords):
 
     permuted: bool = False
 
+    @property
+    def has_row_codes(self) -> bool:
+        return not self.permuted  # of which each column has a scale of its own
+
     def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[OutputTensor, ...]:
         module = name.removesuffix(".weight")
         group_of_row = OutputTensor(f"{module}.{_GROUP_OF_ROW}", DType.I32, (shape[1],))

@@ -16,6 +16,8 @@ from mtp_checkpoints.formats.verification import INT8_GATE, FormatGate
 if TYPE_CHECKING:
     import torch
 
+    from mtp_kernels.quantize.row_codes import RowCodes
+
 _LAYOUT = "int-quantized"
 _SCALE_DTYPES = (DType.BF16, DType.F16, DType.F32)
 
@@ -27,6 +29,7 @@ class Int8Unpacked(ReadOnlyFormat):
     storage: ClassVar[str] = "int8_unpacked"
     gate: ClassVar[FormatGate] = INT8_GATE
     methods: ClassVar[tuple[str, ...]] = (COMPRESSED,)
+    has_row_codes: ClassVar[bool] = True
     in_words: ClassVar[str] = "int-quantized int8 per channel"
 
     @classmethod
@@ -45,7 +48,17 @@ class Int8Unpacked(ReadOnlyFormat):
         return _SCALE_DTYPES if tensor.dtype == DType.BF16 else (tensor.dtype,)
 
     def decode(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        factors = scale.float()
-        if not factors.isfinite().all():
-            raise ValueError("channel scale: expected finite numbers")
-        return (codes.float() * factors).to(dtype)
+        return (codes.float() * _finite(scale)).to(dtype)
+
+    def row_codes(self, codes: torch.Tensor, scale: torch.Tensor) -> RowCodes:
+        from mtp_kernels.quantize.row_codes import RowCodes
+
+        return RowCodes(codes, _finite(scale), codes.shape[1])
+
+
+def _finite(scale: torch.Tensor) -> torch.Tensor:
+    """Return scales in float32 (ValueError for those that are not finite)."""
+    factors = scale.float()
+    if not factors.isfinite().all():
+        raise ValueError("channel scale: expected finite numbers")
+    return factors

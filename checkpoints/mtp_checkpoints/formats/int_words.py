@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, ClassVar
 
 from mtp_checkpoints.dtypes import DType, OutputTensor
@@ -15,6 +16,9 @@ from mtp_checkpoints.formats.verification import FOUR_BIT_GATE, INT8_GATE, Forma
 if TYPE_CHECKING:
     import torch
 
+    from mtp_checkpoints.containers.base import TensorInfo
+    from mtp_kernels.quantize.row_codes import RowCodes
+
 CODES_PER_WORD = 8  # of 4 bits
 _WORD_BITS = 32
 _ONES = {4: 0x11111111, 8: 0x01010101}  # words that hold one in each place, by bits
@@ -23,18 +27,20 @@ _SCALE_DTYPES = (DType.F16, DType.BF16, DType.F32)
 
 
 @dataclass(frozen=True)
-class IntWords(ReadOnlyFormat):
-    """Codes qweight, scales [K/group, N], zero points qzeros [K/group, N/w] with w numbers in a
-    word; read as codes [N, K] with the zero points taken off, I8 of 4 bits and I16 of 8, and
-    scales [N, K/group]."""
+class ZeroPoints(ReadOnlyFormat):
+    """Codes of a matrix in words, and a scale and a zero point per group; read as codes [N, K] with
+    the zero points taken off, I8 of 4 bits and I16 of 8, and scales [N, K/group]."""
 
     group_size: int
 
     bits: ClassVar[int] = 4
     gate: ClassVar[FormatGate] = FOUR_BIT_GATE
     reads_whole: ClassVar[bool] = True
-    word_rows: ClassVar[int] = CODES_PER_WORD  # of qzeros, if not of qweight
-    columns_per_word: ClassVar[int]  # of qweight
+    word_rows: ClassVar[int] = CODES_PER_WORD  # of zero points, if not of codes
+
+    @property
+    def has_row_codes(self) -> bool:
+        return True
 
     @property
     def k_divisor(self) -> int:
@@ -43,6 +49,28 @@ class IntWords(ReadOnlyFormat):
     @property
     def k_unit(self) -> str:
         return "the group size"
+
+    def decode(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        factors = scale.float()
+        if not factors.isfinite().all():
+            raise ValueError("group scale: expected finite numbers")
+        columns = codes.shape[1] // scale.shape[1]
+        return (codes.float() * factors.repeat_interleave(columns, dim=1)).to(dtype)
+
+    def row_codes(self, codes: torch.Tensor, scale: torch.Tensor) -> RowCodes:
+        from mtp_kernels.quantize.row_codes import integer_rows
+
+        return integer_rows(codes, scale, self.bits)
+
+    def row_bytes(self, tensors: Sequence[TensorInfo], rows: int) -> int:
+        return tensors[0].size_bytes + 2 * 4 * prod(tensors[1].shape)
+
+
+class IntWords(ZeroPoints):
+    """Codes qweight, scales [K/group, N], zero points qzeros [K/group, N/w] with w numbers in a
+    word."""
+
+    columns_per_word: ClassVar[int]  # of qweight
 
     @abstractmethod
     def _codes(self, words: torch.Tensor) -> torch.Tensor:
@@ -109,9 +137,6 @@ class IntWords(ReadOnlyFormat):
         places = self.places(range(start, stop), range(columns), (stop, columns))
         return self.encoded([_part(tensor, at) for tensor, at in zip(tensors, places, strict=True)])
 
-    def decode(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return decoded(codes, scale, dtype)
-
 
 @dataclass(frozen=True)
 class InputWords(IntWords):
@@ -148,16 +173,6 @@ class EightBits(InputWords):
     gate: ClassVar[FormatGate] = INT8_GATE
     word_rows: ClassVar[int] = _WORD_BITS // 8
     columns_per_word: ClassVar[int] = _WORD_BITS // 8
-
-
-def decoded(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return codes [n, K] times the scales [n, G] of their groups (ValueError for unusable
-    scales)."""
-    factors = scale.float()
-    if not factors.isfinite().all():
-        raise ValueError("group scale: expected finite numbers")
-    columns = codes.shape[1] // scale.shape[1]
-    return (codes.float() * factors.repeat_interleave(columns, dim=1)).to(dtype)
 
 
 def divided(part: range, size: int) -> range:

@@ -15,6 +15,8 @@ from mtp_checkpoints.formats.verification import FP8_GATE, FormatGate
 if TYPE_CHECKING:
     import torch
 
+    from mtp_kernels.quantize.row_codes import RowCodes
+
 _METHOD = "modelopt"
 
 
@@ -60,6 +62,7 @@ class Fp8Tensor(ReadOnlyFormat):
     storage: ClassVar[str] = "fp8_tensor"
     methods: ClassVar[tuple[str, ...]] = (_METHOD,)
     gate: ClassVar[FormatGate] = FP8_GATE
+    has_row_codes: ClassVar[bool] = True
 
     def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[OutputTensor, ...]:
         module = name.removesuffix(".weight")
@@ -82,6 +85,12 @@ class Fp8Tensor(ReadOnlyFormat):
         if values.isnan().any():
             raise ValueError("e4m3 codes: expected numbers, found NaN")
         return (values * scale.float()).to(dtype)
+
+    def row_codes(self, codes: torch.Tensor, scale: torch.Tensor) -> RowCodes:
+        from mtp_kernels.quantize.layouts import Fp8Channel
+        from mtp_kernels.quantize.row_codes import row_codes
+
+        return row_codes(Fp8Channel(codes, scale.expand(len(codes), 1)))
 
     def check_constants(self, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> None:
         check_above_zero(tensors)

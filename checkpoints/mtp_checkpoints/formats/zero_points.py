@@ -12,18 +12,17 @@ from mtp_checkpoints.formats.base import (
     COMPRESSED_SCALE,
     EncodedWeight,
     Place,
-    ReadOnlyFormat,
     RowSource,
 )
 from mtp_checkpoints.formats.compressed import COMPRESSED, WeightsEntry, check_weight_shape
 from mtp_checkpoints.formats.int_words import (
     WHOLE_ROW,
-    decoded,
+    ZeroPoints,
     divided,
     unpacked_columns,
     unpacked_rows,
 )
-from mtp_checkpoints.formats.verification import FOUR_BIT_GATE, INT8_GATE, FormatGate
+from mtp_checkpoints.formats.verification import INT8_GATE, FormatGate
 
 if TYPE_CHECKING:
     import torch
@@ -33,21 +32,15 @@ _SCALE_DTYPES = (DType.BF16, DType.F16, DType.F32)
 
 
 @dataclass(frozen=True)
-class Int4ZeroPoints(ReadOnlyFormat):
+class Int4ZeroPoints(ZeroPoints):
     """weight_packed I32 [N, K/w], weight_scale [N, G], weight_shape I64 [2], weight_zero_point I32
     [N/w, G], with w numbers in a word; read as codes [N, K] with the zero points taken off.
 
     Source: compressed-tensors, `PackedQuantizationCompressor`.
     """
 
-    group_size: int
-
     storage: ClassVar[str] = "int4_zero_points"
     methods: ClassVar[tuple[str, ...]] = (COMPRESSED,)
-    gate: ClassVar[FormatGate] = FOUR_BIT_GATE
-    reads_whole: ClassVar[bool] = True
-    bits: ClassVar[int] = 4
-    word_rows: ClassVar[int] = 8
     in_words: ClassVar[str] = "pack-quantized int4 with zero points"
 
     @classmethod
@@ -60,14 +53,6 @@ class Int4ZeroPoints(ReadOnlyFormat):
             _LAYOUT, kind="int", bits=cls.bits, strategy=strategy, symmetric=False
         )
         return cls(size) if described else None
-
-    @property
-    def k_divisor(self) -> int:
-        return self.word_rows if self.group_size == WHOLE_ROW else self.group_size
-
-    @property
-    def k_unit(self) -> str:
-        return "the group size"
 
     def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[OutputTensor, ...]:
         (rows, columns), module = shape, name.removesuffix(".weight")
@@ -113,9 +98,6 @@ class Int4ZeroPoints(ReadOnlyFormat):
         words = divided(range(start, stop), self.word_rows)
         parts = (scale[start:stop], shape, zeros[words.start : words.stop])
         return self.encoded((source.whole_codes[start:stop], *parts))
-
-    def decode(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return decoded(codes, scale, dtype)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from mtp_kernels.cpu.code import FLOAT_BYTES, LANES
 PANEL = 2 * LANES  # columns of a packed weight that one product makes
 SCALE_BYTES = PANEL * FLOAT_BYTES  # of a group
 
-# Kinds of panels. Of codes, rows [g, 32] of a group follow the group's scales [32] in float32.
+# Kinds of panels. Of codes, rows [g, 32] of a group follow the group's scales [32] in float32, and
+# its minimums [32] precede these where a form has some.
 FLOAT32 = 0
 BF16 = 1  # a row holds its two vectors entry by entry, in pairs
 INT8 = 2  # two's complement; 4 rows are two vectors of words, the first row in the lowest bits
@@ -22,7 +23,8 @@ E2M1 = 5  # likewise
 STEP_ROWS = {INT8: 4, FP8: 4, INT4: 8, E2M1: 8}
 _KIND_BITS = 3
 _INTEGERS = 1 << _KIND_BITS  # codes of a panel are multiplied with codes of inputs
-_GROUP = _KIND_BITS + 1
+_MINIMUMS = 2 << _KIND_BITS  # numbers are the products of codes and scales above minimums
+_GROUP = _KIND_BITS + 2
 
 
 class Panel(NamedTuple):
@@ -33,12 +35,12 @@ class Panel(NamedTuple):
     form: Any
 
 
-def form_of(kind: int, group: int = 0, *, integers: bool = False) -> int:
+def form_of(kind: int, group: int = 0, *, integers: bool = False, minimums: bool = False) -> int:
     """Return the form of panels of a kind; codes have scales for each group of rows.
 
-    integers: inputs are multiplied as codes too.
+    integers: inputs are multiplied as codes too. minimums: groups have minimums too.
     """
-    return kind | _INTEGERS * integers | group << _GROUP
+    return kind | _INTEGERS * integers | _MINIMUMS * minimums | group << _GROUP
 
 
 @register_jitable
@@ -60,6 +62,12 @@ def takes_codes(form: int) -> bool:
 
 
 @register_jitable
+def has_minimums(form: int) -> bool:
+    """Return True where groups have minimums."""
+    return form & _MINIMUMS != 0
+
+
+@register_jitable
 def has_nibbles(kind: int) -> bool:
     """Return True for codes of four bits."""
     return kind >= INT4
@@ -76,9 +84,15 @@ def row_bytes(kind: int) -> int:
 
 
 @register_jitable
+def head_bytes(form: int) -> int:
+    """Return the bytes of a group in front of its codes: minimums, then scales."""
+    return (1 + has_minimums(form)) * SCALE_BYTES
+
+
+@register_jitable
 def group_bytes(form: int) -> int:
-    """Return the bytes of a group of codes and its scales."""
-    return SCALE_BYTES + group_of(form) * row_bytes(kind_of(form))
+    """Return the bytes of a group of codes and of what precedes them."""
+    return head_bytes(form) + group_of(form) * row_bytes(kind_of(form))
 
 
 @register_jitable

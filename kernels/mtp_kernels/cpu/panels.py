@@ -24,9 +24,11 @@ from mtp_kernels.cpu.code import (
     LANES,
     PAIRS,
     VECTOR,
+    added,
     bytes_of,
     every_word,
     fma,
+    fold,
     integer,
     load,
     loop,
@@ -51,6 +53,7 @@ from mtp_kernels.cpu.panel_forms import (
     group_bytes,
     group_of,
     has_nibbles,
+    head_bytes,
     kind_of,
 )
 from mtp_kernels.cpu.vectors import Rows, from_row
@@ -269,7 +272,30 @@ def _pair_product() -> Any:
     return intrinsic(product)
 
 
-_PAIR_PRODUCT = _pair_product()
+def _add_minimums(typing: Any, x: Any, depth: Any, minimums: Any, out: Any) -> Any:
+    """out[:PANEL] += minimums[:PANEL] times the sum of x[:depth], a multiple of LANES."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        x, depth, minimums, out = arguments
+
+        def step(number: Any, sums: list[Any]) -> list[Any]:
+            at = builder.add(x, builder.mul(number, integer(LANES * FLOAT_BYTES)))
+            return [builder.fadd(sums[0], load(builder, at, VECTOR))]
+
+        steps = builder.udiv(depth, integer(LANES))
+        folded = fold(builder, loop(builder, steps, [ir.Constant(VECTOR, None)], step), added)
+        first = builder.extract_element(folded, ir.Constant(ir.IntType(32), 0))
+        total = splat(builder, first)
+        for c in (0, LANES):
+            least, at = (builder.add(a, integer(c * FLOAT_BYTES)) for a in (minimums, out))
+            old = load(builder, at, VECTOR)
+            store(builder, fma(builder, total, load(builder, least, VECTOR), old), at)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), codegen
+
+
+_PAIR_PRODUCT, _ADD_MINIMUMS = _pair_product(), intrinsic(_add_minimums)
 _PRODUCT_1, _PRODUCT_2, _PRODUCT_3, _PRODUCT_4 = (_product(rows) for rows in (1, 2, 3, 4))
 _PRODUCT_5, _PRODUCT_6, _PRODUCT_7, _PRODUCT_8 = (_product(rows) for rows in (5, 6, 7, 8))
 
@@ -307,7 +333,8 @@ def multiply_pair(x: Any, panel: Any, following: Any, out: Any) -> None:
     """Write x [k] times a Panel of nibbles and the one at the address `following` to out
     [2 * PANEL]; with the bits of one at a time."""
     group, size = group_of(panel.form), group_bytes(panel.form)
-    first, second = panel.at, following
+    before = head_bytes(panel.form) - SCALE_BYTES
+    first, second = panel.at + before, following + before
     for start in range(0, panel.count, group):
         depth = min(group, panel.count - start)
         entry = x.at + FLOAT_BYTES * start
@@ -315,13 +342,19 @@ def multiply_pair(x: Any, panel: Any, following: Any, out: Any) -> None:
             _PAIR_PRODUCT(entry, first, second, _INT4, depth, out, start)
         else:
             _PAIR_PRODUCT(entry, first, second, _E2M1, depth, out, start)
+        if before:
+            _ADD_MINIMUMS(entry, depth, first - before, out)
+            _ADD_MINIMUMS(entry, depth, second - before, out + FLOAT_BYTES * PANEL)
         first, second = first + size, second + size
 
 
 @inner
 def _multiply_groups(x: Any, panel: Any, kind: Any, out: Any, out_stride: Any) -> None:
-    """Multiply with the codes of one group after the other, each sum times the group's scales."""
-    group, size, at = group_of(panel.form), group_bytes(panel.form), panel.at
+    """Multiply with the codes of one group after the other, each sum times the group's scales;
+    minimums are multiplied with the sum of a group's inputs."""
+    group, size = group_of(panel.form), group_bytes(panel.form)
+    before = head_bytes(panel.form) - SCALE_BYTES
+    at = panel.at + before
     for first in range(0, panel.count, group):
         part = Rows(x.at + FLOAT_BYTES * first, x.stride, x.count)
         codes = Rows(at + SCALE_BYTES, PANEL, min(group, panel.count - first))
@@ -333,6 +366,11 @@ def _multiply_groups(x: Any, panel: Any, kind: Any, out: Any, out_stride: Any) -
             _multiply(part, codes, _INT8, at, out, out_stride, first)
         else:
             _multiply(part, codes, _FP8, at, out, out_stride, first)
+        for row in range(x.count if before else 0):
+            own = FLOAT_BYTES * row
+            _ADD_MINIMUMS(
+                part.at + own * x.stride, codes.count, at - before, out + own * out_stride
+            )
         at += size
 
 

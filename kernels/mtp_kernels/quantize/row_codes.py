@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from mtp_kernels.quantize import checks
-from mtp_kernels.quantize.block_floats import e2m1_values, unpack_pairs
+from mtp_kernels.quantize.block_floats import e2m1_values, pack_pairs, unpack_pairs
 from mtp_kernels.quantize.layouts import (
     BLOCK,
     SIGN_BITS,
@@ -21,33 +21,43 @@ from mtp_kernels.quantize.layouts import (
 )
 
 _CODES_OF = {torch.int32: 8, torch.uint8: 2}  # an element of these dtypes; others are one
+_NIBBLE_BITS = 4
 _BYTE_SIGN = 0x80  # code + 128 and the two's complement differ in a byte's sign
 
 
 @dataclass(frozen=True)
 class RowCodes:
-    """Rows [n, K] of a matrix: a number is its code times its row's scale for its group of columns.
+    """Rows [n, K] of a matrix: a number is its code times its row's scale for its group of columns,
+    and its row's minimum more for it where there are such.
 
     codes: int8 or float8_e4m3fn [n, K], or of 4 bits, the first in the lowest bits, whole numbers
     int32 [n, K/8] or e2m1 uint8 [n, K/2]. Integers are two's complements once the bits of `flip`
-    are turned over in every byte. scale float32 [n, ceil(K/group)].
+    are turned over in every byte. scale and minimum float32 [n, ceil(K/group)].
     """
 
     codes: torch.Tensor
     scale: torch.Tensor
     group: int
     flip: int = 0
+    minimum: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.codes)
 
     def __getitem__(self, rows: slice) -> RowCodes:
-        return RowCodes(self.codes[rows], self.scale[rows], self.group, self.flip)
+        minimum = None if self.minimum is None else self.minimum[rows]
+        return RowCodes(self.codes[rows], self.scale[rows], self.group, self.flip, minimum)
 
     @property
     def columns(self) -> int:
         """The columns of the matrix."""
         return self.codes.shape[1] * _CODES_OF.get(self.codes.dtype, 1)
+
+    @property
+    def of_groups(self) -> torch.Tensor:
+        """Minimums, where there are some, and scales of all groups [n, ceil(K/group), 1 or 2]."""
+        parts = [self.scale] if self.minimum is None else [self.minimum, self.scale]
+        return torch.stack(parts, dim=-1)
 
     def numbers(self) -> torch.Tensor:
         """Return the codes [n, K] as int8 or float8_e4m3fn, each the number that it stands for."""
@@ -63,8 +73,26 @@ class RowCodes:
 
     def values(self) -> torch.Tensor:
         """Return the numbers [n, K] in float32."""
-        scale = self.scale.repeat_interleave(self.group, dim=1)[:, : self.columns]
-        return self.numbers().float() * scale
+        found = self.numbers().float() * self._spread(self.scale)
+        return found if self.minimum is None else found + self._spread(self.minimum)
+
+    def _spread(self, of_groups: torch.Tensor) -> torch.Tensor:
+        return of_groups.repeat_interleave(self.group, dim=1)[:, : self.columns]
+
+
+def integer_rows(numbers: torch.Tensor, scale: torch.Tensor, bits: int) -> RowCodes:
+    """Return integers [n, K] times the scales [n, G] of their groups as codes of 4 or 8 bits above
+    the smallest number of each group, from which none is 2^bits away (ValueError for scales that
+    are not finite)."""
+    factors, half = scale.float(), 1 << (bits - 1)
+    if not factors.isfinite().all():
+        raise ValueError("group scale: expected finite numbers")
+    groups = numbers.reshape(*scale.shape, -1)
+    middle = groups.amin(dim=-1, keepdim=True) + half
+    codes = (groups - middle).flatten(1).to(torch.int8)
+    if bits == _NIBBLE_BITS:
+        codes = pack_pairs((codes & 15).view(torch.uint8)).view(torch.int32)
+    return RowCodes(codes, factors, groups.shape[-1], minimum=middle[..., 0].float() * factors)
 
 
 def row_codes(weight: QuantizedWeight) -> RowCodes:

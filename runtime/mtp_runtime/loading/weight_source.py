@@ -105,7 +105,7 @@ class WeightSource:
         it becomes dense. columns: those that are packed."""
         stored, size = self.stored(name), self._spec(name).shape[-1]
         columns = range(size) if columns is None else columns
-        if not (self._in_rows(name) and has_whole_units(stored.format, columns, size)):
+        if stored.transposed or not has_whole_units(stored.format, columns, size):
             return None
         on_disk = self._on_disk(name)
         dtype, stored_format = on_disk.tensors[0].dtype, on_disk.stored.format

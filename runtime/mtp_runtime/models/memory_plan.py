@@ -316,16 +316,8 @@ def _held(
     if source.packs and spec.name.startswith(expanded.prefixes):
         return elements * source.dtype.itemsize, False
     if spec.name not in expanded.names and source.packed_form(spec.name) is not None:
-        return _packed_bytes(weight), False
+        return weight.stored.format.row_bytes(weight.tensors, spec.shape[0]), False
     return elements * dense.itemsize, True
-
-
-def _packed_bytes(weight: WeightOnDisk) -> int:
-    """Return the bytes of a matrix that is packed as it is stored, with float32 scales."""
-    codes, *scales = weight.tensors
-    rows, stored = weight.stored.weight.shape[0], weight.stored.format
-    of_row = prod(scales[0].shape[1:]) if scales else 0
-    return stored.row_bytes(codes.size_bytes, rows * of_row)
 
 
 def _gb(size: int) -> str:

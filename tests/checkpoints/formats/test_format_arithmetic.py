@@ -26,6 +26,7 @@ from mtp_checkpoints.formats import (
     Int4Group,
     Int4ZeroPoints,
     Int8Channel,
+    Int8Unpacked,
     Int8ZeroPoints,
     MxFp4Packed,
     MxFp8,
@@ -120,6 +121,18 @@ def test_units_of_a_format(
     assert FORMATS[storage] is type(one)
     if isinstance(one, ReadOnlyFormat):
         assert (one.operation, one.constants((32, 256))) == ("", ())
+
+
+@pytest.mark.parametrize("form", [Fp8Tensor(), Int8Unpacked()])
+def test_codes_of_others_as_the_decoder_packs_them(form: WeightFormat) -> None:
+    values = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
+    codes, scale = values.to(torch.float8_e4m3fn), torch.full((1, 1), 0.25)
+    if isinstance(form, Int8Unpacked):
+        codes, scale = (30 * values).to(torch.int8), torch.rand(8, 1).bfloat16()
+    rows = form.row_codes(codes, scale)
+    assert torch.equal(rows.values(), form.decode(codes, scale, torch.float32))
+    with pytest.raises(ValueError, match="finite"):
+        form.row_codes(codes, scale * torch.nan)
 
 
 def test_fp8_per_channel_in_a_config() -> None:

@@ -24,6 +24,7 @@ from mtp_checkpoints.weights.windows import Window, encoded_window
 from mtp_kernels import weight_statistics
 from mtp_kernels.quantize import Fp8Block
 from mtp_kernels.quantize.array_conversions import Rows
+from mtp_kernels.quantize.ggml_blocks import GGML_BLOCKS
 
 gguf = pytest.importorskip("gguf")
 quants: Any = pytest.importorskip("gguf.quants")
@@ -247,26 +248,42 @@ def test_unquantized_weights_have_no_scale_beside_them() -> None:
     assert BLOCKS["q8_0"].encoded((torch.zeros(2, 34).byte(),)).scale_apart is None
 
 
-@pytest.mark.parametrize("name", ["q8_0", "q4_0", "mxfp4"])
+# Bytes of blocks at which numbers in half precision begin.
+HALVES = {
+    **dict.fromkeys(("q8_0", "q4_0", "q5_0"), (0,)),
+    **dict.fromkeys(("q4_1", "q5_1", "q4_k", "q5_k"), (0, 2)),
+    "q6_k": (208,),
+    "mxfp4": (),
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
 def test_rows_of_codes_have_the_values_of_blocks(name: str) -> None:
     """Whatever the bytes of the codes are, and scales that are subnormal, negative or 0."""
-    form, random = BLOCKS[name], np.random.default_rng(5)
-    size = {"q8_0": 34, "q4_0": 18, "mxfp4": 17}[name]
-    blocks = random.integers(0, 256, (64, 6, size), np.uint8)
-    scales = random.standard_normal((64, 6)).astype(np.float16)
-    scales[:4, 0] = [0, 6e-8, -6e-8, 65504]
+    form, random, block = BLOCKS[name], np.random.default_rng(5), GGML_BLOCKS[name]
+    blocks = random.integers(0, 256, (64, 6, block.bytes), np.uint8)
+    for at in HALVES[name]:
+        scales = random.standard_normal((64, 6)).astype(np.float16)
+        scales[:4, 0] = [0, 6e-8, -6e-8, 65504]
+        blocks[..., at : at + 2] = scales[..., None].view(np.uint8)
     bad = np.array([np.nan], np.float16).view(np.uint8)
     if name == "mxfp4":  # exponents: one that a subnormal number has, and those of weights
         blocks[..., 0], bad = random.integers(100, 130, (64, 6)), np.array([255], np.uint8)
         blocks[:4, 0, 0] = [0, 1, 2, 250]
-    else:
-        blocks[..., :2] = scales[..., None].view(np.uint8)
     packed = blocks.reshape(64, -1)
     kind = gguf.GGMLQuantizationType[name.upper()]
     rows = form.row_codes(torch.from_numpy(packed), torch.empty(64, 0))
-    assert (rows.group, rows.columns) == (32, 192)
-    assert np.array_equal(rows.values().numpy(), quants.dequantize(packed, kind))
-    assert form.row_bytes(packed.size, 0) == rows.codes.nbytes + rows.scale.nbytes
-    blocks[7, 3, : bad.size] = bad
+    assert (rows.group, rows.columns) == (form.group_columns, 6 * block.elements)
+    found, expected = rows.values().numpy(), quants.dequantize(packed, kind)
+    if rows.minimum is None:
+        assert np.array_equal(found, expected)
+    else:
+        largest = np.abs(expected).reshape(64, -1, 32).max(axis=-1, keepdims=True)
+        error = np.abs(found - expected).reshape(64, -1, 32)
+        assert (error <= 1e-6 * largest).all()
+    info = TensorInfo(NAME, form.dtype, (64, rows.columns), cast(Any, None), 0, packed.size)
+    assert form.row_bytes([info], 64) == rows.codes.nbytes + rows.of_groups.nbytes
+    (at, *_) = HALVES[name] or (0,)
+    blocks[7, 3, at : at + bad.size] = bad
     with pytest.raises(ValueError, match=f"{name}: expected finite scales"):
         form.row_codes(torch.from_numpy(packed), torch.empty(64, 0))

@@ -86,7 +86,7 @@ def on_disk(
     turned = [t.t().contiguous() if transposed and t.dim() == 2 else t for t in tensors]
     memory = Memory({out.name: t for out, t in zip(layout, turned, strict=True)})
     infos = tuple(
-        TensorInfo(out.name, dtype_name(t.dtype), tuple(t.shape), cast(Any, None), 0, 0)
+        TensorInfo(out.name, dtype_name(t.dtype), tuple(t.shape), cast(Any, None), 0, t.nbytes)
         for out, t in zip(layout, turned, strict=True)
     )
     stored = tuple(StoredTensor(info.name, info.shape, (info.dtype,)) for info in infos)
@@ -138,6 +138,28 @@ def test_a_window_of_words_that_run_across(name: str) -> None:
         torch.testing.assert_close(part.dequantize(torch.float32), wanted, rtol=1e-6, atol=1e-9)
         unit = WORDS[name].word_rows
         assert memory.read[weight.name] * unit == widened(rows, unit) * widened(columns, GROUP)
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_words_as_the_decoder_packs_them(name: str) -> None:
+    """But for groups that are permuted, of which each column has its own scale."""
+    form = WORDS[name]
+    assert form.has_row_codes == (not isinstance(form, GptqInt4) or not form.permuted)
+    if not form.has_row_codes:
+        return
+    values = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(8))
+    stored, expected = METHODS[name].encode(values)
+    layout = form.tensors(f"{MODULE}.weight", (ROWS, COLUMNS))
+    tensors = [stored[out.name.rpartition(".")[2]].contiguous() for out in layout]
+    weight, memory = on_disk(form, tensors, transposed=False)
+    encoded = encoded_window(weight, Window.of((ROWS, COLUMNS)), memory).encoded
+    assert encoded.scale is not None
+    rows = form.row_codes(encoded.codes, encoded.scale)
+    torch.testing.assert_close(rows.values(), expected, rtol=1e-6, atol=1e-6)
+    held = rows.codes.nbytes + rows.of_groups.nbytes
+    assert form.row_bytes(weight.tensors, ROWS) == held
+    with pytest.raises(ValueError, match="group scale: expected finite numbers"):
+        form.row_codes(encoded.codes, encoded.scale * torch.nan)
 
 
 @pytest.mark.parametrize("form", [Int4ZeroPoints(GROUP), Int8ZeroPoints(-1)])

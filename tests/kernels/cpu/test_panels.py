@@ -21,13 +21,14 @@ from mtp_kernels.cpu.panel_forms import (
     group_of,
     kind_of,
     panel_bytes,
+    takes_codes,
 )
 from mtp_kernels.decoder.compiled_cpu.packing import Packer
 from mtp_kernels.decoder.compiled_cpu.passes import Projection
 from mtp_kernels.quantize.block_floats import E2M1 as E2M1_NUMBERS
 from mtp_kernels.quantize.block_floats import dequantize_e2m1, pack_pairs
 from mtp_kernels.quantize.layouts import Fp8Channel, QuantizedWeight, W4AFp8
-from mtp_kernels.quantize.row_codes import RowCodes, row_codes
+from mtp_kernels.quantize.row_codes import RowCodes, integer_rows, row_codes
 from mtp_kernels.stored_linear import dequantize
 
 DEPTH, OUTPUTS = 384, 70  # of which the last panel is filled in part
@@ -101,6 +102,31 @@ def test_e2m1_codes_are_multiplied_as_they_are_stored(group: int) -> None:
     dense = dequantize_e2m1(codes, scale)
     assert torch.equal(rows.values(), dense)
     multiplies(rows, dense, (E2M1, group))
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "kind"), [(4, 32, INT4), (4, DEPTH, INT4), (8, 128, INT8)]
+)
+def test_codes_above_minimums_are_multiplied_as_they_are_stored(
+    bits: int, group: int, kind: int
+) -> None:
+    """Numbers far from 0, all of one sign in some groups; activations of int8 take none of them."""
+    generator = torch.Generator().manual_seed(group)
+    numbers = torch.randint(0, 1 << bits, (OUTPUTS, DEPTH), generator=generator)
+    numbers -= (
+        torch.randint(0, 1 << bits, (OUTPUTS, DEPTH // group), generator=generator)[..., None]
+        .expand(-1, -1, group)
+        .flatten(1)
+    )
+    scale = torch.rand(OUTPUTS, DEPTH // group, generator=generator) + 0.1
+    dense = numbers * scale.repeat_interleave(group, dim=1)
+    rows = integer_rows(numbers.to(torch.int16), scale, bits)
+    assert torch.allclose(rows.values(), dense, rtol=1e-5, atol=1e-4)
+    multiplies(rows, dense, (kind, group))
+    packer = Packer(Arena(), torch.float32, torch.int8)
+    assert not takes_codes(Projection.packed(Stored(rows), packer).first_panel.form)
+    with pytest.raises(ValueError, match="group scale: expected finite numbers"):
+        integer_rows(numbers, scale * torch.inf, bits)
 
 
 def multiplies(codes: RowCodes, dense: torch.Tensor, kind_and_group: tuple[int, int]) -> None:

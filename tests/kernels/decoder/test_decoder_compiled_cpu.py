@@ -30,7 +30,7 @@ from mtp_kernels.cpu.team import Team
 from mtp_kernels.decoder.compiled_cpu import passes, recursion
 from mtp_kernels.quantize.block_floats import quantize_nvfp4
 from mtp_kernels.quantize.layouts import Fp8Channel
-from mtp_kernels.quantize.row_codes import RowCodes, row_codes
+from mtp_kernels.quantize.row_codes import RowCodes, integer_rows, row_codes
 
 # Request 3 spans several blocks of 32 rows, and several tiles.
 MIXED = Case((1, 4, 0, 70, 1), (130, 64, 9, 100, 1), layers="dm")
@@ -157,6 +157,7 @@ class Stored:
         ("int8_channel", 320),
         ("int4_group_32", 32),
         ("int4_group_64", 64),
+        ("above minimums", 32),
         ("nvfp4", 16),
         ("odd heads", 0),
     ],
@@ -192,6 +193,10 @@ def stored_rows(name: str, rows: torch.Tensor) -> decoder.Piece:
         return row_codes(Fp8Channel((rows / scale).to(torch.float8_e4m3fn), scale))
     if name.startswith("int4"):
         return row_codes(quantize.quantize_int4_group(rows, group_size=int(name[-2:]))[0])
+    if name == "above minimums":
+        scale = rows.reshape(len(rows), -1, 32).abs().amax(dim=-1) / 4
+        numbers = (rows / scale.repeat_interleave(32, dim=1)).round()
+        return integer_rows(numbers.to(torch.int8), scale, bits=4)
     if name == "nvfp4":
         codes, e4m3, _ = quantize_nvfp4(rows, 4.0, sweep=False)
         return RowCodes(codes, e4m3.float() / 4, 16)

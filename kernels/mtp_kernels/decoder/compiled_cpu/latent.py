@@ -11,7 +11,7 @@ from mtp_kernels.cpu.jit import inner
 from mtp_kernels.cpu.paged_attention import TILE_ROWS, merge_parts
 from mtp_kernels.cpu.panel_forms import PANEL
 from mtp_kernels.cpu.team import share
-from mtp_kernels.cpu.vectors import Rows, address, first_rows, rows_of
+from mtp_kernels.cpu.vectors import Rows, address, dot_row, first_rows, rows_of
 from mtp_kernels.decoder.compiled_cpu.rows import (
     BLOCK_ROWS,
     copy,
@@ -77,7 +77,7 @@ def project_query(layer: Any, own: Any, head: Any, query: Any, scaled: Any, late
     """Write one head's latents [rows, c] for Rows of queries without a position.
 
     Of a weight of codes with scales of its inputs, queries are multiplied by those first, once for
-    each group of outputs.
+    each group of outputs, to which their product with minimums is added.
     """
     panels, width = panels_of(own.latent), latents.shape[1]
     weight = panel_of(layer.key_up, layer.key_up_form, head * panels, own.nope)
@@ -85,11 +85,12 @@ def project_query(layer: Any, own: Any, head: Any, query: Any, scaled: Any, late
         project(query, weight, (0, panels), address(latents), width)
         return
     groups, made = -(-own.latent // layer.key_group), np.empty_like(latents)
+    least, numbers = np.zeros(1, np.float32), 1 + layer.key_minimums
     for group in range(groups):
         start = group * layer.key_group
         stop = min(start + layer.key_group, own.latent)
-        at = layer.key_scale + FLOAT_BYTES * (head * groups + group) * own.nope
-        scale = vector(at, own.nope)
+        at = layer.key_scale + FLOAT_BYTES * (head * groups + group) * numbers * own.nope
+        scale = vector(at + FLOAT_BYTES * layer.key_minimums * own.nope, own.nope)
         for r in range(query.count):
             given = vector(query.at + FLOAT_BYTES * r * query.stride, own.nope)
             for k in range(own.nope):
@@ -97,7 +98,11 @@ def project_query(layer: Any, own: Any, head: Any, query: Any, scaled: Any, late
         span = start // PANEL, panels_of(stop)
         project(first_rows(rows_of(scaled), query.count), weight, span, address(made), width)
         for r in range(query.count):
-            copy(made[r, start:stop], latents[r, start:stop])
+            if layer.key_minimums:
+                start_of_row = query.at + FLOAT_BYTES * r * query.stride
+                dot_row(start_of_row, at, own.nope, address(least))
+            for c in range(start, stop):
+                latents[r, c] = made[r, c] + least[0]
 
 
 @inner

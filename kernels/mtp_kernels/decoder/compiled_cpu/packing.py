@@ -26,10 +26,10 @@ from mtp_kernels.cpu.panel_forms import (
     INT4,
     INT8,
     PANEL,
-    SCALE_BYTES,
     STEP_ROWS,
     form_of,
     group_of,
+    head_bytes,
     kind_of,
     panel_bytes,
 )
@@ -61,11 +61,17 @@ class PackedMatrix:
 @dataclass(frozen=True)
 class PackedTransposes:
     """Transposes [h, in, out] of matrices, and what their inputs are multiplied with first: scales
-    [h, groups, out], each of `group` rows of the transpose; none where group is 0."""
+    [h, groups, 1 or 2, out], each of `group` rows of the transpose, behind what products with the
+    inputs are added to those rows; none where group is 0."""
 
     matrix: PackedMatrix
     scales: np.ndarray
     group: int
+
+    @property
+    def minimums(self) -> int:
+        """Vectors in front of the scales of a group, 0 or 1."""
+        return int(self.scales.shape[2]) - 1
 
 
 @dataclass(frozen=True)
@@ -110,9 +116,9 @@ class Packer:
         shape, codes = (heads, columns, outputs), [one for one in each if _can_transpose(one)]
         if len(codes) < heads:
             dense = self.matrix(_InMemory(shape, [_dense(rows).t() for rows in each]))
-            return PackedTransposes(dense, self.vector(torch.empty(0)), 0)
+            return PackedTransposes(dense, self.vector(torch.empty(0, 0, 1, 0)), 0)
         packed = self.matrix(_InMemory(shape, [_unscaled(one.numbers().t()) for one in codes]))
-        scales = self.vector(torch.stack([one.scale.t() for one in codes]))
+        scales = self.vector(torch.stack([one.of_groups.permute(1, 2, 0) for one in codes]))
         return PackedTransposes(packed, scales, codes[0].group)
 
     def stack(self, matrix: Matrix, parts: int = 1) -> PackedStack:
@@ -146,9 +152,11 @@ class Packer:
         pieces = chain([first], pieces)
         if isinstance(first, RowCodes):
             kind = _CODES[first.codes.dtype]
-            if columns % STEP_ROWS[kind] == 0 == first.group % STEP_ROWS[kind]:
-                integers = self.activations is torch.int8 and kind in (INT8, INT4)
-                return form_of(kind, first.group, integers=integers), pieces
+            above = first.minimum is not None  # whose products are made of float32 alone
+            step = LANES if above else STEP_ROWS[kind]
+            if columns % step == 0 == first.group % step:
+                integers = self.activations is torch.int8 and kind in (INT8, INT4) and not above
+                return form_of(kind, first.group, integers=integers, minimums=above), pieces
             pieces = map(_dense, pieces)
         elif first.dtype is torch.bfloat16:
             return form_of(BF16), pieces
@@ -184,10 +192,12 @@ def _joined(pieces: Iterator[Piece]) -> Piece:
     codes = [part for part in parts if isinstance(part, RowCodes)]
     if not codes:
         return torch.cat([_dense(part) for part in parts])
+    minimums = [part.minimum for part in codes if part.minimum is not None]
     return replace(
         codes[0],
         codes=torch.cat([part.codes for part in codes]),
         scale=torch.cat([part.scale for part in codes]),
+        minimum=torch.cat(minimums) if minimums else None,
     )
 
 
@@ -242,21 +252,22 @@ def _write_floats(panels: np.ndarray, form: int, start: int, rows: torch.Tensor)
     rows = rows.bfloat16().contiguous() if paired else rows.contiguous()
     words = rows.view(torch.int16 if paired else torch.int32).numpy()
     lines = panels.view(words.dtype).reshape(len(panels), 1, -1)
-    none = np.empty((len(rows), 0), np.float32)
+    none = np.empty((len(rows), 0, 0), np.float32)
     _move(words, 0, none, start, paired, lines, np.empty((len(panels), 0, 0), np.float32))
 
 
 def _write_codes(panels: np.ndarray, form: int, start: int, rows: RowCodes) -> None:
-    """Write rows of codes: of each group the scales, then the codes, all as columns."""
+    """Write rows of codes: of each group the minimums, if there are some, the scales, and the
+    codes, all as columns."""
     if rows.group != group_of(form) or _CODES[rows.codes.dtype] != kind_of(form):
         raise ValueError("matrix: expected rows in one form, found several")
     word = np.dtype(_WORDS.get(kind_of(form), np.uint8))
     words = rows.codes.contiguous().view(torch.uint8).numpy().view(word)
-    scale = rows.scale.contiguous().numpy()
-    scales = panels.view(np.float32).reshape(len(panels), scale.shape[1], -1)
-    lines = panels.view(word).reshape(len(panels), scale.shape[1], -1)
-    lines = lines[..., SCALE_BYTES // word.itemsize :]
-    _move(words, rows.flip, scale, start, False, lines, scales)
+    numbers = rows.of_groups.numpy()
+    scales = panels.view(np.float32).reshape(len(panels), numbers.shape[1], -1)
+    lines = panels.view(word).reshape(len(panels), numbers.shape[1], -1)
+    lines = lines[..., head_bytes(form) // word.itemsize :]
+    _move(words, rows.flip, numbers, start, False, lines, scales)
 
 
 def _move(words: np.ndarray, flip: int, *arguments: Any) -> None:
@@ -278,8 +289,8 @@ def write_columns(
     lines: Any,
     scales: Any,
 ) -> None:
-    """Write words [n, in] and scale [n, groups], from row `start` on, to the columns of lines
-    [panels, groups, 32 * words of a group] and scales [panels, groups, >= 32].
+    """Write words [n, in] and scale [n, groups, m], from row `start` on, to the columns of lines
+    [panels, groups, 32 * words of a group] and scales [panels, groups, >= 32 * m].
 
     flip: bits that are turned over in every word. paired: a line holds its two vectors entry by
     entry.
@@ -290,7 +301,9 @@ def write_columns(
         low, high = max(start, panel * PANEL), min(stop, (panel + 1) * PANEL)
         for group in range(scale.shape[1]):
             for row in range(low, high):
-                scales[panel, group, row - panel * PANEL] = scale[row - start, group]
+                for number in range(scale.shape[2]):
+                    place = number * PANEL + row - panel * PANEL
+                    scales[panel, group, place] = scale[row - start, group, number]
         for group in range(lines.shape[1]):
             line, left = lines[panel, group], group * most
             right = min(left + most, words.shape[1])

@@ -36,8 +36,9 @@ COUNTS = (
     "shared",  # experts behind them for every row; a dense layer has one
     "inner",  # width of an expert
     "key_group",  # outputs of key_up's transpose that share the scales of its inputs, or 0
+    "key_minimums",  # 1 where those of a group precede its scales, or 0
 )
-KEY_SCALE = "key_scale"  # address of those scales [h, groups, n]
+KEY_SCALE = "key_scale"  # address of those scales [h, groups, n], or [h, groups, 2, n]
 LAYER = np.dtype([(name, np.int64) for name in (*sorted(ADDRESSES | FORMS), KEY_SCALE, *COUNTS)])
 
 
@@ -142,6 +143,7 @@ def pack_layer(weights: LayerWeights, packer: Packer, absent: int = 0) -> Packed
     if transposes is not None:
         made["key_up"], vectors[KEY_SCALE] = transposes.matrix, transposes.scales
         record["key_group"] = transposes.group
+        record["key_minimums"] = transposes.minimums
     for name, matrix in made.items():
         record[name], record[f"{name}_form"] = matrix.panels.ctypes.data, matrix.form
     none = np.zeros((absent, 2), np.int64)
