@@ -27,9 +27,9 @@ from mtp_export.verify.options import VerifyOptions
 
 Action = Callable[[], Outcome]
 SEED = 9
-# Of each of six commands.
+# Of each command.
 FEW, MANY = 2, 50
-EVERY_PUSH = [("export, linked", FEW), ("quantize", FEW)]
+EVERY_PUSH = [("export, linked", FEW), ("quantize", FEW), ("quantize, GGUF", FEW)]
 IMPORTED = [__name__, "mtp_kernels.quantize.cpu_rows"]
 IMPORTED += ["mtp_export.commands.export", "mtp_export.commands.quantize"]
 # By trainings alone: torch's part by optimizers, as they are made.
