@@ -155,7 +155,7 @@ def test_a_module_grafted_beside_a_main_model(
     assert made.code == 0, made.err
     undrafted = plain("deepseek2", "q4_0")
     theirs = texts_of(tmp_path / "out", 2, prompts, TOKENS, tmp_path / "log")
-    assert faults(undrafted, [text.tokens for text in theirs]) == []
+    assert faults(undrafted, [text.tokens for text in theirs], TIES["q4_0"]) == []
     drafted, accepted = (sum(getattr(t, name) for t in theirs) for name in ("drafted", "accepted"))
     figures["llama.cpp, deepseek2 q4_0 with a graft"] = {"drafted": drafted, "accepted": accepted}
     assert accepted / drafted > 0.5
@@ -175,7 +175,8 @@ def test_a_module_inside_the_main_model_s_file(
     assert made.code == 0, made.err
     found = texts_of(tmp_path / "out", 2, prompts, TOKENS, tmp_path / "log")
     apart = texts_of(bundles(architecture, "q8_0"), 2, prompts, TOKENS, tmp_path / "log")
-    assert faults(plain(architecture, "q8_0"), [text.tokens for text in found]) == []
+    tokens = [text.tokens for text in found]
+    assert faults(plain(architecture, "q8_0"), tokens, TIES["q8_0"]) == []
     rates = [
         sum(t.accepted for t in all_) / sum(t.drafted for t in all_) for all_ in (found, apart)
     ]
