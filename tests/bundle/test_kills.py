@@ -28,12 +28,12 @@ from mtp_export.verify.options import VerifyOptions
 Action = Callable[[], Outcome]
 SEED = 9
 # Of each command.
-FEW, MANY = 2, 50
+FEW, SOME, MANY = 2, 10, 50
 EVERY_PUSH = [("export, linked", FEW), ("quantize", FEW), ("quantize, GGUF", FEW)]
 IMPORTED = [__name__, "mtp_kernels.quantize.cpu_rows"]
 IMPORTED += ["mtp_export.commands.export", "mtp_export.commands.quantize"]
-# By trainings alone: torch's part by optimizers, as they are made.
-IMPORTED_TO_TRAIN = ["mtp_export.tune.run", "torch._dynamo"]
+# By trainings and calibrations alone: torch's part by optimizers, as they are made.
+IMPORTED_TO_TRAIN = ["mtp_export.tune.run", "torch._dynamo", "mtp_export.calibrate.run"]
 
 
 class Forks:
@@ -76,7 +76,8 @@ def _run(action: Action) -> None:
 
 @pytest.fixture(scope="module")
 def forks(request: pytest.FixtureRequest) -> Iterator[Forks]:
-    trains = any(item.name.startswith("test_a_training") for item in request.session.items)
+    names = ("test_a_training", "test_a_calibration")
+    trains = any(item.name.startswith(names) for item in request.session.items)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(Path(__file__).parents[1])  # before other folders with a `cases`
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
@@ -145,7 +146,7 @@ def calibrate(source: Path, texts: Path, output: Path) -> Outcome:
     return quantize(source, output, *pair, "--calibrate", texts, "--quiet")
 
 
-@pytest.mark.parametrize("kills", nightly_but([], [FEW, MANY]))
+@pytest.mark.parametrize("kills", nightly_but([], [FEW, SOME]))
 def test_a_calibration_is_killed(kills: int, forks: Forks, many: Path, tmp_path: Path) -> None:
     texts = tmp_path / "texts.jsonl"
     lines = [
