@@ -28,7 +28,7 @@ _BYTE_SIGN = 0x80  # code + 128 and the two's complement differ in a byte's sign
 @dataclass(frozen=True)
 class RowCodes:
     """Rows [n, K] of a matrix: a number is its code times its row's scale for its group of columns,
-    and its row's minimum more for it where there are such.
+    plus its row's minimum for the group where there are minimums.
 
     codes: int8 or float8_e4m3fn [n, K], or of 4 bits, the first in the lowest bits, whole numbers
     int32 [n, K/8] or e2m1 uint8 [n, K/2]. Integers are two's complements once the bits of `flip`
@@ -81,9 +81,11 @@ class RowCodes:
 
 
 def integer_rows(numbers: torch.Tensor, scale: torch.Tensor, bits: int) -> RowCodes:
-    """Return integers [n, K] times the scales [n, G] of their groups as codes of 4 or 8 bits above
-    the smallest number of each group, from which none is 2^bits away (ValueError for scales that
-    are not finite)."""
+    """Return int8 or int16 numbers [n, K] times the scales [n, G] of their groups as codes of 4 or
+    8 bits above a minimum; those of a group differ by less than 2^bits.
+
+    Raises ValueError for scales that are not finite.
+    """
     factors, half = scale.float(), 1 << (bits - 1)
     if not factors.isfinite().all():
         raise ValueError("group scale: expected finite numbers")
