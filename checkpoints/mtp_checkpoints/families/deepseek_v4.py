@@ -110,7 +110,7 @@ def _refuse_released(fields: Fields) -> None:
             expected="a copy in bf16, or fp8 blocks with scales named weight_scale_inv and"
             f' "{EXPERT_DTYPE}": "fp8"',
             found=f"quant_method fp8 and {EXPERT_DTYPE} {dtype}",
-            todo="Convert it to bf16 first; transformers loads and saves it so",
+            todo="Start from a copy in bf16 that has the release's names, and its MTP layer",
         )
 
 
