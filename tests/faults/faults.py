@@ -10,12 +10,14 @@ from __future__ import annotations
 from faults.family_faults import FAMILY_FAULTS
 from faults.fault import Fault
 from faults.file_faults import FILE_FAULTS
+from faults.gguf_faults import GGUF_FAULTS
 from faults.relation_faults import RELATION_FAULTS
 from faults.scheme_faults import SCHEME_FAULTS
 from faults.weight_faults import WEIGHT_FAULTS
 
 FAULTS: tuple[Fault, ...] = (
     *FILE_FAULTS,
+    *GGUF_FAULTS,
     *WEIGHT_FAULTS,
     *RELATION_FAULTS,
     *SCHEME_FAULTS,

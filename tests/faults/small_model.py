@@ -38,6 +38,7 @@ CONFIG: dict[str, Any] = SMALL | {
     "rope_scaling": YARN,
 }
 MTP = f"model.layers.{CONFIG['num_hidden_layers']}"
+_GGUF = ("q4_0", "q8_0", "--target", "llama.cpp", "--pre-tokenizer", "none")
 ROWS: dict[str, tuple[str, ...]] = {
     "fp8": ("a8w8_fp8", "a8w8_fp8"),
     "int8": ("weight_only_int8", "weight_only_int8"),
@@ -59,6 +60,7 @@ ROWS: dict[str, tuple[str, ...]] = {
         *("weight_only_int4", "weight_only_int8", "--group-size", "64"),
         *("--head-quant", "weight_only_int8"),
     ),
+    "GGUF": (*_GGUF, "--tensor-type", "ffn_down=q5_1"),
 }
 TARGETS = ("lightllm", "xllm", "paddlenlp", "eagle")
 CHANNELS = "glm4_moe in fp8 channels"
