@@ -104,7 +104,7 @@ SUSPECTED_MAIN_FAULTS: tuple[Fault, ...] = (
           partial(negated_codes, "main", "model.layers.40.mlp.shared_experts.down_proj.weight"),
           "likelihood", "down_proj of the shared expert of layer 40 has the wrong sign", **_fields),
 )  # fmt: skip
-# Of one layer of a main model of few, which are bundles of the fixtures that they need.
+# Of a main model of few layers, which are bundles of the fixtures that they need.
 _glm, _qwen = {"needs": "glm4-moe-tiny"}, {"needs": "qwen3-5-tiny"}
 SUSPECTED_LAYER_FAULTS: tuple[Fault, ...] = (
     Fault("o_proj of a main layer negated",
@@ -123,4 +123,6 @@ SUSPECTED_LAYER_FAULTS: tuple[Fault, ...] = (
     Fault("values of a main layer in reverse order",
           partial(changed, "main", "model.layers.3.self_attn.v_proj.weight", lambda w: w.flip(0)),
           "likelihood", "v_proj of layer 3 has its rows in reverse order", **_qwen),
+    Fault("partial_rotary_factor halved", partial(config_value, "partial_rotary_factor", 0.25),
+          "likelihood", "partial_rotary_factor of config.json is no release's", **_glm),
 )  # fmt: skip

@@ -12,6 +12,7 @@ from typing import Any
 
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.parts.feed_forward import Moe
+from mtp_checkpoints.families.parts.gqa import Gqa
 from mtp_checkpoints.families.parts.rope import PLAIN, Rope
 from mtp_checkpoints.families.signs import text_fields
 from mtp_checkpoints.families.spec import ModelSpec
@@ -41,7 +42,7 @@ DEEPSEEK_V3: dict[str, Any] = {
 
 Values = Mapping[str, tuple[Any, ...]]
 _EPS, _THETA, _SCALING = "rms_norm_eps", "rope_theta", "rope_scaling"
-_ROPE_PARAMETERS = "rope_parameters"
+_ROPE_PARAMETERS, _ROTATED = "rope_parameters", "partial_rotary_factor"
 _YARN = {
     "type": "yarn",
     "factor": 40,
@@ -68,13 +69,13 @@ _GLM: Values = _BIASED | {
     "n_group": (1,),
     "topk_group": (1,),
 }
-_QWEN: Values = {_EPS: (1e-6,), _THETA: (1e7,), _SCALING: (None,)}
+_QWEN: Values = {_EPS: (1e-6,), _THETA: (1e7,), _SCALING: (None,), _ROTATED: (0.25,)}
 # By model_type, the values that its releases have of each field. A field that is not here may have
 # any.
 RELEASED_VALUES: dict[str, Values] = {
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v32": _DEEPSEEK,
-    "glm4_moe": {**_GLM, "routed_scaling_factor": (2.5, 1.0)},  # 1.0: Air
+    "glm4_moe": {**_GLM, "routed_scaling_factor": (2.5, 1.0), _ROTATED: (0.5,)},  # 1.0: Air
     "glm4_moe_lite": {**_GLM, "routed_scaling_factor": (1.8,)},
     "glm_moe_dsa": {**_GLM, "routed_scaling_factor": (2.5,)},
     "qwen3_next": {**_QWEN, "norm_topk_prob": (True,)},
@@ -119,8 +120,8 @@ def with_value(config: Mapping[str, Any], field: str, value: Any) -> dict[str, A
         if parameters:
             kept = {key: one for key, one in parameters.items() if key not in _YARN}
             text[_ROPE_PARAMETERS] = kept | {"rope_type": (value or {}).get("type", PLAIN)}
-    elif field == _THETA and _THETA in parameters:
-        text[_ROPE_PARAMETERS] = parameters | {_THETA: value}
+    elif field in parameters:
+        text[_ROPE_PARAMETERS] = parameters | {field: value}
     else:
         text[field] = value
     return text if text_fields(config) is config else {**config, **_nested(config, text)}
@@ -135,10 +136,12 @@ def _nested(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any
 def _values_of(spec: ModelSpec) -> Iterator[tuple[str, Any]]:
     """Yield what a model's config.json was read as, by field."""
     yield _EPS, spec.facts.norm_eps
-    rope = next((r for layer in spec.every_layer if (r := layer.attention.rope)), None)
-    if rope is not None:
-        yield _THETA, rope.theta
-        yield _SCALING, _scaling(rope)
+    attention = next((a for layer in spec.every_layer if (a := layer.attention).rope), None)
+    if attention is not None and attention.rope is not None:
+        yield _THETA, attention.rope.theta
+        yield _SCALING, _scaling(attention.rope)
+    if isinstance(attention, Gqa):
+        yield _ROTATED, attention.sizes.rope / attention.sizes.head
     moe = next((p for p in spec.parts if isinstance(p, Moe)), None)
     if moe is not None:
         router, routing = moe.router, moe.router.routing
@@ -165,4 +168,4 @@ def _as_written(config: Mapping[str, Any], field: str, read: object) -> Any:
     parameters = text.get(_ROPE_PARAMETERS) or {}
     if field == _SCALING:
         return text.get(_SCALING) or {k: v for k, v in parameters.items() if k != _THETA} or None
-    return text.get(field, parameters.get(field, read) if field == _THETA else read)
+    return text.get(field, parameters.get(field, read))

@@ -67,7 +67,13 @@ class MainEvidence:
 
 
 # Values that no size of a model goes with, as groups go with the number of experts.
-_WHATEVER_THE_SIZE = ("rms_norm_eps", "rope_theta", "norm_topk_prob", "routed_scaling_factor")
+_WHATEVER_THE_SIZE = (
+    "rms_norm_eps",
+    "rope_theta",
+    "partial_rotary_factor",
+    "norm_topk_prob",
+    "routed_scaling_factor",
+)
 
 
 def released_variants(evidence: MainEvidence) -> Iterator[MainVariant]:

@@ -20,6 +20,7 @@ from mtp_runtime.teacher_forcing import PagedTexts, logits_by_chunk
 # Halves of an octave from 1/8 to 8: the maximum between them is that of a parabola.
 _STEPS, _PER_OCTAVE = 6, 2
 TEMPERATURES = tuple(2 ** (step / _PER_OCTAVE) for step in range(-_STEPS, _STEPS + 1))
+_ROWS = 64  # of logits at a time, which stay in a core's cache
 # The layer that is run in place of one, by its number.
 LayerOf = Callable[[int, DecoderLayer], DecoderLayer]
 
@@ -71,7 +72,9 @@ class Likelihood:
         wanted = texts.tokens[rows + 1]
         sums = torch.zeros(len(sizes), len(TEMPERATURES), dtype=torch.float64)
         for part, logits in logits_by_chunk(head, head.normed(states[rows.to(states.device)])):
-            scores = _scores(logits, wanted[part].to(logits.device)).cpu()
+            pair = (logits, wanted[part].to(logits.device))
+            blocks = zip(*(torch.split(each, _ROWS) for each in pair), strict=True)
+            scores = torch.cat([_scores(*block) for block in blocks]).cpu()
             sums.index_add_(0, owners[rows[part]], scores)
         return cls(plain, sums, sizes - 1, states)
 
@@ -110,11 +113,17 @@ class Likelihood:
 
 
 def _scores(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """The log-probability of wanted tokens [n] by temperature [n, t], float64."""
-    picked = logits.gather(1, wanted[:, None])[:, 0]
-    return torch.stack(
-        [picked / at - (logits / at).logsumexp(dim=-1) for at in TEMPERATURES], dim=1
-    ).double()
+    """The log-probability of wanted tokens [n] by temperature [n, t], float64. At half a
+    temperature the powers of e are squared."""
+    below = logits - logits.amax(dim=-1, keepdim=True)
+    picked = below.gather(1, wanted[:, None]).double()
+    sums = picked.new_empty(len(wanted), len(TEMPERATURES))
+    for hottest in range(len(TEMPERATURES) - _PER_OCTAVE, len(TEMPERATURES)):
+        powers = (below / TEMPERATURES[hottest]).exp_()
+        for at in range(hottest, -1, -_PER_OCTAVE):
+            sums[:, at] = powers.sum(dim=-1)
+            powers.square_()
+    return picked / sums.new_tensor(TEMPERATURES) - sums.log()
 
 
 def chance(vocab: int) -> float:

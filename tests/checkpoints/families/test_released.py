@@ -49,6 +49,7 @@ def test_every_field_is_found_and_set_where_it_is_read(name: str) -> None:
         "routed_scaling_factor": 1.25,
         "n_group": 4,
         "topk_group": 2,
+        "partial_rotary_factor": 0.125,
     }
     for field, values in RELEASED_VALUES[model_type].items():
         if field in ("n_group", "topk_group") and values == (1,):
