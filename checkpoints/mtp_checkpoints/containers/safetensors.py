@@ -99,7 +99,7 @@ def shards_alone(names: Collection[str]) -> str | None:
     before, count = numbered[first].groups()
     every = (f"{before}-{number:05d}-of-{count}{SUFFIX}" for number in range(1, int(count) + 1))
     missing = [name for name in every if name not in names]
-    words = f"{first} and {len(numbered) - 1} more"
+    words = f"{first} and {len(numbered) - 1} more" if len(numbered) > 1 else first
     if not missing:
         return words
     more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

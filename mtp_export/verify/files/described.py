@@ -22,13 +22,14 @@ from mtp_export.verify.evidence.parts import Part, PartLayout, layer_count, layo
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
 
+_BLOCK_SIZE = "weight_block_size"
 # Fields by their names in all methods, with the values that tools write.
 _VALUES: Mapping[tuple[str, ...], tuple[Any, ...]] = {
     ("bits", "w_bit", "num_bits"): (4, 8),
     ("group_size", "q_group_size"): (32, 64, 128, -1),
     ("type",): ("int", "float"),
     ("strategy",): ("channel", "group"),
-    ("weight_block_size",): ([BLOCK, BLOCK],),
+    (_BLOCK_SIZE,): ([BLOCK, BLOCK],),
 }
 _EXPERTS = "n_routed_experts"  # of config.json
 # Of activations, and of single modules.
@@ -89,7 +90,9 @@ def misdescribed_by_a_field(context: Context, part: Part) -> Item | None:
         return None
     field, layout = found
     fits = _other_fits(context, part.name)
-    first = next(one for one in layout.stored.weights.values() if len(one.tensors) > 1)
+    first = next((one for one in layout.stored.weights.values() if len(one.tensors) > 1), None)
+    if first is None:  # of what is not quantized no field tells
+        return None
     return failed(
         f"{part.name}: precision on disk",
         causes.field_misdescribes(field.name, said=field.said, stored=field.stored, fits=fits),
@@ -154,6 +157,8 @@ def _field_of(context: Context, part: Part) -> tuple[_Field, PartLayout] | None:
         return None
     for names, values in _VALUES.items():
         name, said = next(_values(quantization, names), (names[0], None))
+        if said is None and name != _BLOCK_SIZE:  # which alone is left out by mistake
+            continue
         for value in (value for value in values if value != said):
             changed = _changed(quantization, names, value)
             if said is None:

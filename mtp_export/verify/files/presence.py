@@ -275,8 +275,12 @@ def _unpaired(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, str]]:
         if weights and siblings.isdisjoint((*SCALES_OF_CODES, "blocks")):
             yield name, causes.scale_without_codes(name)
         plain = tensors.get(f"{module}.weight")
-        if weights == ["weight"] and plain is not None and plain.dtype in FLOATS:
+        if weights == ["weight"] and plain is not None and _is_float_matrix(plain):
             yield plain.name, causes.scale_beside_floats(plain.name, str(plain.dtype), last)
+
+
+def _is_float_matrix(tensor: TensorInfo) -> bool:
+    return len(tensor.shape) > 1 and tensor.dtype in FLOATS
 
 
 def _indexed(context: Context, found: Found) -> Item:
