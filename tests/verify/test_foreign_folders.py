@@ -12,8 +12,16 @@ from typing import Any
 import pytest
 
 from cases import run_program
-from verify.foreign_damages import Damage, config, experts_pruned, lose, pruned, quantization
-from verify.foreign_folders import DAMAGED, GOOD, Folder, glm
+from verify.foreign_damages import (
+    Damage,
+    config,
+    experts_pruned,
+    lose,
+    pruned,
+    quantization,
+    unquantized_under_its_config,
+)
+from verify.foreign_folders import DAMAGED, GOOD, Folder, deepseek, glm
 from verify.foreign_sources import GLM, Checkpoint
 
 
@@ -121,6 +129,15 @@ def test_no_graft_is_advised_that_would_be_refused(tmp_path: Path) -> None:
     )
     assert "Experts were pruned from the main model" in item["cause"]
     assert item["repair"] == ""
+
+
+def test_no_field_is_to_blame_where_nothing_is_quantized(tmp_path: Path) -> None:
+    def damage(checkpoint: Checkpoint) -> None:
+        unquantized_under_its_config(checkpoint)
+        quantization(weight_block_size=[64, 64], ignored_layers=["model"])(checkpoint)
+
+    folder = Folder("", deepseek, damage, "files", ()).write(tmp_path / "checkpoint")
+    assert verified(folder, "files") == (0, [])
 
 
 def test_a_field_that_differs_from_the_source_is_told_once(tmp_path: Path) -> None:
