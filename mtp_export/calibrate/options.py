@@ -69,6 +69,9 @@ class CalibrationOptions:
 
     def __post_init__(self) -> None:
         check_bounds(self)
+
+    def check(self) -> None:
+        """Refuse statistics without a calibration that they are of (UsageError)."""
         if self.imatrix is not None and self.calibrate is None:
             raise UsageError(
                 "An imatrix has the statistics of a calibration",

@@ -121,6 +121,7 @@ def quantize(options: QuantizeCommand) -> None:
             **work,
         },
     )
+    options.calibration.check()
     reports = making.try_reports()
     with gc_paused():
         plan = plan_quantize(chosen, opened, dry_run=making.dry_run)

@@ -337,3 +337,10 @@ def test_refusals(
     outcome = make(tmp_path / "bundle", *(word.format(folder=tmp_path) for word in options))
     assert outcome.code == code and said in " ".join(outcome.err.split()), outcome.err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_imatrix_alone_is_refused(tmp_path: Path) -> None:
+    paths = ("--output-dir", tmp_path / "bundle", "--imatrix", tmp_path / "a.gguf")
+    refused = run_program("quantize", tmp_path / "source", *paths)
+    assert (refused.code, list(tmp_path.iterdir())) == (2, [])
+    assert "--imatrix beside --calibrate" in refused.err
