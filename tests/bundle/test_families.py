@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import product
 from pathlib import Path
 
@@ -184,3 +185,16 @@ def test_layouts_of_deepseek_are_refused(source: Path, tmp_path: Path) -> None:
         assert refused.code == 4, target
         assert f"Target {target} has no layout for this model" in refused.err
         assert f"'{model_type}'" in refused.err
+
+
+@pytest.mark.nightly
+def test_another_dtype_of_deepseek_v4s_experts_is_found(tmp_path: Path) -> None:
+    """Quantization writes one beside its config, and no other passes for it."""
+    source = write_dense(tmp_path / "source", config=family_config("deepseek_v4"))
+    precision = ("--base-quant", "weight_only_int4", "--mtp-quant", "weight_only_int8")
+    options = (*precision, "--group-size", 32, "--target", "vllm", "--link", "copy")
+    assert quantize(source, tmp_path / "bundle", *options).code == 0
+    path = tmp_path / "bundle/main/config.json"
+    path.write_text(json.dumps(read_json(path) | {"expert_dtype": "fp4"}))
+    told = run_program("verify", tmp_path / "bundle", "--source", source, "--level", "weights")
+    assert "expert_dtype is 'fp4'" in " ".join(told.out.split())

@@ -8,12 +8,12 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from mtp_checkpoints.containers.base import CONFIG_NAME, QUANTIZATION
-from mtp_checkpoints.families.facts import EXPERT_DTYPE
 from mtp_checkpoints.families.signs import flattened
 from mtp_checkpoints.quantization.native import DTYPE_KEYS
 from mtp_checkpoints.sources.byte_source import Place
@@ -260,7 +260,10 @@ def _compared_fields(
     """Fields to compare: all of a bundle, and of another's checkpoint those that both have, as
     tools add defaults and drop what they do not know."""
     if context.is_bundle:
-        return {*wanted, *found} - {QUANTIZATION, EXPERT_DTYPE}
+        families = [layout.stored.family for layout in context.layouts]
+        fields = chain.from_iterable(family.quantized_fields for family in families)
+        of_codes = {key for key, value in fields if found.get(key) == value}
+        return {*wanted, *found} - {QUANTIZATION, *of_codes}
     both = wanted.keys() & found.keys()
     return {key for key in both if key.rpartition(".")[2] not in _OF_TOOLS}
 
