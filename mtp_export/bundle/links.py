@@ -149,7 +149,8 @@ def link_shard(way: Link, source: Path, target: Path) -> None:
     temporary = temporary_path(target)
     try:
         try:
-            _MAKERS.get(way, _copy)(source, temporary)
+            make = _copy if way is Link.COPY else _MAKERS[way]
+            make(source, temporary)
             os.replace(temporary, target)
         finally:  # rename() does nothing between two links to one file: the temporary would stay
             temporary.unlink(missing_ok=True)

@@ -92,16 +92,21 @@ def raw_rows(tensor: TensorInfo) -> np.ndarray[Any, Any]:
     return np.frombuffer(raw, dtype).reshape(held_shape(tensor.dtype, tensor.shape))
 
 
+def undecoded(tensor: TensorInfo, more: int = 0) -> UnsupportedError:
+    """Return the refusal of a tensor whose numbers nothing here knows, and of so many more."""
+    return UnsupportedError(
+        f"Tensor {tensor.name} ({more} more) is of a type that is not decoded here",
+        where=tensor.path,
+        found=tensor.dtype.removeprefix("GGML_"),
+        todo="Take a file of the model in another type",
+    )
+
+
 def decoded_values(tensor: TensorInfo) -> np.ndarray[Any, Any]:
     """Return the numbers of a tensor in float32 (InvalidInputError for damaged blocks,
     UnsupportedError for those of a type that is not decoded)."""
     if tensor.dtype.is_opaque:
-        raise UnsupportedError(
-            f"Tensor {tensor.name} is of a type that this tool does not decode",
-            where=tensor.path,
-            found=tensor.dtype,
-            todo="Take a file of the model in another type",
-        )
+        raise undecoded(tensor)
     rows = raw_rows(tensor)
     if tensor.dtype == DType.BF16:
         return (rows.astype("uint32") << 16).view("float32")

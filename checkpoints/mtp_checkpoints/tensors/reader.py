@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from mtp_checkpoints.containers import container_of
 from mtp_checkpoints.containers.base import QUANTIZATION, Opened, ShardHeader, TensorInfo
+from mtp_checkpoints.containers.gguf_latents import undecoded
 from mtp_checkpoints.containers.gguf_restored import held
-from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.sources.addresses import byte_source
 from mtp_checkpoints.sources.byte_source import ByteSource, Place, local_path
 from mtp_checkpoints.sources.strict_json import parsed_json_object
@@ -118,12 +118,7 @@ class Checkpoint(Opened):
         """Refuse tensors whose numbers nothing here knows (UnsupportedError)."""
         if self.opaque:
             first, *others = self.opaque
-            raise UnsupportedError(
-                f"Tensor {first.name} ({len(others)} more) is of a type that is not decoded here",
-                where=first.path,
-                found=first.dtype.removeprefix("GGML_"),
-                todo="Take a file of the model in another type",
-            )
+            raise undecoded(first, len(others))
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return one tensor, read now into memory of its own (KeyError for an unknown name)."""
