@@ -169,6 +169,31 @@ def test_other_drafts_are_named_not_judged(
     assert f"the draft here is {kind}, not MTP" in items["MTP modules"]["cause"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "tensor"),
+    [
+        ("EAGLE", "eagle_module.fc.weight"),
+        ("EAGLE-3", "midlayer.hidden_norm.weight"),
+        ("Medusa", "medusa_heads.0.0.linear.weight"),
+    ],
+)
+def test_other_drafts_beside_the_main_model_are_named(
+    tmp_path: Path, kind: str, tensor: str
+) -> None:
+    names = dict.fromkeys((*MAIN, tensor))
+    words = f"the draft here is {kind}, not MTP (there is a tensor {tensor})"
+    outcome, items = verified(headers(tmp_path / "announced", QWEN, names))
+    assert (outcome.code, failures(items)) == (7, {PRESENCE})
+    assert f"no tensor of any is there: {words}" in items[PRESENCE]["cause"]
+    config = QWEN | {"text_config": {"num_hidden_layers": 2}}
+    outcome, items = verified(headers(tmp_path / "alone", config, names))
+    assert (outcome.code, items[PRESENCE]["status"]) == (0, "not tested")
+    assert items[PRESENCE]["cause"].startswith(words)
+    both = dict.fromkeys((*MAIN, *QWEN_MTP, tensor))
+    outcome, items = verified(headers(tmp_path / "both", QWEN, both))
+    assert (outcome.code, items[PRESENCE]["status"]) == (0, "pass")
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_draft_folders_of_every_target_are_judged_alone(tmp_path: Path, target: str) -> None:
     options = ("--target", target, *TARGET_OPTIONS.get(target, ()))

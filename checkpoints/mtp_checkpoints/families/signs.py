@@ -373,5 +373,6 @@ _KINDS_BY_ARCHITECTURE = {
 _KINDS_BY_TENSOR = {
     ("markov_head", "markov_w1", "markov_w2", "main_norm", "confidence_head"): "DSpark",
     ("d2t", "t2d", "midlayer"): "EAGLE-3",
-    ("medusa_head",): "Medusa",
+    ("eagle_module", "eagle_head"): "EAGLE",  # ModelOpt's
+    ("medusa_head", "medusa_heads"): "Medusa",
 }

@@ -15,6 +15,7 @@ from mtp_checkpoints.families.base import FLOATS
 from mtp_checkpoints.families.signs import (
     Announced,
     NamedModule,
+    OtherDraft,
     announced,
     are_transposed,
     count_field,
@@ -141,6 +142,11 @@ class Found:
         except MtpExportError:  # config_match says why
             return ()
 
+    @property
+    def draft_beside(self) -> OtherDraft | None:
+        """The draft of another kind among the main model's tensors."""
+        return other_draft({}, self.tensors)
+
     @cached_property
     def tool(self) -> Tool | None:
         return tool_of(self.config, self.context.files.names())
@@ -167,7 +173,10 @@ def _presence(found: Found) -> Item:
             words = causes.not_announced(count, count_field(found.config))
             return failed(name, words, subject="config.json")
         repair = found.repair
-        return not_tested(name, causes.none_at_all(of_family=bool(repair)), repair=repair)
+        words = causes.none_at_all(of_family=bool(repair))
+        if (other := found.draft_beside) is not None:
+            words = causes.another_kind(other.kind, other.sign)
+        return not_tested(name, words, repair=repair)
     if not count:
         return _none_there(name, found, wanted)
     if wanted.count is not None and count < wanted.count:
@@ -192,6 +201,9 @@ def _none_there(name: str, found: Found, wanted: Announced) -> Item:
         return failed(name, words, figure=figure, subject=str(folder), repair=found.repair)
     if (other := renamed(found.wanted_anywhere, found.tensors)) is not None:
         words = causes.renamed(other.wanted, other.found, other.count)
+        return failed(name, words, figure=figure, subject="config.json", repair=found.repair)
+    if (draft := found.draft_beside) is not None:
+        words = causes.lost_beside(str(wanted), draft.kind, draft.sign)
         return failed(name, words, figure=figure, subject="config.json", repair=found.repair)
     habit = habit_of(found.tool) if found.tool else ""
     writer = str(found.tool or "")

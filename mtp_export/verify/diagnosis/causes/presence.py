@@ -54,6 +54,14 @@ def lost(wanted: str, writer: str, habit: str, pickled: str, by_hand: str) -> st
     )
 
 
+def lost_beside(wanted: str, kind: str, sign: str) -> str:
+    """kind: the draft that is there instead; sign: what tells it."""
+    return (
+        f"config.json announces {wanted} and no tensor of any is there: {another_kind(kind, sign)}."
+        " To draft with it alone, have config.json count no MTP module"
+    )
+
+
 # graft reads neither every model nor every quantization.
 BY_HAND = (
     "graft does not read this model, its quantization, or a main model that is not as config.json"
