@@ -13,7 +13,7 @@ from faults.planting import MANIFEST
 from mtp_checkpoints.containers.gguf_file import read_header
 from mtp_checkpoints.sources.local_folder import LocalFolder
 
-_F32 = struct.pack("<I", 6)  # type of a value
+_U32, _F32 = struct.pack("<I", 4), struct.pack("<I", 6)  # types of values
 
 
 def in_head(part: str, pattern: bytes, new: bytes) -> Callable[[Path], None]:
@@ -43,4 +43,7 @@ GGUF_FAULTS: tuple[Fault, ...] = (
     Fault("GGUF module with another scale of experts",
           in_head("mtp", rb"deepseek2\.expert_weights_scale" + _F32, struct.pack("<f", 1.0)),
           "files", "routed_scaling_factor is 1.0, and config.json has", needs="GGUF"),
+    Fault("GGUF module in one file, not counted",
+          in_head("main", rb"deepseek2\.nextn_predict_layers" + _U32, bytes(4)), "files",
+          "num_hidden_layers is 9, and config.json has 8", needs="GGUF in one"),
 )  # fmt: skip

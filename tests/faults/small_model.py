@@ -61,6 +61,7 @@ ROWS: dict[str, tuple[str, ...]] = {
         *("--head-quant", "weight_only_int8"),
     ),
     "GGUF": (*_GGUF, "--tensor-type", "ffn_down=q5_1"),
+    "GGUF in one": (*_GGUF, "--part", "one"),
 }
 TARGETS = ("lightllm", "xllm", "paddlenlp", "eagle")
 CHANNELS = "glm4_moe in fp8 channels"
