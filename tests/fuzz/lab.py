@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from cases import (
     run_program,
 )
 from fuzz.tensors import Tensors, read_tensors
-from gguf_files import gguf_model
+from gguf_files import GgufModel, gguf_model, without_module
+from mtp_checkpoints.dtypes import DType
 from mtp_runtime.loading.draft_folder import MEDUSA_PICKLE
 from quantized_by_others import write
 from runtime.checkpoints import QWEN3_5_MOE, changed, write_checkpoint
@@ -242,11 +243,31 @@ def _gguf(folder: Path) -> None:
     shutil.rmtree(folder / "released")
 
 
-def _gguf_bundle(folder: Path) -> None:
-    """A bundle of such files; both halves of kv_b_proj have rows of whole blocks."""
-    make_checkpoint(folder / "source", UNQUANTIZED | {"qk_nope_head_dim": 32}, own_copies=False)
-    pair = ("--base-quant", "q4_0", "--target", "llama.cpp", "--pre-tokenizer", "gpt-2")
-    _done(quantize(folder / "source", folder / "bundle", *pair, "--quiet").code)
+def _gguf_main(folder: Path) -> None:
+    """A checkpoint, and its main model alone as a GGUF file, some of it in a type that is not
+    decoded."""
+    _of_whole_blocks(folder / "source")
+    main = without_module(gguf_model(folder / "source", "q4_0"))
+    opaque = replace(main.tensors["token_embd.weight"], dtype=DType.GGML_IQ4_NL)
+    (folder / "quantized").mkdir()
+    model = GgufModel(main.keys, {**main.tensors, opaque.name: opaque})
+    model.write(folder / "quantized/tiny.gguf")
+
+
+def _gguf_bundle(*options: str) -> Callable[[Path], None]:
+    """A bundle of such files."""
+
+    def make(folder: Path) -> None:
+        _of_whole_blocks(folder / "source")
+        pair = ("--base-quant", "q4_0", "--target", "llama.cpp", "--pre-tokenizer", "gpt-2")
+        _done(quantize(folder / "source", folder / "bundle", *pair, *options, "--quiet").code)
+
+    return make
+
+
+def _of_whole_blocks(source: Path) -> None:
+    """A checkpoint whose halves of kv_b_proj have rows of whole blocks."""
+    make_checkpoint(source, UNQUANTIZED | {"qk_nope_head_dim": 32}, own_copies=False)
 
 
 def _foreign(method: str) -> Callable[[Path], None]:
@@ -300,7 +321,9 @@ SUBJECTS: dict[str, Callable[[Path], None]] = {
     "prompts": _prompts,
     "hub": _hub,
     "gguf": _gguf,
-    "gguf bundle": _gguf_bundle,
+    "gguf main": _gguf_main,
+    "gguf bundle": _gguf_bundle("--tensor-type", "ffn_down=f16"),
+    "gguf in one": _gguf_bundle("--part", "one"),
     "awq": _quantized("awq"),
     "gptq": _quantized("gptq, permuted"),
     "compressed": _quantized("compressed-tensors, int4"),

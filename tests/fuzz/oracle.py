@@ -141,6 +141,8 @@ def _false_shard(path: Path, facts: Any) -> Iterator[tuple[str, str]]:
     if not isinstance(facts, dict) or facts.get("size_bytes") != path.stat().st_size:
         yield "size of a shard", str(path)
         return
+    if path.suffix == ".gguf":  # tensors have released names in the manifest: verify reads them
+        return
     header, _ = read_shard_bytes(path)
     if facts.get("header_sha256", sha256(header).hexdigest()) != sha256(header).hexdigest():
         yield "header of a shard", str(path)
