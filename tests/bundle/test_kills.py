@@ -1,5 +1,5 @@
-"""kill -9 at random moments of an export, a quantization, a streamed verification and a training:
-nothing that is left looks whole, and the same command ends with the same bytes."""
+"""kill -9 at random moments of an export, a quantization, a calibration, a streamed verification
+and a training: nothing that is left looks whole, and the same command ends with the same bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from bundle.commands import COMMANDS, Files, check_nothing_looks_whole, finish
-from cases import Outcome, export, looks_finished, nightly_but, run_program, tree
+from cases import Outcome, export, looks_finished, nightly_but, quantize, run_program, tree
 from faults.matrix import no_progress
 from mtp_export.verify.context import Context
 from mtp_export.verify.decoding import stream
@@ -28,12 +28,12 @@ from mtp_export.verify.options import VerifyOptions
 Action = Callable[[], Outcome]
 SEED = 9
 # Of each command.
-FEW, MANY = 2, 50
+FEW, SOME, MANY = 2, 10, 50
 EVERY_PUSH = [("export, linked", FEW), ("quantize", FEW), ("quantize, GGUF", FEW)]
 IMPORTED = [__name__, "mtp_kernels.quantize.cpu_rows"]
 IMPORTED += ["mtp_export.commands.export", "mtp_export.commands.quantize"]
-# By trainings alone: torch's part by optimizers, as they are made.
-IMPORTED_TO_TRAIN = ["mtp_export.tune.run", "torch._dynamo"]
+# By trainings and calibrations alone: torch's part by optimizers, as they are made.
+IMPORTED_TO_TRAIN = ["mtp_export.tune.run", "torch._dynamo", "mtp_export.calibrate.run"]
 
 
 class Forks:
@@ -76,7 +76,8 @@ def _run(action: Action) -> None:
 
 @pytest.fixture(scope="module")
 def forks(request: pytest.FixtureRequest) -> Iterator[Forks]:
-    trains = any(item.name.startswith("test_a_training") for item in request.session.items)
+    names = ("test_a_training", "test_a_calibration")
+    trains = any(item.name.startswith(names) for item in request.session.items)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(Path(__file__).parents[1])  # before other folders with a `cases`
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
@@ -136,6 +137,29 @@ def test_a_streamed_verification_is_killed(
             forks.run(partial(verify, bundle, texts, workdir))
         assert report_of(workdir).read_text() == report_of(tmp_path / "whole").read_text() != ""
         assert not workdir.exists() or tree(workdir) == {}
+
+
+def calibrate(source: Path, texts: Path, output: Path) -> Outcome:
+    """A short calibration; its work folder, beside the output, keeps rows, inputs and codes."""
+    torch.set_num_threads(1)
+    pair = ("--base-quant", "weight_only_nvfp4", "--mtp-quant", "weight_only_nvfp4")
+    return quantize(source, output, *pair, "--calibrate", texts, "--quiet")
+
+
+@pytest.mark.parametrize("kills", nightly_but([], [FEW, SOME]))
+def test_a_calibration_is_killed(kills: int, forks: Forks, many: Path, tmp_path: Path) -> None:
+    texts = tmp_path / "texts.jsonl"
+    lines = [
+        {"prompt_token_ids": [*range(5, 9 + n)], "completion_token_ids": [*range(30, 50)]}
+        for n in range(6)
+    ]
+    texts.write_text("\n".join(map(json.dumps, lines)))
+    for output in forks.kills(kills, partial(partial, calibrate, many, texts), tmp_path):
+        whole = tree(tmp_path / "whole")
+        check_nothing_looks_whole(output, [whole])
+        if not looks_finished(output):
+            forks.run(partial(calibrate, many, texts, output))
+        assert tree(output) == whole
 
 
 def train(bundle: Path, texts: Path, output: Path) -> Outcome:

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 from cases import Outcome
 from fuzz import network, oracle, resuming, serving
-from fuzz.lab import FOREIGN, Lab, tune_arguments
+from fuzz.lab import FOREIGN, Lab, calibrate_arguments, tune_arguments
 from fuzz.mutators.special_files import SECRET
 from fuzz.sandbox import Finding, Sandbox
 from fuzz.tensors import check_equal, read_tensors
@@ -332,6 +332,17 @@ def _tune(sandbox: Sandbox, random: Random, lab: Lab) -> None:
     _check_verified(sandbox, "--level", "files")
 
 
+def _calibrate(sandbox: Sandbox, random: Random, lab: Lab) -> None:
+    arguments = calibrate_arguments(sandbox.input, sandbox.output)
+    dry = random.random() < 0.3
+    outcome = sandbox.run(*arguments, *(("--dry-run",) if dry else ("--quiet",)))
+    if outcome.code or dry:
+        oracle.check_nothing_whole(sandbox.output)
+        return
+    oracle.check_claims(sandbox.output)
+    _check_verified(sandbox, "--level", "files")
+
+
 def _serve(sandbox: Sandbox, random: Random, lab: Lab) -> None:
     statuses = serving.ask(sandbox.input, lab.input("served") / "source")
     sandbox.codes += [("serve", 0 if status == 200 else status) for status in statuses]
@@ -364,5 +375,6 @@ COMMANDS: dict[str, Command] = {
     "drafts": Command(("drafts",), 8, _drafts),
     "launch": Command(("bundle", "int4", "paddlenlp", "drafts"), 6, _launch),
     "tune": Command(("tuning",), 6, _tune, writes="work", starts_threads=True),
+    "calibrate": Command(("calibration",), 4, _calibrate, writes="work", starts_threads=True),
     "serve": Command(("bodies",), 8, _serve, starts_threads=True),
 }

@@ -196,6 +196,22 @@ def tune_arguments(folder: Path, output: Path) -> tuple[object, ...]:
     return ("tune", *places, "--output-dir", output, *lengths, *course)
 
 
+def _calibration(folder: Path) -> None:
+    """A checkpoint, prompts, and the work folder of a calibration of it."""
+    _prompts(folder)
+    arguments = calibrate_arguments(folder, folder / "calibrated")
+    _done(run_in_a_fork(lambda: run_program(*arguments, "--quiet"), _NEVER))
+    shutil.rmtree(folder / "calibrated")
+
+
+def calibrate_arguments(folder: Path, output: Path) -> tuple[object, ...]:
+    """Return the command that quantizes the checkpoint of an input by its prompts."""
+    pair = ("--base-quant", "weight_only_nvfp4", "--mtp-quant", "weight_only_nvfp4")
+    data = ("--calibrate", folder / "prompts.jsonl", "--max-new-tokens", "4")
+    places = ("--input-dir", folder / "source", "--output-dir", output)
+    return ("quantize", *places, *pair, *data, "--workdir", folder / "work", "--workers", "1")
+
+
 def _bodies(folder: Path) -> None:
     """Bodies of requests."""
     folder.mkdir(parents=True)
@@ -316,6 +332,7 @@ SUBJECTS: dict[str, Callable[[Path], None]] = {
     "shares": _shares,
     "drafts": _drafts,
     "tuning": _tuning,
+    "calibration": _calibration,
     "bodies": _bodies,
     "served": _served,
     "prompts": _prompts,
