@@ -449,6 +449,35 @@ DEEPSEEK_V4: dict[str, Any] = {
     "num_nextn_predict_layers": 1,
     **_EXPERTS,
 }
+_LATENT = ("q_lora_rank", "kv_lora_rank", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim")
+DOTS3_NOTE: dict[str, Any] = {
+    **{key: one for key, one in PLAIN.items() if key not in ("head_dim", "attention_bias")},
+    "architectures": ["Dots3NoteForCausalLM"],
+    "model_type": "dots3_note",
+    "pad_token_id": 0,
+    "num_key_value_heads": 8,
+    "head_dim": 24,
+    "first_k_dense_replace": 1,
+    "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+    "sliding_window_size": 32,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_topk": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "moe_shared_expert_intermediate_size": 32,
+    "num_nextn_predict_layers": 1,
+    **{key: SMALL[key] for key in _LATENT},
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_head_dim": 24,
+    "swa_q_lora_rank": 32,
+    "swa_kv_lora_rank": 64,
+    "swa_v_head_dim": 16,
+    "swa_qk_nope_head_dim": 16,
+    "swa_qk_rope_head_dim": 8,
+    **_EXPERTS,
+}
 HY_V4: dict[str, Any] = {
     **{key: one for key, one in PLAIN.items() if key not in ("head_dim", "attention_bias")},
     "architectures": ["HYV4ForCausalLM"],
@@ -464,8 +493,7 @@ HY_V4: dict[str, Any] = {
     "n_routed_experts": 8,
     "n_shared_experts": 1,
     "num_nextn_predict_layers": 1,
-    **{key: SMALL[key] for key in ("q_lora_rank", "kv_lora_rank", "v_head_dim")},
-    **{key: SMALL[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim")},
+    **{key: SMALL[key] for key in _LATENT},
     **_EXPERTS,
 }
 QWEN4_EXP_TEXT: dict[str, Any] = {
@@ -498,6 +526,7 @@ SMALL_CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v32": DEEPSEEK_V32,
     "glm_moe_dsa": GLM_MOE_DSA,
     "deepseek_v4": DEEPSEEK_V4,
+    "dots3_note": DOTS3_NOTE,
     "mimo": MIMO,
     "hy_v3": HY_V3,
     "hy_v4": HY_V4,

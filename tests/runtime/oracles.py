@@ -47,10 +47,14 @@ def _step(config: Config) -> Config:
 # change of the config.
 OTHER_CLASS: dict[str, Callable[[Config], Config]] = {
     "mimo": _like("qwen2", "Qwen2ForCausalLM"),
+    "dots3_note": _like("dots3_note_text", "Dots3NoteForCausalLM"),
     "step3p5": _step,
 }
 # Parts that transformers has beside a model, by the names.
-BESIDE = r"(model\.)?(visual|vision_model|vit_large_projector|multi_modal_projector)\."
+BESIDE = (
+    r"(model\.)?(visual|vision_model|vit_large_projector|multi_modal_projector"
+    r"|vision_encoder|audio_encoder|audio_adapter)\."
+)
 
 # Families whose MTP layers transformers' MtpModel loads, with the fields that it needs.
 MTP_MODEL: dict[str, dict[str, Any]] = {

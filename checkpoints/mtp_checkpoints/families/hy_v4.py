@@ -96,10 +96,11 @@ def _latent(fields: Fields, chooses: bool) -> tuple[Entry, ...]:
         matrix(f"{name}.linear_gate", heads * value, hidden, _OWN),
         Entry(f"{name}.learnable_sink_param", (heads,), _OWN),
     ]
-    return (*entries, *(_indexer(fields, hidden, rank) if chooses else ()))
+    return (*entries, *(indexer(fields, hidden, rank) if chooses else ()))
 
 
-def _indexer(fields: Fields, hidden: int, rank: int) -> tuple[Entry, ...]:
+def indexer(fields: Fields, hidden: int, rank: int) -> tuple[Entry, ...]:
+    """Return what picks the tokens to attend to, given the size of what queries are made of."""
     heads, head = fields.whole("index_n_heads"), fields.whole("index_head_dim")
     name = "self_attn.indexer"
     return (

@@ -21,7 +21,13 @@ COUNT_FIELDS = (
 _NESTED = ("text_config", "llm_config", "language_config")
 _OWN_BLOCK = "mtp_config"  # announces modules without counting them
 # Models whose config.json has no such field, with the number that engines take.
-USUAL_COUNTS = {"qwen3_next": 1, "longcat_flash": 1, "mimo_v2": 3, "mimo_v2_flash": 3}
+USUAL_COUNTS = {
+    "qwen3_next": 1,
+    "longcat_flash": 1,
+    "dots3_note": 1,
+    "mimo_v2": 3,
+    "mimo_v2_flash": 3,
+}
 # SGLang's `maybe_add_mtp_safetensors`: the file that it loads though the index leaves it out.
 _ADDED_BY_SGLANG = "mtp.safetensors"
 _ADDED_TO = frozenset({"Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM"})

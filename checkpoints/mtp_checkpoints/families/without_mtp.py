@@ -29,7 +29,6 @@ SEPARATE_DRAFTS: dict[str, str] = {
 NOT_DESCRIBED: dict[str, str] = {
     "inkling_model": "Inkling",
     "inkling_mm_model": "Inkling",
-    "dots3_note": "dots3",
     "pangu_ultra_moe": "openPangu-Ultra-MoE",
     "nemotron_h_puzzle": "Nemotron-H Puzzle",
     "intern_s2_preview": "Intern-S2-preview",

@@ -19,7 +19,15 @@ from mtp_checkpoints.families.base import (
 
 _WEIGHT = ".weight"
 _UNQUANTIZED = frozenset({Role.ROUTER, Role.CONVOLUTION, Role.DELTA_GATES, Role.INDEXER_HEADS})
-_QUERY_KEY_VALUE = ("q_proj", "k_proj", "v_proj")
+# Linears that engines load as one matrix, with its names.
+_JOINED: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("q_proj", "k_proj", "v_proj"): ("qkv_proj",),
+    ("gate_proj", "up_proj"): ("gate_up_proj",),
+    ("q_a_proj", "kv_a_proj_with_mqa"): (
+        *("fused_qkv_a_proj", "fused_qkv_a_proj_with_mqa", "fused_qkv_a_g_proj_with_mqa"),
+    ),
+}
+_ABSORBED = ("kv_b_proj",)  # attention multiplies it into other matrices
 _ONE_EXPERT = re.compile(r"experts\[\.\]\d+.*")
 
 
@@ -111,7 +119,8 @@ class Listed:
         return ModulePatterns(
             linears={role: f"({'|'.join(own)})$" for role, own in linears.items()},
             other_matrices=tuple(f"re:.*{pattern}$" for pattern in dict.fromkeys(plain)),
-            fused={_QUERY_KEY_VALUE: ("qkv_proj",)} if self._has_queries else {},
+            fused={parts: whole for parts, whole in _JOINED.items() if self._has(parts[0])},
+            absorbed=_ABSORBED if self._has(*_ABSORBED) else (),
         )
 
     def _pattern(self, module: str) -> str:
@@ -119,9 +128,8 @@ class Listed:
         name = f"{self.name}.{module}".lstrip(".")
         return _ONE_EXPERT.sub("experts.*", name.replace(".", "[.]"))
 
-    @property
-    def _has_queries(self) -> bool:
-        return any(entry.module.endswith(_QUERY_KEY_VALUE[0]) for entry in self.entries)
+    def _has(self, linear: str) -> bool:
+        return any(entry.module.rpartition(".")[2] == linear for entry in self.entries)
 
     def tensors(self, prefix: str, make: TensorMaker) -> Iterator[TensorSpec]:
         """Yield the tensors of one layer."""
@@ -131,14 +139,11 @@ class Listed:
 def _with_fused(modules: Sequence[str]) -> Iterator[str]:
     """Yield names of linears, and those of the matrices that engines load several of them as."""
     yield from modules
-    for parts, whole in (
-        (_QUERY_KEY_VALUE, "qkv_proj"),
-        (("gate_proj", "up_proj"), "gate_up_proj"),
-    ):
-        for module in modules:
-            parent, _, last = module.rpartition(".")
+    for module in modules:
+        parent, _, last = module.rpartition(".")
+        for parts, names in _JOINED.items():
             if last == parts[0]:
-                yield f"{parent}.{whole}".lstrip(".")
+                yield from (f"{parent}.{name}".lstrip(".") for name in names)
 
 
 NOTHING = Listed("nothing", "", ())
