@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 # Operators that take tensors of two devices: copies, and the host's indices of a device's tensor.
-CROSSING = ("aten.copy_.", "aten._to_copy.", "aten._copy_from")
+CROSSING = ("aten.copy_.", "aten._to_copy.", "aten._copy_from", "aten.to.")
 INDEXING = ("aten.index.", "aten.index_put", "aten._index_put_impl_", "aten._unsafe_index")
 
 
@@ -50,16 +50,29 @@ class Device(TorchDispatchMode):
         self.kind = kind
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = dict(kwargs or {})
-        target = given.get("device")
-        if target is not None:
-            given["device"] = torch.device("cpu")
         found: list[torch.Tensor] = []
-        arguments = tree_map(lambda value: on_host(value, found), (args, given))
+        devices: list[torch.device] = []
+        host_args, given = tree_map(
+            lambda value: on_host(value, found, devices), (args, dict(kwargs or {}))
+        )
         self.check(func, found)
-        made = func(*arguments[0], **arguments[1])
-        moved = torch.device(target).type == self.kind if target is not None else any_there(found)
+        made = func(*host_args, **given)
+        moved = self._moves(func, found, devices)
+        if str(func).startswith("aten.to.") and moved != isinstance(found[0], DeviceTensor):
+            made = made.clone()  # another device's memory
         return tree_map(lambda value: self._wrapped(value, moved, args), made)
+
+    def _moves(self, func: Any, found: list[torch.Tensor], devices: list[torch.device]) -> bool:
+        """Return True where the result lies on the device: where it is told to, else as its inputs.
+
+        Within inference mode `.to` arrives whole: its target is among the arguments, or is where
+        another tensor lies.
+        """
+        if devices:
+            return devices[0].type == self.kind
+        if str(func) == "aten.to.other":
+            return isinstance(found[1], DeviceTensor)
+        return any_there(found)
 
     def check(self, func: Any, found: list[torch.Tensor]) -> None:
         """Refuse what a device refuses; numbers may be anywhere."""
@@ -123,8 +136,16 @@ def _numbered(value: Any) -> Any:
     )
 
 
-def on_host(value: Any, found: list[torch.Tensor]) -> Any:
-    """Return a value, a tensor as it lies in main memory; found gets every tensor."""
+def on_host(
+    value: Any, found: list[torch.Tensor], devices: list[torch.device] | None = None
+) -> Any:
+    """Return a value, a tensor as it lies in main memory, a device as the CPU.
+
+    found gets every tensor, devices every device; without a list devices stay.
+    """
+    if devices is not None and isinstance(value, torch.device):
+        devices.append(value)
+        return torch.device("cpu")
     if not isinstance(value, torch.Tensor):
         return value
     found.append(value)
