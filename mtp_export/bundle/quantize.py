@@ -11,6 +11,7 @@ from typing import Any
 from mtp_checkpoints.containers import SAFETENSORS
 from mtp_checkpoints.errors import UnsupportedError, UsageError
 from mtp_checkpoints.families.base import Role
+from mtp_checkpoints.families.parts.feed_forward import Moe
 from mtp_checkpoints.formats import (
     FormatOptions,
     Fp8Block,
@@ -148,9 +149,9 @@ def quantize_recipe(
     of_main, of_mtp = (
         target.rewrites_main or Role.ROUTED_EXPERT in part.quantized_roles for part in (main, mtp)
     )
+    _check_fused_experts(stored, main, mtp)
     apart = experts_apart(checkpoint, stored.family, main=of_main, mtp=of_mtp)
     source = checkpoint, stored = viewed(apart, source)
-    _check_fused_experts(stored, main, mtp)
     main_config, mtp_config = _configs(target, source, main=main, mtp=mtp, dialect=choice.dialect)
     split = SplitOptions(
         target=target,
@@ -265,13 +266,18 @@ def _check_converts(options: QuantizeOptions, main: Conversion, stored: StoredMo
 
 
 def _check_fused_experts(stored: StoredModel, main: Conversion, mtp: Conversion) -> None:
-    """Refuse to quantize a part with fused experts that are not stored one by one, nor taken apart
+    """Refuse to quantize a part with fused experts that engines do not take one by one
     (UnsupportedError)."""
-    for kind in stored.kinds:
-        spec = kind.specs[0]
+    moes = [(one.feed_forward, one.feed_forward_prefix) for one in stored.family.every_layer]
+    fused = (
+        name
+        for moe, prefix in moes
+        if isinstance(moe, Moe) and not moe.loads_one_by_one
+        for name in moe.apart(prefix)
+    )
+    for spec in map(stored.family.tensors.__getitem__, fused):
         part = main if spec.mtp_layer is None else mtp
-        is_fused = spec.role is Role.ROUTED_EXPERT and len(spec.shape) > 2
-        if is_fused and Role.ROUTED_EXPERT in part.quantized_roles:
+        if Role.ROUTED_EXPERT in part.quantized_roles:
             raise UnsupportedError(
                 "This model's experts are stored fused, in a layout whose codes no engine reads",
                 expected="bf16 for the part that holds them",

@@ -33,7 +33,9 @@ SLOTS = (16, 8, 5, 2, 1)
 
 # Shared experts of a family's small config.
 TWO_SHARED = {"n_shared_experts": 2}
-SHARED = {"qwen3_next": {"shared_expert_intermediate_size": 64}}  # as wide as the others
+SHARED = dict.fromkeys(  # as wide as the others
+    ("qwen3_next", "qwen3_5_moe_text"), {"shared_expert_intermediate_size": 64}
+)
 
 
 def slot_bytes(folder: Path) -> int:
@@ -122,8 +124,11 @@ def test_each_expert_that_is_not_held_is_read_once() -> None:
     assert cache.counts.requested == cache.counts.read_bytes == 0
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next"])
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5_moe_text"]
+)
 def test_families_compute_the_same_logits(family: str, tmp_path: Path) -> None:
+    """Experts of the last one are stored fused."""
     path = write_checkpoint(tmp_path, SMALL_CONFIGS[family] | SHARED.get(family, TWO_SHARED))
     expected = logits_of(load_model(path, LoadOptions()))
     for slots in (7, 3):

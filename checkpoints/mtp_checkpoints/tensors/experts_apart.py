@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from mtp_checkpoints.containers.base import TensorInfo
-from mtp_checkpoints.families.parts.feed_forward import Moe
+from mtp_checkpoints.families.single_experts import single_experts
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.tensors.reader import Checkpoint
 
@@ -17,14 +17,7 @@ def experts_apart(
 ) -> Checkpoint:
     """Return a checkpoint as if it held the fused experts of main layers, of MTP layers or of both
     one by one, under the names of such; the checkpoint itself where none are fused."""
-    layers = [
-        *(family.layers if main else ()),
-        *(module.layer for module in family.mtp if mtp),
-    ]
-    apart: dict[str, Sequence[str]] = {}
-    for layer in layers:
-        if isinstance(layer.feed_forward, Moe):
-            apart |= layer.feed_forward.apart(layer.feed_forward_prefix)
+    apart = single_experts(family, main=main, mtp=mtp)
     if apart.keys().isdisjoint(checkpoint.tensors):
         return checkpoint
     shards = (

@@ -10,12 +10,14 @@ from mtp_checkpoints.containers.base import CONFIG_NAME
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.families import family_of
 from mtp_checkpoints.families.signs import with_counts_of
+from mtp_checkpoints.families.single_experts import single_experts, with_single_experts
 from mtp_checkpoints.layouts import likely_target, target_of_bundle
 from mtp_checkpoints.layouts.base import Target
 from mtp_checkpoints.quantization.absent import as_engines_take
 from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight, stored_model
 from mtp_checkpoints.sources.addresses import byte_source
 from mtp_checkpoints.tensors.bundle_folder import RELEASED, open_parts
+from mtp_checkpoints.tensors.experts_apart import experts_apart
 from mtp_checkpoints.tensors.reader import Checkpoint
 
 
@@ -37,10 +39,29 @@ class ModelFolder:
             problems[0].raise_as_error(self.checkpoint.folder, len(problems) - 1)
         self.checkpoint.check_decoded()
 
+    @property
+    def with_single_experts(self) -> ModelFolder:
+        """The folder as if it held fused experts one by one."""
+        fused = single_experts(self.stored.family)
+        family = with_single_experts(self.stored.family)
+        kept = self.stored.of_tensors(lambda spec: spec.name not in fused)
+        names = (name for spec in self.stored.specs for name in fused.get(spec.name, ()))
+        specs = [family.tensors[name] for name in names]
+        if not specs:
+            return self
+        singles = StoredModel(family, None, specs, ()).reread(None, str)  # never quantized
+        stored = StoredModel(
+            family,
+            self.stored.quantization,
+            specs=[*kept.specs, *specs],
+            kinds=[*kept.kinds, *singles.kinds],
+        )
+        return ModelFolder(experts_apart(self.checkpoint, self.stored.family), stored)
+
 
 def open_folders(path: Path, mtp: Path | None = None) -> list[ModelFolder]:
     """Open a bundle (main and mtp side by side) or a single checkpoint folder, and check it; the
-    folder of the main part comes first.
+    folder of the main part comes first. They are given as if they held fused experts one by one.
 
     The MTP folder may be in any target's layout. Raises InvalidInputError for a tensor that is
     missing, of the wrong shape or dtype, or not promised by config.json, UnsupportedError for a
@@ -62,7 +83,7 @@ def open_folders(path: Path, mtp: Path | None = None) -> list[ModelFolder]:
             folders.append(_draft(opened.mtp, opened.main, target_of_bundle(path)))
     for folder in folders:
         folder.check()
-    return folders
+    return [folder.with_single_experts for folder in folders]
 
 
 def _apart(main: Checkpoint, mtp: Checkpoint) -> list[ModelFolder]:

@@ -147,15 +147,6 @@ class WeightSource:
         self._note(name)
         return self._cut(name, window)
 
-    def matrices(self, name: str) -> list[Weight]:
-        """Return the matrices [out, in] that an unquantized tensor [n, out, in] holds. Raises as
-        weight."""
-        if not self.packs or self._is_in_memory(name):
-            return [unquantized(matrix) for matrix in self.raw(name)]
-        self._note(name)
-        self._check_plain(name)
-        return [self._unread_matrix(name, number) for number in range(self._spec(name).shape[0])]
-
     def encoded(self, name: str) -> EncodedWeight:
         """Return a tensor of the model in the format that it is stored in. Raises as weight."""
         self._note(name)
@@ -328,17 +319,6 @@ class WeightSource:
 
         form, whole = self.packed_form(name, window.columns), not self._in_rows(name)
         return UnreadWeight((FilePart(window.shape, read, whole=whole, form=form),))
-
-    def _unread_matrix(self, name: str, number: int) -> UnreadWeight:
-        tensor = self._on_disk(name).tensors[0]
-        _, outputs, inputs = tensor.shape
-
-        def read(rows: range) -> Weight:
-            matrix = self._read_window(tensor, range(number, number + 1), None)[0]
-            return unquantized(matrix[rows.start : rows.stop])
-
-        form = self.packed_form(name)
-        return UnreadWeight((FilePart((outputs, inputs), read, whole=True, form=form),))
 
     def _expanded(self, weight: Weight) -> EncodedWeight:
         return unquantized(dense(weight, self.dtype).to(self.device))

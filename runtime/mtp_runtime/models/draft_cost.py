@@ -121,7 +121,5 @@ def _routed(layer: LayerSpec, matrices: Mapping[str, MatrixMemory]) -> Routed:
     assert isinstance(part, parts.Moe)
     modules = part.modules(layer.feed_forward_prefix)
     names = [weight_name(module) for module in chain.from_iterable(modules.experts)]
-    if modules.fused is not None:
-        names += modules.fused.every
     held = sum(matrices[name].held_bytes for name in names)
     return Routed(held, part.router.routing.experts_per_token / part.experts)

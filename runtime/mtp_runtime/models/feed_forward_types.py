@@ -15,13 +15,11 @@ from mtp_checkpoints.families.parts.feed_forward import (
     BIASED,
     GREEDY,
     SOFTMAX,
-    FusedExperts,
     MlpModules,
     MoeModules,
 )
 from mtp_runtime.config import refuse_other_values
 from mtp_runtime.layers.moe import (
-    HeldExperts,
     Mlp,
     Moe,
     Router,
@@ -59,13 +57,8 @@ def load_moe(loader: LayerLoader, part: parts.Moe, prefix: str) -> Moe | Paralle
     parallel, shares = source.parallel, source.split.parts(part.experts)
     local = shares[source.split.rank]
     shared = tuple(_shared(loader, part, names.shared))
-    if names.fused is None:
-        load = partial(loader.mlp, limit=part.expert.limit)
-        experts = source.experts(names.experts[local.start : local.stop], load, shared)
-    else:
-        fused = _fused(loader, names.fused, local)
-        routed = (replace(mlp, limit=part.expert.limit) for mlp in fused)
-        experts = HeldExperts((*routed, *shared))
+    load = partial(loader.mlp, limit=part.expert.limit)
+    experts = source.experts(names.experts[local.start : local.stop], load, shared)
     router = _router(loader, part.router, names)
     if parallel.group.is_one:
         return Moe(router, experts, len(shared), _shared_gate(source, names))
@@ -93,14 +86,6 @@ def _shared(loader: LayerLoader, part: parts.Moe, names: MlpModules | None) -> I
         inner = range(number * each, (number + 1) * each)
         mlp = loader.split_mlp(names, inner, joins=not loader.source.parallel.reduces)
         yield replace(mlp, limit=together.limit)
-
-
-def _fused(loader: LayerLoader, names: FusedExperts, experts: range) -> Iterator[Mlp]:
-    """Yield some routed experts of a layer, all of which are in the same tensors."""
-    *gate_up, down = (loader.source.matrices(name) for name in names.every)
-    for expert in experts:
-        halves = (matrices[expert] for matrices in gate_up)
-        yield Mlp(loader.joined(*halves), loader.joined(down[expert]))
 
 
 def _shared_gate(source: WeightSource, names: MoeModules) -> torch.Tensor | None:

@@ -14,6 +14,7 @@ from mtp_checkpoints.errors import UnsupportedError, UsageError
 from mtp_checkpoints.families import family_of
 from mtp_checkpoints.families.base import weight_name
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.single_experts import with_single_experts
 from mtp_checkpoints.families.spec import Input, ModelSpec, MtpSpec
 from mtp_checkpoints.formats import unquantized
 from mtp_checkpoints.tensors.reader import Checkpoint
@@ -372,7 +373,7 @@ def open_model(
     if options.requires_mtp and not source.has_mtp:
         raise no_module_to_draft_with(path)
     main = folders[0].checkpoint
-    spec = family_of(main.config, source.owners)
+    spec = with_single_experts(family_of(main.config, source.owners))
     contract = (options.contract or source.contract) if options.with_mtp else None
     config = config_for(spec, options.max_model_len)
     return OpenedModel(source, spec, config, contract, main.folder)

@@ -308,8 +308,7 @@ def _held(
     if spec.role is Role.EMBEDDING:
         kept = weight.tensors[0].dtype is DType.BF16
         return elements * (2 if kept else source.dtype.itemsize), False
-    is_matrix = len(spec.shape) == 2 or spec.role is Role.ROUTED_EXPERT
-    if not is_matrix or spec.role is Role.ROUTER:
+    if len(spec.shape) != 2 or spec.role is Role.ROUTER:
         return elements * source.dtype.itemsize, False
     if dense is None:
         return weight.size_bytes, False

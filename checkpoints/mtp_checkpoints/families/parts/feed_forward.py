@@ -283,6 +283,16 @@ class Moe:
             fused=self.names.fused.under(prefix) if self.is_fused else None,
         )
 
+    @property
+    def one_by_one(self) -> Moe:
+        """The mixture with its experts stored one by one."""
+        return replace(self, is_fused=False)
+
+    @property
+    def loads_one_by_one(self) -> bool:
+        """True where engines take the experts one by one too, if they are stored fused."""
+        return self.names.fused == _NAMES.fused
+
     def as_stored(self, prefix: str, names: Collection[str], apart: Collection[str]) -> Moe:
         """Return the mixture with its experts as tensors of these names have them, as it is where
         none is there; apart: the prefixes of mixtures whose experts are stored one by one."""
@@ -291,15 +301,16 @@ class Moe:
 
     def apart(self, prefix: str) -> dict[str, tuple[str, ...]]:
         """Return per fused tensor of one layer the weights of single experts that it holds, in the
-        order of their rows; nothing where experts are stored one by one, or in a layout of which no
-        engine takes them so."""
+        order of their rows; nothing where experts are stored one by one."""
         fused = self.modules(prefix).fused
-        if fused is None or self.names.fused != _NAMES.fused:
+        if fused is None:
             return {}
-        experts = replace(self, is_fused=False).modules(prefix).experts
+        experts = self.one_by_one.modules(prefix).experts
+        halves = [(0, 1)] if len(fused.gate_up) == 1 else [(0,), (1,)]
+        parts = zip(fused.every, [*halves, (2,)], strict=True)
         return {
-            fused.gate_up[0]: tuple(weight_name(m) for one in experts for m in (one.gate, one.up)),
-            fused.down: tuple(weight_name(one.down) for one in experts),
+            name: tuple(weight_name(one[number]) for one in experts for number in own)
+            for name, own in parts
         }
 
     def tensors(self, prefix: str, make: TensorMaker) -> Iterator[TensorSpec]:
