@@ -119,6 +119,8 @@ class Numbers(TorchFunctionMode):
         if func is torch.Tensor.__getitem__ and isinstance(args[0], DeviceTensor):
             kind = args[0].device.type
             return DeviceTensor(func(*tree_map(lambda value: on_host(value, []), args)), kind)
+        if func is torch.Tensor.new_tensor and isinstance(args[0], DeviceTensor):
+            return DeviceTensor(func(args[0].on_host, *args[1:], **given), args[0].device.type)
         if func is torch.Tensor.nonzero and isinstance(args[0], DeviceTensor):
             return DeviceTensor(func(args[0].on_host), args[0].device.type)
         if func in _WRITTEN and isinstance(args[0], DeviceTensor):

@@ -15,6 +15,7 @@ import pytest
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families import FAMILIES, deepseek_v3, family_of, parts
 from mtp_checkpoints.families.base import SharedTensor, TensorSpec
+from mtp_checkpoints.families.single_experts import with_single_experts
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.families.without_mtp import NOT_DESCRIBED, SEPARATE_DRAFTS, WITHOUT_MTP
 from mtp_export.commands.registry import command_named
@@ -103,13 +104,14 @@ def test_a_familys_tensors_are_consistent(model_type: str) -> None:
 @pytest.mark.parametrize("method", ["none", "mtp"])
 @pytest.mark.parametrize("model_type", COMPUTED)
 def test_a_model_loads_and_generates(model_type: str, method: str, tmp_path: Path) -> None:
-    """Every tensor of a random checkpoint is loaded, of the MTP layers only where they are used."""
+    """Every tensor of a random checkpoint is loaded, of the MTP layers only where they are used; of
+    fused experts each."""
     path = write_checkpoint(tmp_path, small_config(model_type))
     llm = LLM(path, speculate_method=method)
     params = SamplingParams(max_tokens=1, ignore_eos=True)
     (output,) = llm.generate([list(PROMPT)], params)
     assert len(output.token_ids) == 1
-    family = family_of(small_config(model_type))
+    family = with_single_experts(family_of(small_config(model_type)))
     needed = {
         spec.name
         for spec in family.tensors.values()
