@@ -64,6 +64,7 @@ def test_quantization(pristine: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1800)  # every diagnosis, twice
 def test_verification(pristine: Path, tmp_path: Path) -> None:
     """Every check comes to the CPU's end, on weights that were never trained; what one near-tie
     would change is not tested where rows' bits depend on their batch. A busy machine may be too
