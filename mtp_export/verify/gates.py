@@ -77,9 +77,9 @@ LEAST_KNOWN_NATS = 1.0
 # something else about 5.
 MOST_LOST_BY_CALIBRATION_DB = 1.5
 # The least gain of a variant under which plain text is likelier, in nats per token.
-LEAST_LIKELIER_NATS = 0.005
+LEAST_LIKELIER_NATS = 0.001
 # The same of a model without half of a layer, or with a change in it undone.
-LEAST_HARM_NATS = 0.05
+LEAST_HARM_NATS = 0.03
 
 
 def gate_of(manifest_options: Mapping[str, object]) -> tuple[str, RunGate]:

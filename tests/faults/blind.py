@@ -279,6 +279,20 @@ def run(arguments: argparse.Namespace) -> None:
         found = _found(drawn, folders[drawn.fixture], into, effects)
         with record.open("a") as file:
             file.write(json.dumps(asdict(drawn) | found) + "\n")
+    print(counted([json.loads(line) for line in record.read_text().splitlines()]))
+
+
+def counted(judged: list[dict[str, Any]]) -> str:
+    """Return how many of the faults that change tokens or acceptance are caught and rightly named;
+    those that quantize refuses to export are caught before."""
+    exported = [one for one in judged if "said" in one]
+    refused, caught = (
+        sum("refused" in one for one in judged),
+        sum(bool(o["said"]) for o in exported),
+    )
+    right = sum(one["named"] for one in exported)
+    changing = f"{len(exported) + refused} of {len(judged)} change tokens or acceptance by > 1 %"
+    return f"{changing}; {refused} refused by quantize; {caught} caught, {right} rightly named"
 
 
 def _found(drawn: Drawn, good: Path, into: Path, effects: Effects) -> dict[str, Any]:

@@ -66,6 +66,11 @@ def config_value(field: str, value: object, bundle: Path) -> None:
         planting.edit_config(bundle / part, lambda config: config.update({field: value}))
 
 
+def rows_by_turns(weight: torch.Tensor) -> torch.Tensor:
+    """Its rows by turns from both halves."""
+    return weight.view(2, len(weight) // 2, -1).transpose(0, 1).reshape(weight.shape)
+
+
 _fields = {"needs": "trained"}
 # Of the MTP module, whose drafts show them.
 SUSPECTED_FAULTS: tuple[Fault, ...] = (
@@ -123,6 +128,12 @@ SUSPECTED_LAYER_FAULTS: tuple[Fault, ...] = (
     Fault("values of a main layer in reverse order",
           partial(changed, "main", "model.layers.3.self_attn.v_proj.weight", lambda w: w.flip(0)),
           "likelihood", "v_proj of layer 3 has its rows in reverse order", **_qwen),
+    Fault("out_proj of a gated delta net times four",
+          partial(changed, "main", "model.layers.0.linear_attn.out_proj.weight", lambda w: w * 4),
+          "likelihood", "the attention of layer 0 is about 2 times", **_qwen),
+    Fault("rows of one expert of a main layer by turns",
+          partial(changed, "main", "model.layers.1.mlp.experts.5.down_proj.weight", rows_by_turns),
+          "likelihood", "expert 5 of layer 1 does harm", **_glm),
     Fault("partial_rotary_factor halved", partial(config_value, "partial_rotary_factor", 0.25),
           "likelihood", "partial_rotary_factor of config.json is no release's", **_glm),
 )  # fmt: skip

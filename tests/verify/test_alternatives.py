@@ -57,3 +57,12 @@ def test_what_explains_as_well_is_told_with_the_best() -> None:
     assert [one.variant.change for one in found] == ["best", "equal"]
     assert best_of([none]) == []
     assert best_of([best, replace(less, gain=Estimate(1.9, 0.5, 3.0, 40))]) != [best]
+
+
+def test_what_betters_first_drafts_is_named_alone() -> None:
+    """Later ones are fed what is wrong with them."""
+    first = explaining("first", (20.0, 30.0, 25.0, 35.0))
+    second = explaining("second", (40.0, 60.0, 50.0, 70.0))
+    later = replace(second, variant=replace(EXCHANGED, change="second", depth=2))
+    assert best_of([later, first]) == [first]
+    assert best_of([later]) == [later]

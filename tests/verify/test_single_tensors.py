@@ -30,6 +30,7 @@ from mtp_export.verify.evidence.corpus import Corpus
 from mtp_runtime.drafters.base import ScoredVariant
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.mla import Halves
+from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.models.model import MtpModule
 from mtp_runtime.tokenizer import Tokenizer
@@ -66,6 +67,19 @@ def test_a_changed_matrix_in_the_rows_of_others(change: Change) -> None:
     weight = found.held.weight
     torch.testing.assert_close(weight.dequantize(torch.float32), wanted)
     torch.testing.assert_close(weight.product(x), x @ wanted.t())
+
+
+@pytest.mark.parametrize("change", OF_VECTORS, ids=lambda change: change.done)
+def test_a_changed_part_of_a_bias(change: Change) -> None:
+    """As of a norm by itself; the rest of the bias stays."""
+    bias = torch.randn(12)
+    norm = Holder(RmsNorm(bias[4:10], 1e-6))
+    (wanted,) = (w for _, c, w in tensor_variants(norm, [Place("norm", ("held",))]) if c is change)
+    place = Place("k_proj.bias", ("held",), (4, 10))
+    (found,) = (w for _, c, w in tensor_variants(Holder(bias), [place]) if c is change)
+    torch.testing.assert_close(found.held[4:10], wanted.held.weight)
+    torch.testing.assert_close(found.held[:4], bias[:4])
+    torch.testing.assert_close(found.held[10:], bias[10:])
 
 
 @pytest.mark.parametrize("change", OF_MATRICES[:1] + OF_MATRICES[4:], ids=lambda c: c.done)

@@ -11,14 +11,18 @@ from mtp_checkpoints.tensors.bundle_folder import MAIN
 from mtp_export.verify.check import WHOLE_CHECK, Item, Status, failed, judged, not_tested, passed
 from mtp_export.verify.context import Context
 from mtp_export.verify.diagnosis.causes import decoding as causes
-from mtp_export.verify.diagnosis.halves import AddedByHalves, Suspect
-from mtp_export.verify.diagnosis.layer_variants import LayerVariant, variants_of
+from mtp_export.verify.diagnosis.halves import MOST_SUSPECTS, AddedByHalves, Suspect
+from mtp_export.verify.diagnosis.layer_variants import (
+    LayerVariant,
+    variants_of,
+    whole_variants,
+)
 from mtp_export.verify.diagnosis.leanings import Leanings
 from mtp_export.verify.diagnosis.suspected import MainEvidence, MainVariant, main_variants
 from mtp_export.verify.diagnosis.undone import undone
 from mtp_export.verify.evidence.likelihood import Likelihood, chance
 from mtp_export.verify.evidence.plain_text import KINDS, PlainTexts
-from mtp_export.verify.evidence.side_by_side import SideBySide
+from mtp_export.verify.evidence.side_by_side import SideBySide, VariantsOf
 from mtp_export.verify.evidence.statistics import Estimate
 from mtp_export.verify.gates import (
     LEAST_HARM_NATS,
@@ -30,6 +34,8 @@ from mtp_runtime.streaming import StreamedModel, open_streamed
 from mtp_runtime.tokenizer import Tokenizer
 
 CONFIDENCE = 0.98
+# Of a model of more layers, those that lean to nothing are looked into alone.
+MOST_LAYERS = 8
 
 
 @dataclass(frozen=True)
@@ -84,8 +90,9 @@ def run(context: Context) -> Iterator[Item]:
             advance=advance,
         )
     suspects = halves.suspects(plain, own.states, streamed.rest().head)
+    layers = _Layers(streamed, plain, context)
     if not _is_known(own, streamed):
-        item = _no_harm(streamed, plain, suspects, context)
+        item = layers.no_harm(suspects)
         why = "the model finds plain text no likelier than chance does"
         yield item if item.status is Status.FAIL else not_tested(WHOLE_CHECK, why)
         return
@@ -93,7 +100,10 @@ def run(context: Context) -> Iterator[Item]:
     item = _none_better(own, _evidence(context, streamed, leanings), context)
     yield item
     if item.status is not Status.FAIL:  # of which a bad half would be the consequence
-        yield _no_harm(streamed, plain, suspects, context)
+        if not suspects and streamed.config.layers <= MOST_LAYERS:
+            is_resized = halves.is_one_resized(plain, own.states, streamed.rest().head)
+            suspects = layers.suspects(leanings) if is_resized or leanings.weak else []
+        yield layers.no_harm(suspects)
 
 
 def _evidence(context: Context, streamed: StreamedModel, leanings: Leanings) -> MainEvidence:
@@ -162,39 +172,57 @@ class Changed:
 
     def is_told_from(self, best: Changed) -> bool:
         """True for one that is less than another, text by text."""
-        low = self.under.gain(best.under, CONFIDENCE).low
-        return low is not None and low > 0
+        found = self.under.fitted_gain(best.under, CONFIDENCE)
+        return found is not None and found.low is not None and found.low > 0
 
 
-def _no_harm(
-    streamed: StreamedModel, plain: PlainTexts, suspects: Sequence[Suspect], context: Context
-) -> Item:
-    """No half of a layer that is suspected is better left out, or with a change undone."""
-    name = "no layer of the main model does harm"
-    if not suspects:
-        return passed(name, figure="none is suspected", bound="leans towards those after it")
-    where = " and ".join(causes.main_layer(one) for one in sorted({s.layer for s in suspects}))
-    title = f"likelihood, with changes of {where} undone"
-    with context.show_count(title, streamed.config.layers, "layers") as advance:
-        found = SideBySide.of(streamed, plain.sampled(), variants_of(suspects), advance)
-    gains = (Changed(one, text, found.own.gain(text, CONFIDENCE)) for one, text in found.tried)
-    tried = sorted(gains, key=lambda one: -one.gain.value)
-    bound = f"none of {len(tried)} gains {LEAST_HARM_NATS} nats by its interval"
-    better = [one for one in tried if one.better]
-    if not better or not _is_known(better[0].under, streamed):
-        figure = f"{len(suspects)} suspected, none better otherwise"
-        return passed(name, figure=figure, bound=bound)
-    best = better[0].variant.change
-    figure = f"{better[0].gain.value:+.3f} nats when {best}"
-    explained = causes.one_of([one.variant.cause for one in _explaining(better)])
-    cause = causes.likelier(explained, better[0].gain.value, best)
-    data = undone((one.variant.change, one.gain) for one in tried)
-    return failed(name, cause, figure=figure, bound=bound, data=data)
+@dataclass(frozen=True)
+class _Layers:
+    """Layers of a main model, changed one at a time and compared on plain text."""
+
+    streamed: StreamedModel
+    plain: PlainTexts
+    context: Context
+
+    def suspects(self, leanings: Leanings) -> list[Suspect]:
+        """Halves of any layer of which more or less is better, or whose experts are better without
+        one of those that lean little."""
+        title = "likelihood, with halves of layers multiplied"
+        better = (one for one in self._tried(whole_variants(leanings.weak), title) if one.better)
+        found = dict.fromkeys((one.variant.layer, one.variant.half) for one in better)
+        return [Suspect(*one, cosine=0.0) for one in found][:MOST_SUSPECTS]
+
+    def no_harm(self, suspects: Sequence[Suspect]) -> Item:
+        """No half of a layer that is suspected is better left out, or with a change undone."""
+        name = "no layer of the main model does harm"
+        if not suspects:
+            return passed(name, figure="none is suspected", bound="leans towards those after it")
+        where = " and ".join(map(causes.main_layer, sorted({one.layer for one in suspects})))
+        tried = self._tried(variants_of(suspects), f"likelihood, with changes of {where} undone")
+        bound = f"none of {len(tried)} gains {LEAST_HARM_NATS} nats by its interval"
+        better = [one for one in tried if one.better]
+        if not better or not _is_known(better[0].under, self.streamed):
+            figure = f"{len(suspects)} suspected, none better otherwise"
+            return passed(name, figure=figure, bound=bound)
+        best = better[0]
+        figure = f"{best.gain.value:+.3f} nats when {best.variant.change}"
+        explained = causes.one_of([one.variant.cause for one in _explaining(better)])
+        cause = causes.likelier(explained, best.gain.value, best.variant.change)
+        data = undone((one.variant.change, one.gain) for one in tried)
+        return failed(name, cause, figure=figure, bound=bound, data=data)
+
+    def _tried(self, variants: VariantsOf[LayerVariant], title: str) -> list[Changed]:
+        """Variants of layers, compared on the code with the model as it is, best first."""
+        with self.context.show_count(title, self.streamed.config.layers, "layers") as advance:
+            found = SideBySide.of(self.streamed, self.plain.code(), variants, advance)
+        gains = ((one, text, found.own.fitted_gain(text, CONFIDENCE)) for one, text in found.tried)
+        tried = (Changed(one, text, gain) for one, text, gain in gains if gain is not None)
+        return sorted(tried, key=lambda one: -one.gain.value)
 
 
 def _explaining(better: Sequence[Changed]) -> Sequence[Changed]:
-    """Those that are not told from the best, halves that are left out first: any other change of a
-    half that does harm may be better by chance."""
+    """Those that are not told from the best, what is left out first: any other change of a half
+    that does harm may be better by chance."""
     equal = [one for one in better if one is better[0] or not one.is_told_from(better[0])]
     return sorted(equal, key=lambda one: not one.variant.is_left_out)
 

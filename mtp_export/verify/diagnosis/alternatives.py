@@ -102,14 +102,18 @@ class Alternative:
         return self.variant.kind if isinstance(self.variant, Variant) else LOADING
 
     @property
+    def depth(self) -> int:
+        """The draft, from 1, that shows the difference."""
+        return self.variant.depth
+
+    @property
     def explained(self) -> str:
         """The finding as a sentence, behind its kind."""
         if self.own is not None and self.other is not None and self.other - self.own > 0.005:
             what = f"acceptance rises from {self.own:.2f} to {self.other:.2f}"
         else:
             what = f"the drafts' log-probability rises by {self.gain.value:.2f} nats"
-        depth = self.variant.depth if isinstance(self.variant, Variant) else 1
-        at = f" at draft {depth}" if depth > 1 else ""
+        at = f" at draft {self.depth}" if self.depth > 1 else ""
         return f"{self.kind}: {what}{at} when {self.variant.change}: {self.variant.cause}"
 
 
@@ -217,8 +221,11 @@ def _share(hit: torch.Tensor | None, room: torch.Tensor) -> float | None:
 
 def best_of(tried: Sequence[Alternative]) -> list[Alternative]:
     """The best of the alternatives that are better than the module as it is, and those that explain
-    it as well, best first; none where none is better."""
+    it as well, best first; none where none is better. What betters first drafts explains what is
+    wrong with later ones, too."""
     better = [one for one in tried if one.better and one.helps]
+    first = min((one.depth for one in better), default=1)
+    better = [one for one in better if one.depth == first]
     return [one for one in better if one is better[0] or one.explains_as_well_as(better[0])]
 
 

@@ -3,34 +3,43 @@ half, and with single changes undone, which name what is wrong with it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from mtp_export.verify.diagnosis.causes import decoding as causes
-from mtp_export.verify.diagnosis.experts import router_variants
-from mtp_export.verify.diagnosis.halves import ATTENTION, FEED_FORWARD, Suspect
+from mtp_export.verify.diagnosis.experts import SHARED, router_variants
+from mtp_export.verify.diagnosis.halves import ATTENTION, FEED_FORWARD, SIZES, Suspect
+from mtp_export.verify.diagnosis.leanings import Leaning, ScaledExperts
 from mtp_export.verify.diagnosis.tensor_variants import layer_places, replaced, tensor_variants
-from mtp_export.verify.diagnosis.variants import in_halves, interleaved
+from mtp_export.verify.diagnosis.variants import (
+    in_halves,
+    interleaved,
+    keys_and_values_exchanged,
+)
 from mtp_export.verify.evidence.side_by_side import VariantsOf
 from mtp_runtime.cache import CacheSpec, LayerCache
 from mtp_runtime.layers.decoder_layer import DecoderLayer
-from mtp_runtime.layers.gqa import Gqa, HeadGatedGqa, SlidingGqa
+from mtp_runtime.layers.gqa import GatedGqa, Gqa, HeadGatedGqa, SlidingGqa
 from mtp_runtime.layers.mla import Mla
 from mtp_runtime.layers.moe import Moe
 
 WORDS = {ATTENTION: "the attention", FEED_FORWARD: "the feed-forward"}
+LEFT_OUT = 0.0
 
 
 @dataclass(frozen=True)
 class LayerVariant:
     """A main model with one layer changed: the change, in words that follow "when", and what is
-    wrong with a bundle that is better with it. is_left_out: half of the layer adds nothing."""
+    wrong with a bundle that is better with it. half: the part of the layer that is changed, ""
+    where it is both. is_left_out: that, or an expert of it, adds nothing."""
 
+    layer: int
     change: str
     cause: str
+    half: str = ""
     is_left_out: bool = False
 
 
@@ -38,10 +47,11 @@ Named = Iterator[tuple[LayerVariant, DecoderLayer]]
 
 
 @dataclass(frozen=True)
-class _LeftOut:
-    """A half of a layer that adds nothing."""
+class _Times:
+    """A half of a layer that adds a multiple of what it would."""
 
     half: Any
+    factor: float
 
     def new_cache(self, spec: CacheSpec) -> LayerCache:
         """Make the cache that the attention keeps."""
@@ -49,30 +59,83 @@ class _LeftOut:
         return cache
 
     def __call__(self, x: torch.Tensor, *context: object) -> torch.Tensor:
-        return torch.zeros_like(x)
+        if self.factor == LEFT_OUT:
+            return torch.zeros_like(x)
+        added: torch.Tensor = self.half(x, *context)
+        return added * self.factor
+
+
+def whole_variants(weak: Sequence[Leaning]) -> VariantsOf[LayerVariant]:
+    """Return what yields a layer with each half halved and doubled, and without each expert that
+    leans little to the others."""
+
+    def variants(number: int, layer: DecoderLayer) -> Named:
+        for half in WORDS:
+            yield from _scaled(number, layer, half, SIZES)
+        experts = (expert for one in weak if one.layer == number for expert in one.experts)
+        yield from _without(number, layer, experts)
+
+    return variants
+
+
+def _scaled(number: int, layer: DecoderLayer, half: str, factors: Iterable[float]) -> Named:
+    """Yield a layer with what a half of it adds multiplied by each of some factors."""
+    where, words, part = causes.main_layer(number), WORDS[half], getattr(layer, half)
+    for factor in factors:
+        is_out = factor == LEFT_OUT
+        done = "left out" if is_out else f"multiplied by {factor:g}"
+        wrong = causes.DOES_HARM if is_out else causes.times(1 / factor)
+        yield (
+            LayerVariant(
+                layer=number,
+                change=f"{words} of {where} is {done}",
+                cause=causes.of_tensor(words, where, wrong),
+                half=half,
+                is_left_out=is_out,
+            ),
+            replaced(layer, (half,), _Times(part, factor)),
+        )
+
+
+def _without(number: int, layer: DecoderLayer, experts: Iterable[int]) -> Named:
+    """Yield a layer without each of some experts."""
+    where, moe = causes.main_layer(number), layer.feed_forward
+    if not isinstance(moe, Moe):
+        return
+    for expert in experts:
+        name = f"expert {expert}" if expert < moe.routed_experts else SHARED
+        others = ScaledExperts(moe.experts, (expert,), LEFT_OUT)
+        yield (
+            LayerVariant(
+                layer=number,
+                change=f"{name} of {where} is left out",
+                cause=causes.of_tensor(name, where, causes.DOES_HARM),
+                half=FEED_FORWARD,
+                is_left_out=True,
+            ),
+            replaced(layer, (FEED_FORWARD, "experts"), others),
+        )
 
 
 def variants_of(suspects: Sequence[Suspect]) -> VariantsOf[LayerVariant]:
-    """Return what yields the layers of suspected halves: without the half, and each with one change
-    undone. Sizes are not tried, which make a model more or less certain by themselves."""
+    """Return what yields the layers of suspected halves: with the half as a whole, or an expert of
+    it, changed, and with each change of a tensor undone."""
 
     def variants(number: int, layer: DecoderLayer) -> Named:
         where = causes.main_layer(number)
-        for one in (one for one in suspects if one.layer == number):
-            cause = causes.of_tensor(WORDS[one.half], where, causes.DOES_HARM)
-            half = _LeftOut(getattr(layer, one.half))
-            other = replaced(layer, (one.half,), half)
-            left_out = f"{WORDS[one.half]} of {where} is left out"
-            yield LayerVariant(left_out, cause, is_left_out=True), other
-        if all(one.layer != number for one in suspects):
-            return
-        for place, change, other in tensor_variants(layer, list(layer_places(layer))):
-            if not change.is_size and not change.only_last:
+        halves = [one.half for one in suspects if one.layer == number]
+        for half in halves:
+            yield from _scaled(number, layer, half, (LEFT_OUT, *SIZES))
+        if FEED_FORWARD in halves and isinstance(layer.feed_forward, Moe):
+            yield from _without(number, layer, range(len(layer.feed_forward.experts)))
+        places = [place for place in layer_places(layer) if halves]
+        for place, change, other in tensor_variants(layer, places):
+            if not change.only_last:
                 done = change.done.format(f"{place.name} of {where}")
                 cause = causes.of_tensor(place.name, where, change.wrong)
-                yield LayerVariant(done, cause), other
-        for done, cause, other in _exchanges(layer):
-            yield LayerVariant(f"{done} in {where}", cause.format(layer=where)), other
+                yield LayerVariant(number, done, cause), other
+        for done, cause, other in _exchanges(layer) if halves else ():
+            yield LayerVariant(number, f"{done} in {where}", cause.format(layer=where)), other
 
     return variants
 
@@ -99,16 +162,22 @@ def _latent(attention: Mla) -> Iterator[tuple[str, str, Mla]]:
 
 def _grouped(attention: Gqa) -> Iterator[tuple[str, str, Gqa]]:
     yield "the rotary rows are put in halves", causes.ROPE_INTERLEAVED, in_halves(attention)
+    yield from _gated(attention)
+
+
+def _gated(attention: Gqa) -> Iterator[tuple[str, str, Gqa]]:
+    keys_first = keys_and_values_exchanged(attention)
+    yield "k_proj and v_proj are exchanged", causes.KEYS_AND_VALUES_SWAPPED, keys_first
     if attention.query_norm is not None:
         swapped = replace(attention, query_norm=attention.key_norm, key_norm=attention.query_norm)
         yield "q_norm and k_norm are exchanged", causes.QUERY_AND_KEY_NORMS_SWAPPED, swapped
 
 
-# By the kind of attention; of one that is not listed nothing more is tried. Gated ones have other
-# rows than in_halves orders.
+# By the kind of attention; of one that is not listed nothing more is tried.
 _OF_ATTENTION: dict[type, Callable[[Any], Iterator[tuple[str, str, Any]]]] = {
     Mla: _latent,
     Gqa: _grouped,
+    GatedGqa: _gated,
     SlidingGqa: _grouped,
     HeadGatedGqa: _grouped,
 }

@@ -4,7 +4,7 @@ the routed ones. One with the wrong sign leans away from them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -66,6 +66,12 @@ class Leanings:
         layers = {one.layer for one in away if one.is_shared}
         away = [one for one in away if one.is_shared or one.layer not in layers]
         return away if len(away) <= MOST_AWAY and all(map(self._stands_out, away)) else []
+
+    @property
+    def weak(self) -> list[Leaning]:
+        """Routed experts that lean half as far as is usual in their layer, or less far."""
+        routed = (one for one in self.found if not one.is_shared)
+        return [one for one in routed if one.cosine.value < self.usual(one) / 2]
 
     def usual(self, one: Leaning) -> float:
         """The median of the leanings of a layer's experts; of the shared ones, over all layers."""
@@ -156,11 +162,12 @@ class _KeptExperts:
 
 
 @dataclass(frozen=True)
-class _SomeNegated:
-    """Experts of which some have the other sign."""
+class ScaledExperts:
+    """Experts of which some add a multiple of what they would."""
 
     experts: Experts
-    negated: range
+    scaled: Collection[int]
+    factor: float
 
     def __len__(self) -> int:
         return len(self.experts)
@@ -180,9 +187,9 @@ class _SomeNegated:
         return expert_by_expert(self, x, picked, weights)
 
     def _changed(self, number: int, expert: Mlp) -> Mlp:
-        if number not in self.negated:
+        if number not in self.scaled:
             return expert
-        return replace(expert, down=columns_scaled(expert.down, slice(None), -1.0))
+        return replace(expert, down=columns_scaled(expert.down, slice(None), self.factor))
 
 
 @dataclass(frozen=True)
@@ -197,5 +204,5 @@ class Negated:
         moe = layer.feed_forward
         if number != self.layer or not isinstance(moe, Moe):
             return layer
-        experts = _SomeNegated(moe.experts, self.negated)
+        experts = ScaledExperts(moe.experts, self.negated, -1.0)
         return replace(layer, feed_forward=replace(moe, experts=experts))

@@ -8,31 +8,45 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import combinations
 
 from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.changed_weight import columns_scaled
-from mtp_export.verify.diagnosis.tensor_variants import Place, layer_places, tensor_variants
+from mtp_export.verify.diagnosis.tensor_variants import (
+    Place,
+    exchanged,
+    layer_places,
+    tensor_variants,
+)
 from mtp_export.verify.diagnosis.variants import Variant, unchanged
 from mtp_runtime.models.model import Model, MtpModule
 
 # Factors by which a half of eh_proj is tried: the sign, and powers of two, of which a factor
 # between two is still mended by the nearer one.
 HALF_FACTORS = (-1.0, 0.25, 0.5, 2.0, 4.0)
+_OWN_NORMS = (
+    Place("enorm", ("embedding_norm",)),
+    Place("hnorm", ("hidden_norm",)),
+    Place("the norm before the draft's head", ("head", "norm")),
+)
 
 
-def layer_norm_variants(model: Model, module: MtpModule) -> Iterator[Variant]:
-    """The module with the two norms of its layer exchanged; none for a layer without both."""
-    layer = module.layer
-    if layer.input_norm is None:
-        return
-    exchanged = replace(layer, input_norm=layer.post_norm, post_norm=layer.input_norm)
-    yield replace(
-        unchanged(module),
-        name="layer norms",
-        change="input_layernorm and post_attention_layernorm are exchanged",
-        cause=causes.LAYER_NORMS_SWAPPED.format(layer=causes.MTP_LAYER),
-        module=replace(module, layer=exchanged),
-    )
+def norm_exchanges(model: Model, module: MtpModule) -> Iterator[Variant]:
+    """The module with two of its norms exchanged; enorm and hnorm, which `layout_variants` has, not
+    with each other."""
+    norms = {place.name: place.path for place in _OWN_NORMS}
+    if module.layer.input_norm is not None:
+        norms["input_layernorm"] = ("layer", "input_norm")
+    norms["post_attention_layernorm"] = ("layer", "post_norm")
+    for one, other in [*combinations(norms, 2)][1:]:
+        change = f"{one} and {other} are exchanged"
+        yield replace(
+            unchanged(module),
+            name=change,
+            change=change,
+            cause=causes.swapped(one, other),
+            module=exchanged(module, norms[one], norms[other]),
+        )
 
 
 def half_variants(model: Model, module: MtpModule) -> Iterator[Variant]:
@@ -52,12 +66,7 @@ def half_variants(model: Model, module: MtpModule) -> Iterator[Variant]:
 
 def single_tensor_variants(model: Model, module: MtpModule) -> Iterator[Variant]:
     """The module with one change of one of its tensors undone."""
-    own = (
-        Place("enorm", ("embedding_norm",)),
-        Place("hnorm", ("hidden_norm",)),
-        Place("the norm before the draft's head", ("head", "norm")),
-        Place("eh_proj", ("projection",)),
-    )
+    own = (*_OWN_NORMS, Place("eh_proj", ("projection",)))
     of_layer = [replace(p, path=("layer", *p.path)) for p in layer_places(module.layer)]
     for places, layer in ((own, ""), (of_layer, causes.MTP_LAYER)):
         for place, change, changed in tensor_variants(module, places):

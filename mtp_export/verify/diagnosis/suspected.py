@@ -13,7 +13,7 @@ from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.leanings import Leanings, Negated
 from mtp_export.verify.diagnosis.scaled_variants import (
     half_variants,
-    layer_norm_variants,
+    norm_exchanges,
     single_tensor_variants,
 )
 from mtp_export.verify.diagnosis.variants import Variant, contract_variants, layout_variants
@@ -26,7 +26,7 @@ from mtp_runtime.streaming import StreamedModel
 OF_MODULE: dict[str, Callable[[Model, MtpModule], Iterable[Variant]]] = {
     "tensors mixed up": layout_variants,
     "contract": lambda model, module: contract_variants(module),
-    "norms of the layer exchanged": layer_norm_variants,
+    "two norms exchanged": norm_exchanges,
     "sign and scale of the halves of eh_proj": half_variants,
     "single tensors": single_tensor_variants,
 }

@@ -113,7 +113,7 @@ def tensor_variants(whole: Any, places: Sequence[Place]) -> Iterator[tuple[Place
     """Yield the dataclass with one change of one of its tensors undone."""
     for place in places:
         held = _held(whole, place.path)
-        changes = OF_VECTORS if isinstance(held, RmsNorm) else OF_MATRICES
+        changes = OF_VECTORS if isinstance(held, RmsNorm | torch.Tensor) else OF_MATRICES
         for change in changes:
             if place.adds or not change.only_last:
                 yield (
@@ -166,9 +166,16 @@ def _grouped(attention: Gqa) -> Iterator[Place]:
     queries, keys = (
         n * attention.sizes.head for n in (attention.sizes.queries, attention.sizes.kv_heads)
     )
-    yield Place("q_proj", ("qkv",), (0, queries))
-    yield Place("k_proj", ("qkv",), (queries, queries + keys))
-    yield Place("v_proj", ("qkv",), (queries + keys, None))
+    last = queries + keys
+    places = (
+        Place("q_proj", ("qkv",), (0, queries)),
+        Place("k_proj", ("qkv",), (queries, last)),
+        Place("v_proj", ("qkv",), (last, None)),
+    )
+    for place in places:
+        yield place
+        if attention.bias is not None:
+            yield replace(place, name=f"{place.name}.bias", path=("bias",))
     if attention.query_norm is not None:
         yield Place("q_norm", ("query_norm",))
         yield Place("k_norm", ("key_norm",))
@@ -198,6 +205,12 @@ def replaced(whole: Any, path: Sequence[str], part: object) -> Any:
     return replace(whole, **{path[0]: replaced(getattr(whole, path[0]), path[1:], part)})
 
 
+def exchanged(whole: Any, one: Sequence[str], other: Sequence[str]) -> Any:
+    """Return a dataclass with the parts at the ends of two paths in each other's place."""
+    first, second = _held(whole, one), _held(whole, other)
+    return replaced(replaced(whole, one, second), other, first)
+
+
 def _held(whole: Any, path: Sequence[str]) -> Any:
     for name in path:
         whole = getattr(whole, name)
@@ -205,9 +218,13 @@ def _held(whole: Any, path: Sequence[str]) -> Any:
 
 
 def _changed(held: Any, rows: slice, change: Change) -> Any:
-    """Return a norm, a linear, or the halves of kv_b_proj, with a change of some rows."""
+    """Return a norm, a vector, a linear, or the halves of kv_b_proj, with a change of some rows."""
     if isinstance(held, RmsNorm):
         return replace(held, weight=_changed_vector(held.weight, change))
+    if isinstance(held, torch.Tensor):
+        changed = held.clone()
+        changed[rows] = _changed_vector(held[rows], change)
+        return changed
     if isinstance(held, Halves | StoredHalves):
         return _changed_halves(held.dense, change)
     return _changed_linear(held, rows, change)

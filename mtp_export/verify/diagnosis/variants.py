@@ -14,7 +14,7 @@ from mtp_checkpoints.families.parts import Rope
 from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.changed_weight import halves_exchanged, reordered
 from mtp_runtime.layers.attention import Attention
-from mtp_runtime.layers.gqa import Gqa, HeadGatedGqa, SlidingGqa
+from mtp_runtime.layers.gqa import GatedGqa, Gqa, HeadGatedGqa, SlidingGqa
 from mtp_runtime.layers.mla import Mla
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.rope import yarn_temperature
@@ -151,6 +151,18 @@ def _grouped(model: Model, own: Variant, attention: Gqa) -> Iterator[Variant]:
         change="the halves of q_proj's rows are exchanged",
         cause=causes.QUERY_HALVES_SWAPPED,
     )
+    yield from _gated(model, own, attention)
+
+
+def _gated(model: Model, own: Variant, attention: Gqa) -> Iterator[Variant]:
+    """Yield what does not depend on the order of the queries' rows, which gates are among."""
+    yield _with_attention(
+        own,
+        keys_and_values_exchanged(attention),
+        name="keys and values",
+        change="k_proj and v_proj are exchanged",
+        cause=causes.KEYS_AND_VALUES_SWAPPED.format(layer=causes.MTP_LAYER),
+    )
     if attention.query_norm is not None:
         yield _with_attention(
             own,
@@ -165,6 +177,7 @@ def _grouped(model: Model, own: Variant, attention: Gqa) -> Iterator[Variant]:
 _VARIANTS_OF: dict[type, Callable[[Model, Variant, Any], Iterator[Variant]]] = {
     Mla: _latent,
     Gqa: _grouped,
+    GatedGqa: _gated,
     SlidingGqa: _grouped,
     HeadGatedGqa: _grouped,
 }
@@ -307,3 +320,11 @@ def query_halves_exchanged(attention: Gqa) -> Gqa:
     rows[:queries] = rows[:queries].roll(queries // 2)
     bias = None if attention.bias is None else attention.bias[rows]
     return replace(attention, qkv=reordered(attention.qkv, rows), bias=bias)
+
+
+def keys_and_values_exchanged(attention: Gqa) -> Gqa:
+    """The attention with the rows of its keys and of its values in each other's place."""
+    rows = torch.arange(attention.qkv.weight.shape[0])
+    size = attention.sizes.kv_heads * attention.sizes.head
+    rows[-2 * size :] = rows[-2 * size :].roll(size)
+    return replace(attention, qkv=reordered(attention.qkv, rows))

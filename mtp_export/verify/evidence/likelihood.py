@@ -69,13 +69,9 @@ class Likelihood:
         sizes = torch.tensor([len(text.tokens) for text in texts.texts])
         owners = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
         rows = (owners[1:] == owners[:-1]).nonzero()[:, 0]
-        wanted = texts.tokens[rows + 1]
+        scores = tempered_scores(head, states[rows.to(states.device)], texts.tokens[rows + 1])
         sums = torch.zeros(len(sizes), len(TEMPERATURES), dtype=torch.float64)
-        for part, logits in logits_by_chunk(head, head.normed(states[rows.to(states.device)])):
-            pair = (logits, wanted[part].to(logits.device))
-            blocks = zip(*(torch.split(each, _ROWS) for each in pair), strict=True)
-            scores = torch.cat([_scores(*block) for block in blocks]).cpu()
-            sums.index_add_(0, owners[rows[part]], scores)
+        sums.index_add_(0, owners[rows], scores)
         return cls(plain, sums, sizes - 1, states)
 
     def per_token(self, kind: str) -> list[float]:
@@ -110,6 +106,23 @@ class Likelihood:
             if (gain := ratio(sums, counts, confidence)) is not None:
                 found.append(gain)
         return max(found, key=lambda gain: -math.inf if gain.low is None else gain.low)
+
+    def fitted_gain(self, other: Likelihood, confidence: float) -> Estimate | None:
+        """The gain of all texts with each model at the temperature that fits it: one that is more
+        or less certain, and nothing else, gains nothing."""
+        own, others = (one.sums[:, int(one.sums.sum(dim=0).argmax())] for one in (self, other))
+        return ratio((others - own).tolist(), self.counts.tolist(), confidence)
+
+
+def tempered_scores(head: Head, states: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Return the log-probability of wanted tokens [n] after states [n, d], which did not pass the
+    last norm, by temperature [n, t], float64, on the CPU."""
+    found = []
+    for part, logits in logits_by_chunk(head, head.normed(states)):
+        pair = (logits, wanted[part].to(logits.device))
+        blocks = zip(*(torch.split(each, _ROWS) for each in pair), strict=True)
+        found += [_scores(*block).cpu() for block in blocks]
+    return torch.cat(found)
 
 
 def _scores(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

@@ -1,12 +1,14 @@
-"""Plain text, which a language model finds likely: the built-in prompts, which are code and prose
-on it, and a novel.
+"""Plain text, which a language model finds likely: code, and prose on it, and a novel.
 
-alice.txt is the beginning of Lewis Carroll's "Alice's Adventures in Wonderland" (1865), which is in
-the public domain, in the wording of the Canterbury Corpus' alice29.txt.
+Code is the built-in prompts and passages of the standard library's queue.py, as the Python that
+runs has it. alice.txt is the beginning of Lewis Carroll's "Alice's Adventures in Wonderland"
+(1865), which is in the public domain, in the wording of the Canterbury Corpus' alice29.txt.
 """
 
 from __future__ import annotations
 
+import linecache
+import queue
 from dataclasses import dataclass
 from importlib.resources import files
 
@@ -14,12 +16,10 @@ from mtp_export.verify.evidence.prompts import BUILT_IN
 from mtp_runtime.teacher_forcing import Text, Texts
 from mtp_runtime.tokenizer import Tokenizer
 
-BUILT_IN_PROMPTS, NOVEL = "built-in prompts", "a novel"
-KINDS = (BUILT_IN_PROMPTS, NOVEL)
-# Passages of the novel, evenly spread over it.
-_PASSAGES, _PASSAGE_TOKENS = 4, 128
-# A sample has every so many texts, and their first tokens.
-_SAMPLING_STEP, _SAMPLED_TOKENS = 2, 48
+CODE, NOVEL = "code", "a novel"
+KINDS = (CODE, NOVEL)
+# Of each long text, evenly spread over it: rotary values show after many tokens.
+_PASSAGES, _PASSAGE_TOKENS = 2, 128
 _LEAST_TOKENS = 2  # of a text, of which one is predicted
 
 
@@ -33,17 +33,18 @@ class PlainTexts:
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> PlainTexts:
         """Encode them, as for the start of a document."""
-        found = [(BUILT_IN_PROMPTS, tokenizer.encode(prompt)) for prompt in BUILT_IN]
-        novel = tokenizer.encode(files(__package__).joinpath("alice.txt").read_text("utf-8"))
-        for passage in range(_PASSAGES):
-            first = passage * len(novel) // _PASSAGES
-            found.append((NOVEL, novel[first : first + _PASSAGE_TOKENS]))
+        found = [(CODE, tokenizer.encode(prompt)) for prompt in BUILT_IN]
+        code = "".join(linecache.getlines(queue.__file__))
+        novel = files(__package__).joinpath("alice.txt").read_text("utf-8")
+        for kind, text in ((CODE, code), (NOVEL, novel)):
+            tokens = tokenizer.encode(text)
+            firsts = (passage * len(tokens) // _PASSAGES for passage in range(_PASSAGES))
+            found += [(kind, tokens[first : first + _PASSAGE_TOKENS]) for first in firsts]
         found = [(kind, tokens) for kind, tokens in found if len(tokens) >= _LEAST_TOKENS]
         texts = Texts(tuple(Text(tuple(tokens), 1) for _, tokens in found))
         return cls(texts, tuple(kind for kind, _ in found))
 
-    def sampled(self) -> PlainTexts:
-        """A part of them, on which many variants of a model are compared."""
-        texts = self.texts.texts[::_SAMPLING_STEP]
-        cut = tuple(Text(text.tokens[:_SAMPLED_TOKENS], 1) for text in texts)
-        return PlainTexts(Texts(cut), self.kinds[::_SAMPLING_STEP])
+    def code(self) -> PlainTexts:
+        """The code, on which many variants of a model are compared."""
+        code = [one for one, kind in zip(self.texts.texts, self.kinds, strict=True) if kind == CODE]
+        return PlainTexts(Texts(tuple(code)), (CODE,) * len(code))

@@ -55,6 +55,7 @@ QUERY_HALVES_SWAPPED = (
     "the halves of q_proj's rows are swapped: parts of tensor-parallel ranks were joined in another"
     " order"
 )
+KEYS_AND_VALUES_SWAPPED = "k_proj and v_proj of {layer} are swapped"
 QUERY_AND_KEY_NORMS_SWAPPED = "q_norm and k_norm of {layer} are swapped"
 YARN_SCALE_DROPPED = "yarn's attention scale was dropped: rope_scaling lacks mscale_all_dim"
 EMBEDDING_OF_ANOTHER_CHECKPOINT = "the draft's embedding is of another checkpoint"
@@ -72,6 +73,11 @@ def main_layer(number: int) -> str:
 def of_tensor(name: str, layer: str, wrong: str) -> str:
     """name: of a tensor, or of what it is the last matrix of. layer: "" for a module's own."""
     return f"{name}{f' of {layer}' if layer else ''} {wrong}"
+
+
+def swapped(one: str, other: str) -> str:
+    """one, other: tensors of the module."""
+    return f"{one} and {other} of the module are swapped"
 
 
 def times(factor: float) -> str:
