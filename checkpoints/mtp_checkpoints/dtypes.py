@@ -45,7 +45,7 @@ class DType(StrEnum):
     F8_E5M2FNUZ = "F8_E5M2FNUZ", 8, "float8_e5m2fnuz"
     I16 = "I16", 16, "int16"
     U16 = "U16", 16, "uint16"
-    F16 = "F16", 16, "float16"
+    F16 = "F16", 16, "float16", "float16"
     BF16 = "BF16", 16, "bfloat16", "uint16"  # nor bf16
     I32 = "I32", 32, "int32"
     U32 = "U32", 32, "uint32"

@@ -23,7 +23,7 @@ from mtp_export.plan import Step, copy_step
 from mtp_export.schemes.scheme import every_linear
 from mtp_export.schemes.transforms import Convert, Transpose
 
-_CONVERTIBLE = (DType.F8_E4M3, DType.BF16, DType.F32)
+_CONVERTIBLE = (DType.F8_E4M3, DType.BF16, DType.F16, DType.F32)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,20 +6,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.formats import UNQUANTIZED, Fp8Block, WeightFormat
-from mtp_checkpoints.tensors.tensor_reader import as_array, as_rows
 from mtp_checkpoints.tensors.tensor_stream import TensorStream
 from mtp_export.plan import Facts, Resources, Sink
-from mtp_export.schemes.transforms import array_of, bytes_of, converting, quality
+from mtp_export.schemes.transforms import RowPiece, array_of, bytes_of, converting, quality
 from mtp_kernels.sizes import LatentSizes
 
 if TYPE_CHECKING:
-    import torch
-
     from mtp_kernels.quantize import ErrorStats
     from mtp_kernels.quantize.array_conversions import Rows
 
@@ -27,29 +23,6 @@ _PIECE_ELEMENTS = 1 << 20
 _COMPILED_SOURCES = (UNQUANTIZED.storage, Fp8Block.storage)
 # Bytes of an array, and the error of its conversion; None where nothing was converted.
 Half = tuple[Any, "ErrorStats | None"]
-
-
-class RowPiece(NamedTuple):
-    """Bytes of some rows of a tensor."""
-
-    info: TensorInfo
-    data: memoryview
-    rows: int
-
-    def array(self) -> Any:
-        """Return the rows as an array of the dtype's array_name."""
-        return as_array(self.info, self.data, self.rows)
-
-    def elements(self) -> Any:
-        """Return the rows of floats as the kernels take them: float32, or the bits of others."""
-        import numpy as np
-
-        own = "<f4" if self.info.dtype == DType.F32 else "<u2"
-        return np.frombuffer(self.data, own).reshape(self.rows, -1)
-
-    def tensor(self) -> torch.Tensor:
-        """Return the rows as a tensor."""
-        return as_rows(self.info, self.data, self.rows)
 
 
 @dataclass(frozen=True)
@@ -152,15 +125,15 @@ class SplitLatentUp:
 
     def _by_arrays(self, rows: Sequence[RowPiece]) -> Sequence[Half] | None:
         """Return both halves by compiled code; None for rows that it does not know."""
-        from mtp_kernels.quantize.array_conversions import Rows
+        from mtp_kernels.quantize.array_conversions import rows_of
 
         error: ErrorStats | None = None
         if len(rows) == 1:
-            values = rows[0].elements()
+            values = rows[0].array()
         elif rows[1].info.dtype != DType.F32:
             return None
         else:
-            fp8 = Rows(*(piece.array() for piece in rows))
+            fp8 = rows_of(*(piece.array() for piece in rows))
             if self.format == UNQUANTIZED:
                 dense = self.format.quantize_rows(fp8, self.scale_rule)
                 if dense is None:
@@ -173,7 +146,7 @@ class SplitLatentUp:
             if own == UNQUANTIZED:
                 halves.append((half, None))
                 continue
-            converted = own.quantize_rows(Rows(half), self.scale_rule)
+            converted = own.quantize_rows(rows_of(half), self.scale_rule)
             if converted is None:
                 return None
             halves.append((converted[0][0], converted[1]))

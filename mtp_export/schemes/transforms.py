@@ -35,6 +35,7 @@ T = TypeVar("T")
 _COMPILED_DTYPES = {
     (DType.F8_E4M3, DType.F32),
     (DType.BF16,),
+    (DType.F16,),
     (DType.F32,),
 }  # of the inputs of compiled code
 _PIECE_ELEMENTS = 1 << 20
@@ -127,15 +128,15 @@ class Convert:
                 largest = max(largest, found)
         return largest
 
-    def _rows_of(self, inputs: Sequence[RowBytes], start: int, stop: int) -> list[_Piece]:
+    def _rows_of(self, inputs: Sequence[RowBytes], start: int, stop: int) -> list[RowPiece]:
         per_scale = self.source.scale_rows
         spans = ((start, stop), (start // per_scale, -(-stop // per_scale)))
         return [
-            _Piece(stream.info, stream.row_data(*span), span[1] - span[0])
+            RowPiece(stream.info, stream.row_data(*span), span[1] - span[0])
             for stream, span in zip(inputs, spans, strict=False)
         ]
 
-    def _convert(self, pieces: Sequence[_Piece], device: str) -> tuple[Sequence[Any], ErrorStats]:
+    def _convert(self, pieces: Sequence[RowPiece], device: str) -> tuple[Sequence[Any], ErrorStats]:
         """Convert rows of a weight: without torch where compiled code knows them."""
         if self._is_compiled(pieces, device):
             converted = self.format.quantize_rows(_arrays(pieces), self.scale_rule)
@@ -144,7 +145,7 @@ class Convert:
         results, error = self.format.quantize(self._values(pieces, device), self.scale_rule)
         return [array_of(result.cpu()) for result in results], error
 
-    def _largest(self, pieces: Sequence[_Piece], device: str) -> float:
+    def _largest(self, pieces: Sequence[RowPiece], device: str) -> float:
         """Return the largest magnitude of rows (ValueError for damaged ones)."""
         if self._is_compiled(pieces, device):
             from mtp_kernels.quantize.array_conversions import largest_magnitude
@@ -156,16 +157,16 @@ class Convert:
 
         return float(checked_values(self._values(pieces, device)).abs().max())
 
-    def _is_compiled(self, pieces: Sequence[_Piece], device: str) -> bool:
+    def _is_compiled(self, pieces: Sequence[RowPiece], device: str) -> bool:
         dtypes = tuple(piece.info.dtype for piece in pieces)
         return device == "cpu" and dtypes in _COMPILED_DTYPES and not self.uses_torch
 
-    def _values(self, pieces: Sequence[_Piece], device: str) -> torch.Tensor | Fp8Block:
+    def _values(self, pieces: Sequence[RowPiece], device: str) -> torch.Tensor | Fp8Block:
         values, *scale = (piece.tensor().to(device) for piece in pieces)
         return self.source.source(values, *scale) if scale else values
 
 
-class _Piece(NamedTuple):
+class RowPiece(NamedTuple):
     """Bytes of some rows of a tensor."""
 
     info: TensorInfo
@@ -173,16 +174,18 @@ class _Piece(NamedTuple):
     rows: int
 
     def array(self) -> Any:
+        """Return the rows as an array of the dtype's array_name."""
         return as_array(self.info, self.data, self.rows)
 
     def tensor(self) -> torch.Tensor:
+        """Return the rows as a tensor."""
         return as_rows(self.info, self.data, self.rows)
 
 
-def _arrays(pieces: Sequence[_Piece]) -> Rows:
-    from mtp_kernels.quantize.array_conversions import Rows
+def _arrays(pieces: Sequence[RowPiece]) -> Rows:
+    from mtp_kernels.quantize.array_conversions import rows_of
 
-    return Rows(*(piece.array() for piece in pieces))
+    return rows_of(*(piece.array() for piece in pieces))
 
 
 def row_ranges(weight: TensorInfo) -> Iterator[tuple[int, int]]:

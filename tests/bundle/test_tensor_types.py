@@ -9,9 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from bundle.test_gguf_bundles import WIDE, coded, expected, stored
-from cases import edit_json, nightly_but, quantize, read_json, run_program
+from cases import (
+    UNQUANTIZED,
+    edit_json,
+    make_checkpoint,
+    nightly_but,
+    quantize,
+    read_json,
+    read_tensors,
+    run_program,
+)
 from mtp_checkpoints.errors import UsageError
 from mtp_export.bundle.tensor_types import TensorTypes
 from mtp_export.verify.files.repair import remade
@@ -121,3 +131,23 @@ def test_another_target_has_no_types(pristine: Path, tmp_path: Path) -> None:
     fp8 = ("--base-quant", "a8w8_fp8", "--mtp-quant", "a8w8_fp8", "--tensor-type", "attn=q8_0")
     outcome = quantize(pristine, tmp_path / "out", *fp8)
     assert outcome.code == 2 and "Only files for llama.cpp have types by tensor" in outcome.err
+
+
+def test_half_precision_is_converted_as_the_numbers_that_it_holds(tmp_path: Path) -> None:
+    """Tensors of a source in fp16 are those of the same numbers in fp32, halves of latents too."""
+    config = UNQUANTIZED | {"qk_nope_head_dim": 32}
+    released = make_checkpoint(tmp_path / "released", config, own_copies=False)
+    halves = {name: one.half() for name, one in read_tensors(released).items()}
+    made = []
+    for dtype in (torch.float16, torch.float32):
+        source, output = tmp_path / f"{dtype}", tmp_path / f"{dtype} out"
+        shutil.copytree(released, source, ignore=shutil.ignore_patterns("*.safetensors*"))
+        tensors = {n: one.to(torch.float32 if "bias" in n else dtype) for n, one in halves.items()}
+        save_file(tensors, source / "model.safetensors")
+        outcome = quantize(source, output, *TARGET, "--base-quant", "q4_0", *TYPES[:-4])
+        assert outcome.code == 0, outcome.err
+        made.append([stored(output / part) for part in ("main", "mtp")])
+    for found, wanted in zip(*made, strict=True):
+        assert found.keys() == wanted.keys()
+        for name, (kind, values) in found.items():
+            assert kind == wanted[name][0] and torch.equal(values, wanted[name][1]), name

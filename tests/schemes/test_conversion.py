@@ -164,7 +164,7 @@ def test_a_number_of_the_matrix_is_measured_over_all_that_engines_join() -> None
     assert found is not None and found.inputs == (NAME, SCALE)
 
 
-@pytest.mark.parametrize("dtype", ["BF16", "F32"])
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
 def test_values_are_converted_alone(dtype: str) -> None:
     own, source = conversion("fp8_block"), info(NAME, dtype, 256, 256)
     found = own.step(stored(source), source, {NAME: source}, name=NAME)
@@ -174,12 +174,12 @@ def test_values_are_converted_alone(dtype: str) -> None:
 
 def test_what_cannot_be_converted() -> None:
     own = conversion("int4_group")
-    half = info(NAME, "F16", 256, 256)
+    double = info(NAME, "F64", 256, 256)
     with pytest.raises(UnsupportedError, match="cannot become int4_group") as refusal:
-        own.step(stored(half), half, {NAME: half}, name=NAME)
+        own.step(stored(double), double, {NAME: double}, name=NAME)
     error = refusal.value
-    assert (error.where, error.found) == (Path("shard"), "F16")
-    assert error.expected == "dtype F8_E4M3 or BF16 or F32"
+    assert (error.where, error.found) == (Path("shard"), "F64")
+    assert error.expected == "dtype F8_E4M3 or BF16 or F16 or F32"
     assert error.todo == "Start from the original release"
     ragged = info(NAME, "BF16", 128, 192)
     with pytest.raises(UnsupportedError, match=f"Tensor {NAME} cannot become") as refusal:
@@ -188,7 +188,7 @@ def test_what_cannot_be_converted() -> None:
     assert (error.where, error.found) == (Path("shard"), "[N, K] = [128, 192]")
     assert error.expected == "K divisible by 128, the group size"
     assert "--group-size" in str(error.todo)
-    assert own.step(stored(half, role=Role.HEAD), half, {NAME: half}, name=NAME) is not None
+    assert own.step(stored(double, role=Role.HEAD), double, {NAME: double}, name=NAME) is not None
 
 
 def test_steps_of_any_tensor() -> None:

@@ -35,7 +35,7 @@ from mtp_kernels.cpu.torch_threads import one_torch_thread
 QUEUE = DiskQueue(2)
 ROOM = Resources(budget_bytes=1 << 30, device="cpu")
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3"}
-DTYPES |= {torch.uint8: "U8", torch.int16: "I16", torch.int32: "I32"}
+DTYPES |= {torch.float16: "F16", torch.uint8: "U8", torch.int16: "I16", torch.int32: "I32"}
 
 
 def raw(tensor: torch.Tensor) -> bytes:
@@ -89,7 +89,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("made", "count"), [(Int8Channel(), 3), (Int4Group(64), 3), (W4AFp8(), 3)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_pieces_are_the_tensor_at_once(
     made: WeightFormat,
     count: int,
@@ -99,7 +99,7 @@ def test_pieces_are_the_tensor_at_once(
 ) -> None:
     weight = random(300, 256).to(dtype)
     inputs = stored(tmp_path, before=random(3), weight=weight)[1:]
-    (codes, scale), error = made.quantize(weight, "mse")
+    (codes, scale), error = made.quantize(weight.float(), "mse")
     monkeypatch.setattr(transforms, "_PIECE_ELEMENTS", 128 * 256)
     written, facts = run(Convert(made, "mse"), inputs, count)
     assert [len(pieces) for pieces in written.pieces] == [3, 3, 1]
@@ -164,10 +164,10 @@ def test_damage_is_found_in_every_weight_that_is_joined(damaged: str, tmp_path: 
         run(convert, stored(tmp_path, **weights), 3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_values_become_fp8_without_torch(dtype: torch.dtype, tmp_path: Path) -> None:
     weight = random(300, 200).to(dtype)
-    (codes, scale), error = Fp8Block().quantize(weight, "minmax")
+    (codes, scale), error = Fp8Block().quantize(weight.float(), "minmax")
     convert = Convert(Fp8Block(), "minmax")
     written, facts = run(convert, stored(tmp_path, pad=random(1).bfloat16(), weight=weight)[1:], 2)
     assert not convert.uses_torch

@@ -117,7 +117,7 @@ def dequantize_fp8_block(
 def quantize_fp8_block(
     weights: torch.Tensor, *, power_of_two_scale: bool = False, backend: str = "auto"
 ) -> tuple[Fp8Block, ErrorStats]:
-    """Codes F8_E4M3 [N, K], scale F32 amax/448 of each 128x128 block, from bf16 or fp32 [N, K].
+    """Codes F8_E4M3 [N, K], scale F32 amax/448 of each 128x128 block, from floats [N, K].
 
     Codes are rounded to nearest even and saturate at 448. power_of_two_scale rounds the scale up
     to a power of two before quantizing (`scale_fmt: ue8m0` of DeepSeek-V3.1). A zero block has
@@ -125,7 +125,7 @@ def quantize_fp8_block(
     """
     import torch
 
-    values = checks.check_matrix("weights", weights, checks.FLOAT_DTYPES)
+    values = checks.check_floats("weights", weights)
     codes, scale, stats = _backend(backend, values).quantize_fp8_block(values, power_of_two_scale)
     return Fp8Block(codes.view(torch.float8_e4m3fn), scale), error_stats(values, stats)
 
@@ -133,7 +133,7 @@ def quantize_fp8_block(
 def quantize_int8_channel(
     source: torch.Tensor | Fp8Block, *, backend: str = "auto"
 ) -> tuple[Int8Channel, ErrorStats]:
-    """Packed I32 [N, K/4], scale BF16 [N, 1] from bf16, fp32 or fp8 block weights [N, K].
+    """Packed I32 [N, K/4], scale BF16 [N, 1] from floats or fp8 block weights [N, K].
 
     scale = bf16(amax / 127) of the row, code = round(weight / scale) in [-127, 127]; a zero row
     has scale 1. Raises ValueError for K not divisible by 4 and for NaN or infinite weights.
@@ -156,7 +156,7 @@ def quantize_int4_group(
     scale_rule: str = "minmax",
     backend: str = "auto",
 ) -> tuple[Int4Group, ErrorStats]:
-    """Packed I32 [N, K/8], scale BF16 [N, K/group_size] from bf16, fp32 or fp8 block [N, K].
+    """Packed I32 [N, K/8], scale BF16 [N, K/group_size] from floats or fp8 block weights [N, K].
 
     minmax: scale = bf16(amax / 7.5) of the group; mse: the factor of SCALE_FACTORS on it with the
     least squared error. code = round(weight / scale) clamped to [-8, 7]; a zero group has scale 1.
@@ -172,7 +172,7 @@ def quantize_int4_group(
 def quantize_w4afp8(
     source: torch.Tensor | Fp8Block, *, scale_rule: str = "minmax", backend: str = "auto"
 ) -> tuple[W4AFp8, ErrorStats]:
-    """Packed I8 [N, K/2], scale F32 [N, K/128] from bf16, fp32 or fp8 block weights [N, K].
+    """Packed I8 [N, K/2], scale F32 [N, K/128] from floats or fp8 block weights [N, K].
 
     Codes and scales are those of int4 groups of 128: SGLang rounds the scale to bf16 when it
     loads, so the stored fp32 is already a bf16 value. Raises ValueError as quantize_int4_group.

@@ -138,6 +138,11 @@ class Rows(NamedTuple):
     block_scale: Any = NO_BLOCK_SCALE
 
 
+def rows_of(values: Any, block_scale: Any = NO_BLOCK_SCALE) -> Rows:
+    """Return rows of a source; values in half precision as fp32, which holds them exactly."""
+    return Rows(values.astype(np.float32) if values.dtype == np.float16 else values, block_scale)
+
+
 class Converted(NamedTuple):
     """Arrays of codes and scales, or of values, with the error that was made.
 

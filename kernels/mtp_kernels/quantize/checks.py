@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 # Names of torch's dtypes: whoever converts arrays alone does without torch.
-FLOAT_DTYPES = ("bfloat16", "float32")
+FLOAT_DTYPES = ("bfloat16", "float16", "float32")
 BLOCK_SCALE_DTYPES = ("float32", "float8_e8m0fnu")
 
 
@@ -37,6 +37,15 @@ def check_matrix(what: str, tensor: object, dtypes: tuple[str, ...]) -> torch.Te
     if tensor.ndim != 2 or tensor.numel() == 0:
         raise ValueError(f"{what}: expected a non-empty matrix, found shape {list(tensor.shape)}")
     return tensor.detach().contiguous()
+
+
+def check_floats(what: str, tensor: object) -> torch.Tensor:
+    """Return a matrix of floats as backends take them: of half precision in fp32, which holds it
+    exactly."""
+    import torch
+
+    values = check_matrix(what, tensor, FLOAT_DTYPES)
+    return values.float() if values.dtype == torch.float16 else values
 
 
 def check_fp8_block(source: Fp8Block) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,10 +80,10 @@ def check_fp8_channel(weight: Fp8Channel) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check_source(source: torch.Tensor | Fp8Block) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return a source's stored values, and its fp32 block scales if it is fp8."""
+    """Return a source's values in bf16 or fp32, or its codes and fp32 block scales if it is fp8."""
     if isinstance(source, Fp8Block):
         return check_fp8_block(source)
-    return check_matrix("source", source, FLOAT_DTYPES), None
+    return check_floats("source", source), None
 
 
 def check_group_size(columns: int, group_size: int) -> None:

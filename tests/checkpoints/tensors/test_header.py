@@ -285,4 +285,4 @@ def test_arrays_have_the_width_of_their_dtypes() -> None:
     }
     assert all(8 * array.itemsize == dtype.bits for dtype, array in arrays.items())
     kinds = {dtype: array.kind for dtype, array in arrays.items()}
-    assert kinds == {DType.F8_E4M3: "u", DType.BF16: "u", DType.F32: "f"}, "bits, or floats"
+    assert kinds == {DType.F8_E4M3: "u", DType.F16: "f", DType.BF16: "u", DType.F32: "f"}
