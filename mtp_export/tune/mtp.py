@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.base import Role, TensorSpec
 from mtp_checkpoints.families.contract import MtpContract
-from mtp_checkpoints.families.parts import Gqa, HeadGatedGqa, Moe, SlidingGqa
+from mtp_checkpoints.families.parts import HeadGatedGqa, Moe, SlidingGqa
 from mtp_checkpoints.formats.base import ReadOnlyFormat
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.tune.draft import DraftType, Sizes
@@ -138,16 +138,11 @@ def _check(source: SourceBundle) -> None:
             found=len(source.family.mtp_layers),
         )
     attention = source.family.mtp[0].layer.attention
-    windowed = isinstance(attention, SlidingGqa)
-    gated = isinstance(attention, HeadGatedGqa) or (
-        isinstance(attention, Gqa) and attention.sizes.is_gated
-    )
-    if windowed or gated:
+    if isinstance(attention, SlidingGqa | HeadGatedGqa) and attention.window is not None:
         raise UnsupportedError(
-            f"MTP layers with {'a sliding window' if windowed else 'gated attention'} are not"
-            " trained",
+            "MTP layers with a sliding window are not trained",
             where=source.folder,
-            expected="attention to all tokens before a query, without gates of its heads",
+            expected="attention to all tokens before a query",
             found=source.main.config.get("model_type"),
             todo="Use the module as it is, or --draft parallel_heads",
         )

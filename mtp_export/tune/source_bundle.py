@@ -13,6 +13,7 @@ from mtp_checkpoints.containers.base import QUANTIZATION, ShardHeader
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.quantization.native import DTYPE_KEYS
+from mtp_checkpoints.quantization.single_experts import one_by_one
 from mtp_checkpoints.quantization.stored import StoredModel, stored_model
 from mtp_checkpoints.sources.disk_queue import DiskQueue
 from mtp_checkpoints.tensors.bundle_folder import (
@@ -33,7 +34,8 @@ from mtp_runtime.drafters import draft_folders
 class SourceBundle:
     """The bundle that is tuned: its parts, what they hold, and the options of its manifest.
 
-    drafts are those in folders of their own, by method.
+    drafts are those in folders of their own, by method. Fused experts of the MTP part are given one
+    by one, as what is trained of them is written.
     """
 
     folder: Path
@@ -51,13 +53,15 @@ class SourceBundle:
         """
         parts = _parts(folder)
         assert parts.mtp is not None, "is_bundle looked for it"
-        main, mtp = (stored_model(one.config, one.tensors) for one in (parts.main, parts.mtp))
+        main = stored_model(parts.main.config, parts.main.tensors)
+        of_mtp = stored_model(parts.mtp.config, parts.mtp.tensors).mtp
+        checkpoint, mtp = one_by_one(parts.mtp, of_mtp)
         stored = main.with_mtp_of(mtp, main.quantization)
         recorded = read_manifest(folder)["options"]
         return cls(
             folder,
             main=parts.main,
-            mtp=parts.mtp,
+            mtp=checkpoint,
             drafts={name: open_draft(folder, name) for name in draft_folders(folder)},
             stored=stored,
             recorded=recorded,

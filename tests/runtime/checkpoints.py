@@ -555,8 +555,8 @@ SMALL_CONFIGS: dict[str, dict[str, Any]] = {
 COMPUTED = tuple(
     name for name, config in SMALL_CONFIGS.items() if not why_not_computed(family_of(config))
 )
-# Families whose attention the kernels divide among ranks, and trainings take: without states of
-# requests, sliding windows and gates of heads.
+# Families whose attention the kernels divide among ranks: without states of requests, sliding
+# windows and gates of heads.
 DIVIDED = tuple(
     name
     for name in COMPUTED
@@ -564,6 +564,13 @@ DIVIDED = tuple(
         isinstance(part, parts.GatedDeltaNet | parts.SlidingGqa | parts.HeadGatedGqa)
         for part in family_of(SMALL_CONFIGS[name]).parts
     )
+)
+# Families whose modules trainings take: one module, without a sliding window.
+TRAINED = tuple(
+    name
+    for name in COMPUTED
+    if len(modules := family_of(SMALL_CONFIGS[name]).mtp) == 1
+    and getattr(modules[0].layer.attention, "window", None) is None
 )
 YARN = {
     "type": "yarn",

@@ -18,6 +18,7 @@ from tune.running import TRAIN, Watch
 ROOT = Path(__file__).resolve().parents[2]
 GLM = ROOT / "fixtures/glm4-moe-tiny"
 DEEPSEEK = ROOT / "fixtures/deepseek-v3-tiny"
+QWEN = ROOT / "fixtures/qwen3-5-tiny"
 INT8 = ("--base-quant", "weight_only_int8", "--mtp-quant", "weight_only_int8")
 
 

@@ -12,7 +12,7 @@ from mtp_runtime.models.load import LoadOptions, open_model
 from mtp_runtime.models.model import MtpModule
 from mtp_runtime.teacher_forcing import DraftInputs, Text, Texts, draft_states
 from mtp_runtime.training.recursion import RecursiveChains
-from tune.conftest import DEEPSEEK, GLM
+from tune.conftest import DEEPSEEK, GLM, QWEN
 
 DEPTHS, TEXTS, LENGTH = 4, 2, 14
 
@@ -24,7 +24,7 @@ def module_of(checkpoint: Path) -> MtpModule:
     return module
 
 
-@pytest.mark.parametrize("checkpoint", [DEEPSEEK, GLM], ids=lambda path: path.name)
+@pytest.mark.parametrize("checkpoint", [DEEPSEEK, GLM, QWEN], ids=lambda path: path.name)
 @pytest.mark.parametrize("ending", [False, True], ids=["all go on", "chains end"])
 def test_outputs_are_those_of_decoding(checkpoint: Path, ending: bool) -> None:
     """Chains that end change nothing of the others, even where a text loses all of its own."""

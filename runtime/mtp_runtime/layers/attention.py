@@ -70,6 +70,16 @@ class Attention(Protocol):
         """
 
 
+class Expanded(NamedTuple):
+    """Scaled queries and keys [T, h, k], rotated, and values [T, h, v] of rows, and the gates
+    [T, h, v] or [T, h, 1] that multiply what their heads attend to; None where there are none."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    gate: torch.Tensor | None = None
+
+
 @runtime_checkable
 class ExpandedAttention(Attention, Protocol):
     """Attention that also gives queries, keys and values of its rows, for training."""
@@ -81,7 +91,5 @@ class ExpandedAttention(Attention, Protocol):
     def output(self) -> Linear:
         """Projection of attended values, all heads side by side."""
 
-    def expanded(
-        self, x: torch.Tensor, cos_sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Project x [T, d] to scaled queries and keys [T, h, n] and values [T, h, v], rotated."""
+    def expanded(self, x: torch.Tensor, cos_sin: torch.Tensor) -> Expanded:
+        """Project x [T, d] for every head (UnsupportedError for layers with a sliding window)."""

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_kernels.sizes import GroupedSizes
 from mtp_runtime.cache import CacheSpec, LayerCache
-from mtp_runtime.layers.attention import Attention, ForwardPass
+from mtp_runtime.layers.attention import Attention, Expanded, ForwardPass
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.rope import Rope, rotate_halves
@@ -70,7 +70,8 @@ class Gqa(Attention):
             attended[rows] = attend(
                 query[rows], _cached(keys, pages, length), _cached(values, pages, length), seen
             )
-        return self.output(self.gated(attended, heads, x).flatten(1))
+        gates = self.gates_of(heads, x)
+        return self.output((attended if gates is None else attended * gates).flatten(1))
 
     def seen(self, tokens: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
         """Return which tokens, of positions [t], queries of positions [s, 1] attend to: [s, t]."""
@@ -84,10 +85,10 @@ class Gqa(Attention):
             projected = projected + self.bias
         return projected.view(len(x), -1, self.sizes.head)
 
-    def gated(self, attended: torch.Tensor, heads: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Return what heads attended to [T, h, n] as the output projection takes it, given all that
-        was projected of x [T, d]."""
-        return attended
+    def gates_of(self, heads: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+        """Return what multiplies that which heads attend to, [T, h, n] or [T, h, 1], given all that
+        was projected of x [T, d]; None for heads without gates."""
+        return None
 
     def queries(self, heads: torch.Tensor) -> torch.Tensor:
         """Return the queries [T, h, n] among all heads."""
@@ -104,15 +105,14 @@ class Gqa(Attention):
         query, key = (rotate_halves(each, cos_sin[:, None]) for each in (query, key))
         return query, key, value
 
-    def expanded(
-        self, x: torch.Tensor, cos_sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def expanded(self, x: torch.Tensor, cos_sin: torch.Tensor) -> Expanded:
         """Project x [T, d] to scaled queries [T, h, n] and, for every one of them, keys and
-        values [T, h, n]."""
-        query, key, value = self.split(self.heads_of(x), cos_sin)
+        values [T, h, n], and its gate."""
+        heads = self.heads_of(x)
+        query, key, value = self.split(heads, cos_sin)
         each = self.sizes.heads // self.sizes.kv_heads
         key, value = (tensor.repeat_interleave(each, dim=1) for tensor in (key, value))
-        return query * self.scale, key, value
+        return Expanded(query * self.scale, key, value, self.gates_of(heads, x))
 
 
 @dataclass(frozen=True)
@@ -127,15 +127,9 @@ class GatedGqa(Gqa):
         """Return every other of the first heads."""
         return heads[:, : self.sizes.queries : 2]
 
-    def gated(self, attended: torch.Tensor, heads: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Multiply what heads attended to by their gates."""
-        return attended * heads[:, 1 : self.sizes.queries : 2].sigmoid()
-
-    def expanded(
-        self, x: torch.Tensor, cos_sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Refuse to be trained: what trains attention takes no gates."""
-        raise _with_gates()
+    def gates_of(self, heads: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+        """Return the gates [T, h, n]: every other of the first heads, beside its query."""
+        return heads[:, 1 : self.sizes.queries : 2].sigmoid()
 
 
 @dataclass(frozen=True)
@@ -151,16 +145,9 @@ class SlidingGqa(Gqa):
         """Return which tokens queries attend to, [s, t]: those in their windows."""
         return _in_window(tokens, queries, self.window)
 
-    def expanded(
-        self, x: torch.Tensor, cos_sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def expanded(self, x: torch.Tensor, cos_sin: torch.Tensor) -> Expanded:
         """Refuse to be trained: what trains attention knows no windows."""
-        raise UnsupportedError(
-            "Layers with a sliding window are not trained",
-            expected="attention to all tokens before a query",
-            found=f"the last {self.window}",
-            todo="Export the module as it is, or graft another one",
-        )
+        raise _with_window(self.window)
 
 
 @dataclass(frozen=True)
@@ -180,21 +167,22 @@ class HeadGatedGqa(Gqa):
             return super().seen(tokens, queries)
         return _in_window(tokens, queries, self.window)
 
-    def gated(self, attended: torch.Tensor, heads: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Multiply what heads attended to by their gates."""
-        return attended * self.gates(x).sigmoid()[..., None]
+    def gates_of(self, heads: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+        """Return one gate [T, h, 1] for every head."""
+        return self.gates(x).sigmoid()[..., None]
 
-    def expanded(
-        self, x: torch.Tensor, cos_sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Refuse to be trained: what trains attention takes no gates."""
-        raise _with_gates()
+    def expanded(self, x: torch.Tensor, cos_sin: torch.Tensor) -> Expanded:
+        """Project x [T, d] as others do (UnsupportedError for layers with a window)."""
+        if self.window is not None:
+            raise _with_window(self.window)
+        return super().expanded(x, cos_sin)
 
 
-def _with_gates() -> UnsupportedError:
+def _with_window(window: int) -> UnsupportedError:
     return UnsupportedError(
-        "Layers with gated attention are not trained",
-        expected="attention without gates of its heads",
+        "Layers with a sliding window are not trained",
+        expected="attention to all tokens before a query",
+        found=f"the last {window}",
         todo="Export the module as it is, or graft another one",
     )
 

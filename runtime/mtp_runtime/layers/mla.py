@@ -18,7 +18,7 @@ from mtp_kernels.decoder import Piece
 from mtp_kernels.sizes import LatentSizes
 from mtp_kernels.verify_attention import Sizes, check_sizes, has_split_cache
 from mtp_runtime.cache import CacheSpec, LayerCache
-from mtp_runtime.layers.attention import Attention, ForwardPass
+from mtp_runtime.layers.attention import Attention, Expanded, ForwardPass
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.operators import attend
@@ -174,16 +174,14 @@ class Mla(Attention):
         cached = torch.cat([latent, rotated[:, heads]], dim=1)
         return q_latent, rotated[:, :heads], cached
 
-    def expanded(
-        self, x: torch.Tensor, cos_sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def expanded(self, x: torch.Tensor, cos_sin: torch.Tensor) -> Expanded:
         """Project x [T, d] to scaled queries and keys [T, h, n+r] and values [T, h, v]."""
         q_nope, latent, rotated = self._by_head(self.lower(x), cos_sin)
         heads = self.sizes.heads
         query = torch.cat([q_nope, rotated[:, :heads]], dim=2) * self.scale
         key = torch.einsum("tc,hnc->thn", latent, self.up.dense.key_up)
         key = torch.cat([key, rotated[:, heads:].expand(-1, heads, -1)], dim=2)
-        return query, key, torch.einsum("tc,hcv->thv", latent, self.up.dense.value_up)
+        return Expanded(query, key, torch.einsum("tc,hcv->thv", latent, self.up.dense.value_up))
 
     def _by_head(
         self, lowered: Lowered, cos_sin: torch.Tensor

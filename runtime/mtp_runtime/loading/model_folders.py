@@ -10,14 +10,13 @@ from mtp_checkpoints.containers.base import CONFIG_NAME
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.families import family_of
 from mtp_checkpoints.families.signs import with_counts_of
-from mtp_checkpoints.families.single_experts import single_experts, with_single_experts
 from mtp_checkpoints.layouts import likely_target, target_of_bundle
 from mtp_checkpoints.layouts.base import Target
 from mtp_checkpoints.quantization.absent import as_engines_take
+from mtp_checkpoints.quantization.single_experts import one_by_one
 from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight, stored_model
 from mtp_checkpoints.sources.addresses import byte_source
 from mtp_checkpoints.tensors.bundle_folder import RELEASED, open_parts
-from mtp_checkpoints.tensors.experts_apart import experts_apart
 from mtp_checkpoints.tensors.reader import Checkpoint
 
 
@@ -38,25 +37,6 @@ class ModelFolder:
         if problems:
             problems[0].raise_as_error(self.checkpoint.folder, len(problems) - 1)
         self.checkpoint.check_decoded()
-
-    @property
-    def with_single_experts(self) -> ModelFolder:
-        """The folder as if it held fused experts one by one."""
-        fused = single_experts(self.stored.family)
-        family = with_single_experts(self.stored.family)
-        kept = self.stored.of_tensors(lambda spec: spec.name not in fused)
-        names = (name for spec in self.stored.specs for name in fused.get(spec.name, ()))
-        specs = [family.tensors[name] for name in names]
-        if not specs:
-            return self
-        singles = StoredModel(family, None, specs, ()).reread(None, str)  # never quantized
-        stored = StoredModel(
-            family,
-            self.stored.quantization,
-            specs=[*kept.specs, *specs],
-            kinds=[*kept.kinds, *singles.kinds],
-        )
-        return ModelFolder(experts_apart(self.checkpoint, self.stored.family), stored)
 
 
 def open_folders(path: Path, mtp: Path | None = None) -> list[ModelFolder]:
@@ -83,7 +63,7 @@ def open_folders(path: Path, mtp: Path | None = None) -> list[ModelFolder]:
             folders.append(_draft(opened.mtp, opened.main, target_of_bundle(path)))
     for folder in folders:
         folder.check()
-    return [folder.with_single_experts for folder in folders]
+    return [ModelFolder(*one_by_one(each.checkpoint, each.stored)) for each in folders]
 
 
 def _apart(main: Checkpoint, mtp: Checkpoint) -> list[ModelFolder]:

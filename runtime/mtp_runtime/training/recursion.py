@@ -47,14 +47,17 @@ class RecursiveChains:
         following = self.tokens.flatten().roll(-1 - self._depth)[rows]
         taken, residual = self.module.entering(following, self._fed, positions)
         cos_sin = self._attention.rope.cos_sin(positions)
-        query, key, value = self._attention.expanded(taken, cos_sin)
+        query, key, value, gate = self._attention.expanded(taken, cos_sin)
         if first:
             shape = (*self.tokens.shape, *key.shape[1:-1], -1)
             self._whole = key.view(shape).transpose(1, 2), value.view(shape).transpose(1, 2)
             query, residual = query.index_select(0, starts), residual.index_select(0, starts)
+            gate = None if gate is None else gate.index_select(0, starts)
         else:
             self._chain.append((key, value))
-        attended = self._attention.output(self._mixed(query, starts).flatten(1))
+        mixed = self._mixed(query, starts)
+        mixed = mixed if gate is None else mixed * gate
+        attended = self._attention.output(mixed.flatten(1))
         x = self.module.leaving(residual, attended)
         normed = self.module.head.normed(x)
         self._starts, self._fed = starts, self.module.recycled(x, normed)
