@@ -20,7 +20,7 @@ from mtp_export.plan import Link
 from mtp_export.tune import estimate
 from mtp_export.tune.options import TuneOptions
 from mtp_export.tune.run import TuneResult
-from runtime.checkpoints import QWEN3_NEXT, write_checkpoint
+from runtime.checkpoints import EXAONE_MOE, write_checkpoint
 from tune.running import STEPS, TRAIN, K
 from tune.test_tune import EMBEDDING, offset_of
 
@@ -178,10 +178,10 @@ def test_bad_input_is_one_paragraph(bundle: Path, prompts: Path, tmp_path: Path)
     with shard.open("r+b") as file:
         file.seek(offset_of(shard, EMBEDDING))
         file.write(b"\0\1")
-    gated = tmp_path / "gated"
-    assert export(write_checkpoint(tmp_path / "source", QWEN3_NEXT), gated, "--quiet").code == 0
+    windowed = tmp_path / "windowed"
+    assert export(write_checkpoint(tmp_path / "source", EXAONE_MOE), windowed, "--quiet").code == 0
     cases: list[tuple[dict[str, object], int, str]] = [
-        ({"bundle": gated}, 4, "gated attention are not trained"),
+        ({"bundle": windowed}, 4, "with a sliding window are not trained"),
         ({"data": tmp_path / "none.jsonl"}, 6, "none.jsonl"),
         ({"data": empty}, 3, "holds no prompt"),
         ({"data": one}, 3, "too few prompts"),
