@@ -9,15 +9,18 @@ from typing import Any
 import torch
 
 from mtp_export.calibrate.linears import Linears
-from mtp_export.calibrate.run import TEXT_TOKENS, Calibration
+from mtp_export.calibrate.options import Method
+from mtp_export.calibrate.run import SEARCHED, TEXT_TOKENS, Calibration
 from mtp_export.progress import format_bytes
 from mtp_export.tune.estimate import operations_per_second
 from mtp_export.tune.row_store import row_bytes
+from mtp_kernels.quantize.awq import RATIOS
 from mtp_runtime.layer_inputs import DEPTHS, ROW_DTYPE
 
 _FLOAT32 = 4
 _MATRICES = 5  # of a Hessian's size at once, while it is factored
 _COPIES = 6  # of a unit's weights, while they are rounded
+_SEARCH = 2 * (RATIOS + 1)  # by the same: what a weight loses under each of the scales
 _FACTOR = 2  # operations by the cube of the columns: two Cholesky factors, and an inverse
 _ROUNDING = 8  # by the elements of a weight and its columns: GPTQ, and what three roundings lose
 
@@ -55,6 +58,12 @@ class Estimate:
             prod(shapes[n]) for unit in linears.of_experts if unit.down for n in unit.weights
         )
         operations += 2 * rows * sum(into_inner)
+        searched = 0
+        if calibration.options.method is Method.AWQ:
+            downs = [shapes[unit.down] for unit in linears.of_experts if unit.down]
+            some = [shapes[n] for unit in linears.of_experts[:SEARCHED] for n in unit.weights]
+            operations += sum(_SEARCH * n * k**2 for n, k in (*downs, *some))
+            searched = sum(map(prod, some))
         codes = sum(step.size_bytes for step in linears.steps.values())
         of_inputs = rows * sum(inputs.values()) * ROW_DTYPE.itemsize
         largest = max(map(prod, shapes.values()))
@@ -63,7 +72,7 @@ class Estimate:
             weights=len(linears.steps),
             operations=operations,
             seconds=operations / operations_per_second("cpu", torch.float32),
-            memory_bytes=_FLOAT32 * (_MATRICES * max(widths) ** 2 + _COPIES * largest),
+            memory_bytes=_FLOAT32 * (_MATRICES * max(widths) ** 2 + _COPIES * largest + searched),
             disk_bytes=tokens * row_bytes(linears.plan.family.facts.hidden) + of_inputs + codes,
         )
 

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from mtp_checkpoints.errors import UnsupportedError
+from mtp_checkpoints.families.base import FLOATS
+from mtp_checkpoints.families.folds import Fold, folds_of
 from mtp_checkpoints.formats import FORMATS
 from mtp_checkpoints.tensors.bundle_folder import MTP
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.bundle.bundle_plan import BundlePlan
-from mtp_export.plan import Step
+from mtp_export.plan import Copy, Step
 from mtp_export.schemes.transforms import Convert, converting
 from mtp_kernels.quantize import checked_values
 from mtp_runtime.layer_inputs import Observation, experts_of, input_names
@@ -52,12 +54,10 @@ class Linears:
     @cached_property
     def steps(self) -> dict[str, Step]:
         """Steps by the released name of their weight."""
-        parts = (part for part in self.plan.parts if part.name == MTP)
-        steps = (step for part in parts for shard in part.written for step in shard.steps)
         weight_of = self.plan.stored.weight_of
         return {
             weight_of[step.inputs[0]].weight.name: step
-            for step in steps
+            for step in self._mtp_steps
             if isinstance(step.operation, Convert) and step.operation.format.has_grid
         }
 
@@ -72,6 +72,32 @@ class Linears:
                 todo="Use --mtp-quant weight_only_nvfp4, or weight_only_int4 with"
                 " --allow-untested-pair",
             )
+
+    @cached_property
+    def folds(self) -> dict[str, Fold]:
+        """The fold of the norm before the experts of each MTP layer, by the name of their input.
+
+        Raises UnsupportedError for a layer without one, or with a weight that takes no scales.
+        """
+        layers = [mtp.layer for mtp in self.plan.family.mtp]
+        folds = {layer.feed_forward_prefix: folds_of(layer)[0] for layer in layers}
+        weight_of = self.plan.stored.weight_of
+        written = {weight_of[step.inputs[0]].weight.name: step for step in self._mtp_steps}
+        for fold in folds.values():
+            for name in (fold.divided, *fold.multiplied):
+                step = written[name]
+                dtype = step.outputs[0].dtype
+                if name in self.steps or (isinstance(step.operation, Copy) and dtype in FLOATS):
+                    continue
+                raise UnsupportedError(
+                    f"The scales of AWQ cannot be folded into {name}, which is neither rounded by"
+                    " the calibration nor a copy of floats",
+                    expected=f"{', '.join(FLOATS)}, or a format with a grid",
+                    found=f"{step.operation.name}, {dtype}",
+                    todo="Use --method gptq, or an --mtp-quant that rounds it too, such as"
+                    " weight_only_nvfp4",
+                )
+        return folds
 
     @cached_property
     def experts(self) -> list[list[Unit]]:
@@ -89,6 +115,11 @@ class Linears:
         tensors = self.plan.family.tensors
         names = {*self.steps, *(name for unit in self.of_experts for name in unit.every)}
         return {name: tensors[name].shape for name in sorted(names)}
+
+    @property
+    def _mtp_steps(self) -> Iterator[Step]:
+        parts = (part for part in self.plan.parts if part.name == MTP)
+        return (step for part in parts for shard in part.written for step in shard.steps)
 
     def _experts(self, number: int) -> Iterator[Unit]:
         prefix, experts = experts_of(self.plan.family.mtp[number].layer)

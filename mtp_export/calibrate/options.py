@@ -4,29 +4,43 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 
 from mtp_checkpoints.errors import UsageError
 from mtp_export.options import Access, Panel, check_bounds, option, path_option
 
 
+class Method(StrEnum):
+    """Choice of the codes of a calibrated weight."""
+
+    GPTQ = "gptq"
+    AWQ = "awq"
+
+
 @dataclass(frozen=True)
 class CalibrationOptions:
     """Texts to calibrate the MTP layer with, and how they are made.
 
-    calibrate: None leaves calibration out. new_tokens are written after each prompt without an
-    answer. imatrix: file that the sums of squared inputs are written to. stream: the main model is
-    read layer by layer. workdir holds what a run resumes from.
+    calibrate: None leaves calibration out. method chooses the codes. new_tokens are written after
+    each prompt without an answer. imatrix: file that the sums of squared inputs are written to.
+    stream: the main model is read layer by layer. workdir holds what a run resumes from.
     """
 
     calibrate: Path | None = field(
         default=None,
         metadata=path_option(
-            "Choose codes of the MTP module by GPTQ on these prompts (lines as tune --data takes"
-            " them), beside the main model as it was quantized.",
+            "Choose codes of the MTP module by what these prompts (lines as tune --data takes them)"
+            " make of it, beside the main model as it was quantized.",
             Panel.PRECISION,
             "FILE.jsonl",
             access=Access.READ,
+        ),
+    )
+    method: Method = field(
+        default=Method.GPTQ,
+        metadata=option(
+            "With --calibrate: how codes are chosen: {names}.", Panel.PRECISION, metavar="NAME"
         ),
     )
     new_tokens: int = field(
@@ -71,7 +85,14 @@ class CalibrationOptions:
         check_bounds(self)
 
     def check(self) -> None:
-        """Refuse statistics without a calibration that they are of (UsageError)."""
+        """Refuse a method or statistics without a calibration that they are of (UsageError)."""
+        if self.method is not Method.GPTQ and self.calibrate is None:
+            raise UsageError(
+                "A method chooses the codes of a calibration",
+                expected="--method beside --calibrate",
+                found=f"--method {self.method} alone",
+                todo="Name the prompts with --calibrate FILE.jsonl",
+            )
         if self.imatrix is not None and self.calibrate is None:
             raise UsageError(
                 "An imatrix has the statistics of a calibration",

@@ -5,44 +5,55 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mtp_checkpoints.weights.folding import MOST, UNFOLDED, Folding, as_letters
 from mtp_export.calibrate.linears import Linears, Unit
+from mtp_export.calibrate.options import Method
+from mtp_export.schemes.calibrated import FOLDED
 from mtp_export.schemes.transforms import Convert
-from mtp_kernels.quantize.gptq import Factor, gptq, output_energy
+from mtp_kernels.quantize.awq import best_exponents, relative_magnitude
+from mtp_kernels.quantize.gptq import Factor, Grid, gptq, output_energy
 from mtp_kernels.quantize.layouts import sqnr_db
 from mtp_runtime.layers.moe import gated
 
-GPTQ, NEAREST = "gptq", "nearest"
+NEAREST = "nearest"
 _ROWS = 4096  # that are taken at a time
+_BOUNDED = "its inputs are bounded, and take no scales"
+_NO_SCALES = "no scales lose less of the outputs"
+_NO_FOLD = "its inputs come from what takes no scales"
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Rows that went into linears, summed up: hessian [K, K], fp32, is the sum of x.T @ x.
-
-    factor is that of the Hessian, None where it has none, for the reason in words.
-    """
+    """Rows that went into linears, summed up: hessian [K, K] is the sum of x.T @ x, magnitude [K]
+    the mean of abs(x); both fp32."""
 
     hessian: Tensor
+    magnitude: Tensor
     rows: int
-    factor: Factor | None
-    reason: str = ""
 
     @classmethod
     def of(cls, parts: Iterator[Tensor], columns: int) -> Inputs:
         """Sum up rows [n, K], fp32, some at a time."""
-        hessian, count = torch.zeros(columns, columns), 0
+        hessian, magnitude, count = torch.zeros(columns, columns), torch.zeros(columns), 0
         for x in parts:
             hessian.addmm_(x.t(), x)
+            magnitude += x.abs().sum(dim=0)
             count += len(x)
+        return cls(hessian, magnitude / max(1, count), count)
+
+    @cached_property
+    def factor(self) -> Factor | str:
+        """The factor of the Hessian, or why it has none."""
         try:
-            return cls(hessian, count, Factor.of(hessian))
+            return Factor.of(self.hessian)
         except ValueError as error:
-            return cls(hessian, count, None, str(error))
+            return str(error)
 
 
 def pieces(parts: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -51,62 +62,154 @@ def pieces(parts: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 @dataclass(frozen=True)
-class Rounder:
-    """Rounds the weights of units, as a plan's linears are converted."""
+class _Values:
+    """Weights of a unit by name, fp32 as the source has them, and the scales that are folded into
+    them; why those without any have none."""
 
     linears: Linears
+    values: Mapping[str, Tensor]
+    foldings: Mapping[str, Folding]
+    reason: str = ""
 
-    def rounded(self, unit: Unit, parts: Sequence[Tensor], inputs: Inputs) -> dict[str, Any]:
+    def __getitem__(self, name: str) -> Tensor:
+        return self.values[name]
+
+    def folding(self, name: str) -> Folding:
+        return self.foldings.get(name, UNFOLDED)
+
+    def unfolded(self) -> _Values:
+        return _Values(self.linears, self.values, {})
+
+    def grid(self, name: str) -> tuple[list[Tensor], Grid]:
+        """Return the tensors of a weight rounded to the nearest, and the grid that they are on."""
+        convert = _convert(self.linears, name)
+        format = convert.format
+        if format.of_whole_matrix:
+            joined = (self._folded(own) for own in self.linears.joined(name))
+            format = format.of_amax(max(float(one.abs().max()) for one in joined))
+        tensors, _ = format.quantize(self._folded(name), convert.scale_rule)
+        return list(tensors), format.grid(tensors)
+
+    def nearest(self, name: str, grid: Grid) -> Tensor:
+        """Return the numbers of a grid that are nearest to a weight."""
+        return grid.rounded(self._folded(name))
+
+    def lost(self, name: str, grid: Grid, numbers: Tensor, inputs: Inputs) -> float:
+        """Return the squared error of a weight's outputs for inputs without scales."""
+        kept = self.folding(name).undone(grid.values(numbers))
+        return output_energy(kept - self.values[name], inputs.hessian)
+
+    def _folded(self, name: str) -> Tensor:
+        own = self.values[name] if name in self.values else self.linears.values(name)
+        return self.folding(name).of(own)
+
+
+@dataclass(frozen=True)
+class Rounder:
+    """Rounds the weights of units, as a plan's linears are converted, by a method."""
+
+    linears: Linears
+    method: Method = Method.GPTQ
+
+    def rounded(
+        self, unit: Unit, parts: Sequence[Tensor], inputs: Inputs, columns: Tensor | None = None
+    ) -> dict[str, Any]:
         """Return the tensors and facts of each weight of a unit, by its name: what is written of
-        it, but for constants; and the squares [K] of its inputs, summed over rows. parts are the
-        rows that go into the unit, inputs their sum."""
+        it, but for constants; the scales in it; and the squares [K] of its inputs, summed over
+        rows. parts are the rows that go into the unit, inputs their sum, columns the exponents of
+        the scales of these."""
         values = {name: self.linears.values(name) for name in unit.every}
-        result = {
-            name: self._weight(name, values, inputs)
-            for name in unit.weights
-            if name in self.linears.steps
-        }
-        down = unit.down
+        down, inner = unit.down, None
         if down is not None and down in self.linears.steps:
             both = torch.cat([values[name] for name in unit.weights]).t()
             made = (gated(x @ both, unit.limit) for x in pieces(parts))
             inner = Inputs.of(made, values[down].shape[1])
-            result[down] = self._weight(down, values, inner)
+        own = self._with_foldings(unit, values, inner, columns)
+        result = {
+            name: self._weight(name, own, inputs)
+            for name in unit.weights
+            if name in self.linears.steps
+        }
+        if down is not None and inner is not None:
+            result[down] = self._weight(down, own, inner)
         return result
 
-    def _weight(self, name: str, values: Mapping[str, Tensor], inputs: Inputs) -> dict[str, Any]:
-        """Choose the codes of one weight: those of GPTQ, or the nearest where they lose less."""
-        weight, convert = values[name], self.linears.steps[name].operation
-        assert isinstance(convert, Convert)
-        format = convert.format
-        if format.of_whole_matrix:
-            joined = (
-                values[own] if own in values else self.linears.values(own)
-                for own in self.linears.joined(name)
-            )
-            format = format.of_amax(max(float(one.abs().max()) for one in joined))
-        tensors, _ = format.quantize(weight, convert.scale_rule)
-        grid = format.grid(tensors)
+    def exponents(self, units: Sequence[Unit], inputs: Inputs) -> Tensor:
+        """Return the exponents of scales, int8 [K], by which least is lost of what units make of
+        one input."""
+        names = [name for unit in units for name in unit.weights if name in self.linears.steps]
+        return self._exponents({name: self.linears.values(name) for name in names}, inputs)
 
-        def lost(numbers: Tensor) -> float:
-            return output_energy(grid.values(numbers) - weight, inputs.hessian)
+    def _exponents(self, values: Mapping[str, Tensor], inputs: Inputs) -> Tensor:
+        def lost(exponents: Tensor) -> float:
+            own = _Values(self.linears, values, dict.fromkeys(values, Folding(columns=exponents)))
+            total = 0.0
+            for name in values:
+                _, grid = own.grid(name)
+                total += own.lost(name, grid, own.nearest(name, grid), inputs)
+            return total
 
-        nearest = grid.rounded(weight)
-        energy, least, reason = output_energy(weight, inputs.hessian), lost(nearest), inputs.reason
+        first = next(iter(values))
+        group_size = _Values(self.linears, values, {}).grid(first)[1].group_size
+        relative = relative_magnitude([*values.values()], group_size)
+        return best_exponents(inputs.magnitude, relative, MOST, lost)
+
+    def _with_foldings(
+        self,
+        unit: Unit,
+        values: Mapping[str, Tensor],
+        inner: Inputs | None,
+        columns: Tensor | None,
+    ) -> _Values:
+        if columns is None:
+            return _Values(self.linears, values, {}, _NO_FOLD)
+        foldings = {name: Folding(columns=columns) for name in unit.weights}
+        reason, down, up = _NO_SCALES, unit.down, unit.weights[-1]
+        if unit.limit:
+            reason = _BOUNDED
+        elif down is not None and inner is not None and up in self.linears.steps:
+            rows = self._exponents({down: values[down]}, inner)
+            foldings |= {up: Folding(rows, columns), down: Folding(columns=rows)}
+        return _Values(self.linears, values, foldings, reason)
+
+    def _weight(self, name: str, values: _Values, inputs: Inputs) -> dict[str, Any]:
+        """Choose the codes of one weight: the nearest to it with its scales, or those of GPTQ where
+        they lose less than the nearest."""
+        plain = values.unfolded()
+        tensors, grid = plain.grid(name)
+        nearest = plain.nearest(name, grid)
+        least = plain.lost(name, grid, nearest, inputs)
+        energy, rounding, reason = output_energy(values[name], inputs.hessian), NEAREST, ""
         facts: dict[str, Any] = {"nearest_outputs_sqnr_db": _decibels(energy, least)}
-        rounding = NEAREST
-        if inputs.factor is not None:
-            numbers = gptq(weight, inputs.factor, grid)
-            found = lost(numbers)
+        folding = values.folding(name)
+        if self.method is Method.AWQ:
+            tensors, grid = values.grid(name)
+            least = values.lost(name, grid, values.nearest(name, grid), inputs)
+            rounding, reason = (str(Method.AWQ) if folding.changes else NEAREST), values.reason
+        elif isinstance(inputs.factor, str):
+            reason = inputs.factor
+        else:
+            numbers = gptq(values[name], inputs.factor, grid)
+            found = plain.lost(name, grid, numbers, inputs)
             if found < least:
-                tensors, least, rounding = (grid.stored(numbers), *tensors[1:]), found, GPTQ
+                tensors = [grid.stored(numbers), *tensors[1:]]
+                least, rounding = found, str(Method.GPTQ)
             else:
                 reason = "GPTQ loses more of its outputs"
         facts |= {"outputs_sqnr_db": _decibels(energy, least), "rounding": rounding}
         if rounding == NEAREST:
             facts["reason"] = reason
+        if folding.rows is not None:
+            facts[FOLDED] = as_letters(folding.rows)
         squares = inputs.hessian.diagonal().contiguous()
-        return {"tensors": list(tensors), "facts": facts, "squares": squares, "rows": inputs.rows}
+        kept = {"tensors": tensors, "facts": facts, "squares": squares, "rows": inputs.rows}
+        return kept | {"folding": [folding.rows, folding.columns]}
+
+
+def _convert(linears: Linears, name: str) -> Convert:
+    operation = linears.steps[name].operation
+    assert isinstance(operation, Convert)
+    return operation
 
 
 def _decibels(signal: float, noise: float) -> float | None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
 from mtp_checkpoints.containers.base import CONFIG_NAME
+from mtp_checkpoints.families.folds import Fold
 from mtp_checkpoints.sources.files import make_folder, write_json
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_export import state_files
@@ -24,15 +25,16 @@ from mtp_export.bundle.links import link_shard, resolve_links
 from mtp_export.bundle.run import Record, ShardJob
 from mtp_export.calibrate.imatrix import Imatrix, Squares
 from mtp_export.calibrate.linears import Linears, Unit
-from mtp_export.calibrate.options import CalibrationOptions
-from mtp_export.calibrate.rounding import GPTQ, Inputs, Rounder, pieces
+from mtp_export.calibrate.options import CalibrationOptions, Method
+from mtp_export.calibrate.rounding import Inputs, Rounder, pieces
 from mtp_export.plan import Link, Step
 from mtp_export.progress import CountCallback, ProgressCallback, ShowCount, uncounted
-from mtp_export.schemes.calibrated import Calibrated
+from mtp_export.schemes.calibrated import Calibrated, Folded
 from mtp_export.schemes.transforms import Convert
 from mtp_export.tune.options import DataOptions, short_hash
 from mtp_export.tune.row_store import PART_LINES, TRAINING_DTYPE, RowStore, identity_of, read_lines
 from mtp_export.tune.rows import Fed, Line, Writer
+from mtp_kernels.quantize.awq import RATIOS
 from mtp_kernels.quantize.gptq import DAMPING
 from mtp_runtime.layer_inputs import DEPTHS
 from mtp_runtime.models.load import LoadOptions, load_model
@@ -40,16 +42,25 @@ from mtp_runtime.models.model import Model
 from mtp_runtime.streaming import StreamedModel, open_streamed
 
 TEXT_TOKENS = DataOptions.text_tokens  # at which a text is cut
+SEARCHED = 8  # experts, spread over all, by which the scales of what goes into all are chosen
+_NUMBERS: dict[Method, dict[str, float]] = {
+    Method.GPTQ: {"damping": DAMPING},
+    Method.AWQ: {"ratios": RATIOS},
+}
 
 
 @dataclass(frozen=True)
 class Calibration:
     """A calibration of a bundle's MTP part by texts: linears are those whose codes it chooses.
-    imatrix: to be written too. show_count opens its progress bars."""
+
+    folds take scales, by the name of what goes into experts. imatrix: to be written too. show_count
+    opens its progress bars.
+    """
 
     options: CalibrationOptions
     lines: Sequence[Line]
     linears: Linears
+    folds: Mapping[str, Fold] = field(default_factory=dict)
     imatrix: Imatrix | None = None
     show_count: ShowCount = uncounted
 
@@ -66,8 +77,8 @@ class Calibration:
         assert options.calibrate is not None
         lines = read_lines(options.calibrate, plan.checkpoint)
         facts = {
-            "method": GPTQ,
-            "damping": DAMPING,
+            "method": str(options.method),
+            **_NUMBERS[options.method],
             "depths": DEPTHS,
             "texts": len(lines),
             "new_tokens": options.new_tokens,
@@ -75,10 +86,11 @@ class Calibration:
         }
         linears = Linears(replace(plan, recorded={**plan.recorded, "calibrate": facts}))
         linears.require()
+        folds = linears.folds if options.method is Method.AWQ else {}
         data = options.calibrate.name
         wanted = options.imatrix is not None
         imatrix = Imatrix.of(plan, data, len(lines), TEXT_TOKENS) if wanted else None
-        return cls(options, lines, linears, imatrix, show_count)
+        return cls(options, lines, linears, folds, imatrix, show_count)
 
     @property
     def plan(self) -> BundlePlan:
@@ -131,11 +143,26 @@ class Calibration:
         def chosen(step: Step) -> Step:
             name, convert = weight_of[step.inputs[0]].weight.name, step.operation
             if name not in self.linears.steps or not isinstance(convert, Convert):
-                return step
+                folded = self._folded.get(name)
+                return step if folded is None else step._replace(operation=folded)
             operation = Calibrated(replace(convert, joined=0), self._files[name], name)
             return step._replace(operation=operation, inputs=tuple(convert.own(step.inputs)))
 
         return replace(job, shard=replace(job.shard, steps=tuple(map(chosen, job.shard.steps))))
+
+    @cached_property
+    def _folded(self) -> dict[str, Folded]:
+        """Operations on tensors that are not rounded, by their names: scales are folded in."""
+        offset, result = self.plan.family.facts.norm_offset, dict[str, Folded]()
+        for prefix, fold in self.folds.items():
+            path = self._scales_of(prefix)
+            result |= {name: Folded(path) for name in fold.multiplied}
+            result[fold.divided] = Folded(path, divides=True, offset=offset)
+        return result
+
+    def _scales_of(self, name: str) -> Path:
+        """File of the scales of what goes into experts."""
+        return self.folder / "scales" / f"{name}.pt"
 
     @cached_property
     def _files(self) -> dict[str, Path]:
@@ -145,7 +172,11 @@ class Calibration:
         paths = {unit: self.folder / "weights" / f"{unit.name}.pt" for unit in units}
         missing = defaultdict[str, list[Unit]](list)
         for unit in units:
-            if not paths[unit].is_file():
+            needed = [
+                paths[unit],
+                *([self._scales_of(unit.input)] if unit.input in self.folds else []),
+            ]
+            if not all(path.is_file() for path in needed):
                 missing[unit.input].append(unit)
         with self.show_count("calibration", len(units), "units") as advance:
             advance(len(units) - sum(map(len, missing.values())))
@@ -158,9 +189,17 @@ class Calibration:
     ) -> None:
         """Choose and keep the codes of units of one input."""
         parts = [state_files.load(path, mapped=True)[name] for path in self._inputs]
-        inputs, rounder = Inputs.of(pieces(parts), parts[0].shape[1]), Rounder(self.linears)
+        inputs = Inputs.of(pieces(parts), parts[0].shape[1])
+        rounder, columns = Rounder(self.linears, self.options.method), None
+        if name in self.folds:
+            path = self._scales_of(name)
+            if not path.is_file():
+                every = [unit for unit in self.linears.of_experts if unit.input == name]
+                some = every[:: -(-len(every) // SEARCHED)]
+                state_files.save(path, {"exponents": rounder.exponents(some, inputs)})
+            columns = state_files.load(path)["exponents"]
         for unit in units:
-            state_files.save(paths[unit], rounder.rounded(unit, parts, inputs))
+            state_files.save(paths[unit], rounder.rounded(unit, parts, inputs, columns))
             advance(1)
 
     @cached_property

@@ -246,7 +246,7 @@ def _computed(result: BundleResult) -> list[tuple[str, Role, float | None, float
     return [
         (name, expected[step.inputs[0]].role, facts[name]["sqnr_db"], facts[name]["max_error"])
         for step in result.plan.written_steps
-        if (name := step.outputs[0].name) in facts
+        if "sqnr_db" in facts.get(name := step.outputs[0].name, ())
     ]
 
 

@@ -1,11 +1,12 @@
-"""Transform of a step whose codes a calibration chose: they are written from its file."""
+"""Transforms of steps of which a calibration chose the codes, or scales that are folded in: they
+are read from its files."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mtp_checkpoints.dtypes import OutputTensor
 from mtp_checkpoints.errors import InvalidInputError
@@ -22,6 +23,8 @@ from mtp_export.schemes.transforms import (
 
 if TYPE_CHECKING:
     import torch
+
+FOLDED = "folded"  # the fact of a tensor that was divided: its exponents, as letters
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Calibrated:
             sink(number, bytes_of(array_of(tensor)))
         for number, data in constants.items():
             sink(number, data)
-        return {**quality(self._errors(inputs, tensors)), **kept["facts"]}
+        return {**quality(self._errors(inputs, kept)), **kept["facts"]}
 
     def _check(self, tensors: Sequence[torch.Tensor], outputs: Sequence[OutputTensor]) -> None:
         found = [(tuple(tensor.shape), tensor.nbytes) for tensor in tensors]
@@ -79,20 +82,55 @@ class Calibrated:
                 todo="Remove it, and run the same command again",
             )
 
-    def _errors(self, inputs: Sequence[TensorStream], tensors: Sequence[Any]) -> list[Any]:
-        """Return the errors of some rows after the other."""
+    def _errors(self, inputs: Sequence[TensorStream], kept: Mapping[str, Any]) -> list[Any]:
+        """Return the errors of some rows after the other, beside a weight with its scales."""
         import torch
 
+        from mtp_checkpoints.weights.folding import Folding
         from mtp_kernels.quantize import checked_values, error_of
 
         convert, weight, errors = self.convert, inputs[0].info, []
-        stored = _Tensors(tensors)
+        stored = _Tensors(kept["tensors"])
+        folding = Folding(*kept["folding"])
         for start, stop in row_ranges(weight):
             with converting(weight, (start, stop)):
                 values = checked_values(convert.values(inputs, (start, stop), "cpu"))
-                kept = convert.format.encoded_rows(stored, start, stop)
-                errors.append(error_of(values, kept.dequantize(torch.float32)))
+                own = convert.format.encoded_rows(stored, start, stop)
+                errors.append(error_of(folding.of(values, start), own.dequantize(torch.float32)))
         return errors
+
+
+@dataclass(frozen=True)
+class Folded:
+    """Floats of a tensor with the scales of a file folded in: its columns multiplied, or what it
+    has an element or a row of divided, a norm to which engines add an offset with it."""
+
+    file: Path
+    divides: bool = False
+    offset: float = 0.0
+    name: ClassVar[str] = "fold_scales"
+    uses_torch: ClassVar[bool] = True
+
+    def run(
+        self,
+        inputs: Sequence[TensorStream],
+        outputs: Sequence[OutputTensor],
+        sink: Sink,
+        resources: Resources,
+    ) -> Facts:
+        """Write the tensor, and return the exponents that divide it (InvalidInputError for a
+        damaged file)."""
+        from mtp_checkpoints.weights.folding import Folding, as_letters
+        from mtp_export import state_files
+
+        exponents = state_files.load(self.file)["exponents"]
+        folding = Folding(columns=exponents)
+        if self.divides:
+            folding = Folding(rows=exponents, offset=self.offset)
+        (stream,) = inputs
+        values = stream.rows(0, stream.info.shape[0])
+        sink(0, bytes_of(array_of(folding.of(values.float()).to(values.dtype))))
+        return {FOLDED: as_letters(exponents)} if self.divides else {}
 
 
 @dataclass(frozen=True)

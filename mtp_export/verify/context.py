@@ -243,7 +243,7 @@ class Context:
     @cached_property
     def source_weights(self) -> SourceWeights | None:
         """The source's weights, None without a source. Raises as stored_model."""
-        return None if self.source is None else SourceWeights.of(self.source)
+        return None if self.source is None else SourceWeights.of(self.source, self.manifest)
 
     @property
     def parts_of_others(self) -> tuple[str, ...]:

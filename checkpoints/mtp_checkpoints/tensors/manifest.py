@@ -30,7 +30,14 @@ _OPTIONS = {
     "tune?": {"*": {}},
     "calibrate?": {},
 }
-_TENSORS = {"*": {"operation": "text", "xxh3_128": "text", "sqnr_db?": "a number or null"}}
+_TENSORS = {
+    "*": {
+        "operation": "text",
+        "xxh3_128": "text",
+        "sqnr_db?": "a number or null",
+        "folded?": "text",
+    }
+}
 _WRITTEN = {"size_bytes": "a size in bytes", "header_sha256?": "text", "tensors": _TENSORS}
 _LINKED = {"size_bytes": "a size in bytes", "header_sha256": "text", "tensors?": _TENSORS}
 

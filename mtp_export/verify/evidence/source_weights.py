@@ -6,14 +6,23 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.families import family_of
+from mtp_checkpoints.families.folds import folds_of
+from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.quantization.stored import stored_model
+from mtp_checkpoints.tensors.bundle_folder import MTP
 from mtp_checkpoints.tensors.experts_apart import experts_apart
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_checkpoints.tensors.untied_head import with_untied_head
+from mtp_checkpoints.weights.folding import Folding, folded, of_letters
 from mtp_checkpoints.weights.weight_values import WeightOnDisk, weights_on_disk
+from mtp_export.schemes.calibrated import FOLDED
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -28,8 +37,9 @@ class SourceWeights:
     main_names: Mapping[str, str]
 
     @classmethod
-    def of(cls, source: Checkpoint) -> SourceWeights:
-        """Return the weights of a source. Raises what check_decoded and stored_model raise."""
+    def of(cls, source: Checkpoint, manifest: Mapping[str, Any] | None = None) -> SourceWeights:
+        """Return the weights of a source, with the scales that a bundle's manifest records. Raises
+        what check_decoded and stored_model raise."""
         source.check_decoded()
         family = family_of(source.config, source.tensors)
         whole = with_untied_head(source, family)
@@ -39,6 +49,8 @@ class SourceWeights:
             for one in ([whole] if apart is whole else [whole, apart])
             for weight in weights_on_disk(stored_model(one.config, one.tensors), one.tensors)
         }
+        if scales := _scales(manifest or {}):
+            weights = folded(weights, _foldings(family_of(apart.config, apart.tensors), scales))
         shared = family.shared
         return cls(weights, {pair.mtp_name: pair.main_name for pair in shared})
 
@@ -52,6 +64,34 @@ class SourceWeights:
         if source is None or source.stored.weight.shape != weight.stored.weight.shape:
             return None
         return source
+
+
+def _scales(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """Return the exponents of tensors that a calibration divided, by their names in the source."""
+    shards = manifest.get("parts", {}).get(MTP, {}).get("shards", {}).values()
+    entries = [one for shard in shards for one in shard.get("tensors", {}).values()]
+    found = [(one.get("sources"), one[FOLDED]) for one in entries if FOLDED in one]
+    return {str(own[0]): letters for own, letters in found if isinstance(own, list) and own}
+
+
+def _foldings(family: ModelSpec, scales: Mapping[str, str]) -> dict[str, Folding]:
+    """Return the scales in weights of MTP layers: where a tensor is divided, all that takes what it
+    makes is multiplied."""
+    rows: dict[str, Tensor] = {}
+    columns: dict[str, Tensor] = {}
+    for fold in (fold for mtp in family.mtp for fold in folds_of(mtp.layer)):
+        count = family.tensors[fold.divided].shape[0]
+        exponents = of_letters(scales.get(fold.divided, ""), count)
+        if exponents is not None:
+            rows[fold.divided] = exponents
+            columns |= dict.fromkeys(fold.multiplied, exponents)
+    norms = {name for name in rows if len(family.tensors[name].shape) == 1}
+    return {
+        name: Folding(
+            rows.get(name), columns.get(name), family.facts.norm_offset if name in norms else 0.0
+        )
+        for name in {*rows, *columns}
+    }
 
 
 def is_copy(weight: WeightOnDisk, source: WeightOnDisk) -> bool:

@@ -1,0 +1,184 @@
+"""quantize --calibrate --method awq: scales before rounding, folded into what comes before."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from calibrate.test_calibration import (
+    CONFIG,
+    EXPERTS,
+    INT4,
+    LAYER,
+    NVFP4,
+    PROMPT,
+    TEXTS,
+    chosen,
+    drafted,
+    files_of,
+    verify_weights,
+)
+from cases import (
+    Outcome,
+    make_checkpoint,
+    nightly_but,
+    quantize,
+    read_json,
+    read_tensors,
+    run_program,
+)
+from faults import planting
+from fuzz.lab import CONFIG as IN_FP8
+from mtp_runtime.models.load import LoadOptions, load_model
+from runtime.checkpoints import SMALL_CONFIGS, write_checkpoint
+
+AWQ = ("--method", "awq")
+NORM = f"model.layers.{LAYER}.post_attention_layernorm.weight"
+ROUTER = f"model.layers.{LAYER}.mlp.gate.weight"
+SHARED = f"model.layers.{LAYER}.mlp.shared_experts.up_proj.weight"
+LEAST_DB = 14.0  # of what the layer makes: with a fold left out it has less than 8
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of which some columns go into experts large."""
+    folder = write_checkpoint(tmp_path_factory.mktemp("source") / "model", CONFIG)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[NORM][::9] *= 30
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
+    lines = [
+        {"prompt_token_ids": text[:PROMPT], "completion_token_ids": text[PROMPT:]} for text in TEXTS
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def scaled(
+    source: Path, data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Outcome, Path]:
+    output = tmp_path_factory.mktemp("scaled") / "bundle"
+    return quantize(source, output, *INT4, "--calibrate", data, *AWQ), output
+
+
+def layer_db(bundle: Path, source: Path) -> float:
+    """SQNR of what the MTP layer makes along the texts, beside the main model that runs."""
+    original, own = (
+        load_model(folder, LoadOptions(dequantize_at_load=False)).model
+        for folder in (source, bundle)
+    )
+    with torch.inference_mode():
+        wanted, found = (drafted(model, own)[0] for model in (original, own))
+    noise = (found - wanted).square().sum()
+    return float(10 * torch.log10(wanted.square().sum() / noise))
+
+
+def test_the_outputs_are_closer(scaled: tuple[Outcome, Path], source: Path) -> None:
+    """Those of linears, and so those of the layer."""
+    outcome, bundle = scaled
+    assert outcome.code == 0, outcome.err
+    facts = chosen(bundle)
+    assert len(facts) == 3 * EXPERTS
+    for name, own in facts.items():
+        if "down_proj" not in name:
+            assert own["rounding"] == "awq"
+            assert own["outputs_sqnr_db"] > own["nearest_outputs_sqnr_db"] + 1
+    recorded = read_json(bundle / "mtp_export.json")["options"]["calibrate"]
+    assert recorded["method"] == "awq" and "damping" not in recorded
+    assert layer_db(bundle, source) > LEAST_DB
+    main = (read_tensors(folder) for folder in (bundle / "main", source))
+    own, before = (tensors["model.layers.2.mlp.gate.weight"] for tensors in main)
+    assert own.equal(before)
+
+
+def test_what_is_no_code_is_scaled_exactly(scaled: tuple[Outcome, Path], source: Path) -> None:
+    """By the powers of two that the norm is divided by, in its dtype."""
+    found, before = read_tensors(scaled[1] / "mtp"), read_tensors(source)
+    scales = before[NORM].double() / found[NORM].double()
+    assert scales.unique().numel() > 1 and scales.log2().frac().eq(0).all()
+    for name in (ROUTER, SHARED):
+        assert found[name].dtype == before[name].dtype
+        assert found[name].double().equal(before[name].double() * scales)
+
+
+def test_verify_passes_it(scaled: tuple[Outcome, Path], source: Path) -> None:
+    verify_weights(scaled[1], source)
+
+
+@pytest.mark.parametrize("name", nightly_but([ROUTER], [NORM, ROUTER, SHARED]))
+def test_a_tensor_without_its_scales_is_named(
+    name: str, scaled: tuple[Outcome, Path], source: Path, tmp_path: Path
+) -> None:
+    bundle = Path(shutil.copytree(scaled[1], tmp_path / "bundle"))
+    planting.write(bundle / "mtp", {name: read_tensors(source)[name]})
+    outcome = run_program("verify", bundle, "--source", source, "--level", "weights", "--json")
+    checks = {one["name"]: one for one in json.loads(outcome.out)["checks"]}
+    failed = [one for one in checks["weights"]["items"] if one["status"] == "fail"]
+    assert [one["subject"] for one in failed] == [name]
+    assert name == ROUTER or layer_db(bundle, source) < LEAST_DB
+
+
+@pytest.mark.nightly
+def test_it_resumes_with_the_same_bytes(
+    scaled: tuple[Outcome, Path], source: Path, data: Path
+) -> None:
+    """Without some codes and the scales, which are chosen again."""
+    bundle, before = scaled[1], files_of(scaled[1])
+    (work,) = bundle.with_name("bundle-work").iterdir()
+    (scales,) = (work / "scales").iterdir()
+    scales.unlink()
+    sorted((work / "weights").iterdir())[0].unlink()
+    again = quantize(source, bundle, *INT4, "--calibrate", data, *AWQ, "--overwrite")
+    assert again.code == 0 and files_of(bundle) == before
+
+
+@pytest.mark.nightly
+def test_nvfp4_of_norms_with_an_offset(data: Path, tmp_path: Path) -> None:
+    """Of a shared expert behind a gate; what engines join shares one number with its scales."""
+    config: dict[str, Any] = SMALL_CONFIGS["qwen3_next"] | {"torch_dtype": "bfloat16"}
+    source = write_checkpoint(tmp_path / "model", config)
+    norm = "mtp.layers.0.post_attention_layernorm.weight"
+    tensors = load_file(source / "model.safetensors")
+    tensors[norm][::9] += 20
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    bundle = tmp_path / "bundle"
+    outcome = quantize(source, bundle, *NVFP4, "--calibrate", data, *AWQ)
+    assert outcome.code == 0, outcome.err
+    assert {own["rounding"] for own in chosen(bundle).values()} == {"awq", "nearest"}
+    verify_weights(bundle, source)
+    assert layer_db(bundle, source) > LEAST_DB
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "said"),
+    [
+        (SMALL_CONFIGS["mimo"], NVFP4, "has no experts"),
+        (IN_FP8, INT4, "mlp.shared_experts.gate_proj.weight, which is neither rounded"),
+    ],
+    ids=["dense", "fp8 beside int4"],
+)
+def test_refusals(
+    config: dict[str, Any], options: tuple[str, ...], said: str, data: Path, tmp_path: Path
+) -> None:
+    write = make_checkpoint if config is IN_FP8 else write_checkpoint
+    source = write(tmp_path / "model", config)
+    outcome = quantize(source, tmp_path / "bundle", *options, "--calibrate", data, *AWQ)
+    assert outcome.code == 4 and said in " ".join(outcome.err.split()), outcome.err
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_a_method_alone_is_refused(tmp_path: Path) -> None:
+    refused = run_program("quantize", tmp_path / "s", "--output-dir", tmp_path / "b", *AWQ)
+    assert refused.code == 2 and "--method beside --calibrate" in refused.err
