@@ -22,14 +22,16 @@ class DeviceTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, on_host: torch.Tensor, kind: str) -> DeviceTensor:
-        made: DeviceTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls,
-            on_host.size(),
-            strides=on_host.stride(),
-            storage_offset=on_host.storage_offset(),
-            dtype=on_host.dtype,
-            device=f"{kind}:0",
-        )
+        # Views within inference mode of a tensor from outside are like that.
+        with torch.inference_mode(False):
+            made: DeviceTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+                cls,
+                on_host.size(),
+                strides=on_host.stride(),
+                storage_offset=on_host.storage_offset(),
+                dtype=on_host.dtype,
+                device=f"{kind}:0",
+            )
         made.on_host = on_host
         return made
 
