@@ -24,7 +24,7 @@ from cases import (
     run_program,
     tree,
 )
-from gguf_files import GgufModel, gguf_model, without_module
+from gguf_files import GgufModel, gguf_model, is_of_module, without_module
 from mtp_checkpoints.containers.gguf_file import GgufHeader, read_header
 from mtp_checkpoints.containers.gguf_values import text, texts, u32
 from mtp_checkpoints.dtypes import DType
@@ -269,6 +269,26 @@ def test_a_main_model_in_types_that_are_not_decoded(
     assert copy["status"] == "not tested" and "their values are not compared" in copy["cause"]
     run = run_program("generate", output, "--prompt", "x", "--max-new-tokens", "1")
     assert run.code == 4 and "not decoded here" in run.err, run.err
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_module_in_a_type_that_is_not_decoded(
+    whole: GgufModel, apart: bool, tmp_path: Path
+) -> None:
+    """Its main model runs, with drafts of others too; drafts of its own are refused."""
+    name = next(name for name in whole.tensors if name.endswith("nextn.eh_proj.weight"))
+    changed = replace(whole.tensors[name], dtype=DType.GGML_IQ4_NL)
+    model = GgufModel(whole.keys, whole.tensors | {name: changed})
+    if apart:
+        without_module(model).write(tmp_path / "some.gguf")
+        model.only(is_of_module(model)).write(tmp_path / "mtp-some.gguf")
+    else:
+        model.write(tmp_path / "some.gguf")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt_token_ids": [1, 2]}')
+    for method, code in (("none", 0), ("inference_with_reference", 0), ("mtp", 4)):
+        options = ("--prompts", tmp_path / "prompts.jsonl", "--max-new-tokens", "1")
+        run = run_program("generate", tmp_path, "--speculate-method", method, *options)
+        assert run.code == code and ("eh_proj" in run.err) == bool(code), run.err
 
 
 @pytest.mark.nightly

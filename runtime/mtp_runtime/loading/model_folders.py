@@ -31,15 +31,23 @@ class ModelFolder:
         return weight.tensors[0].name in self.checkpoint.tensors
 
     def check(self) -> None:
-        """Refuse a folder that differs from its promise (InvalidInputError), or whose weights are
-        of a type that is not decoded (UnsupportedError)."""
+        """Refuse a folder that differs from its promise (InvalidInputError)."""
         problems = self.stored.differences(self.checkpoint.tensors)
         if problems:
             problems[0].raise_as_error(self.checkpoint.folder, len(problems) - 1)
-        self.checkpoint.check_decoded()
+
+    @property
+    def main(self) -> Checkpoint:
+        """The folder without tensors of MTP layers."""
+        layer_of = self.stored.family.mtp_layer_of
+        return self.checkpoint.of_tensors(
+            {name for name in self.checkpoint.tensors if layer_of(name) is None}
+        )
 
 
-def open_folders(path: Path, mtp: Path | None = None) -> list[ModelFolder]:
+def open_folders(
+    path: Path, mtp: Path | None = None, *, with_mtp: bool = True
+) -> list[ModelFolder]:
     """Open a bundle (main and mtp side by side) or a single checkpoint folder, and check it; the
     folder of the main part comes first. They are given as if they held fused experts one by one.
 
@@ -47,7 +55,8 @@ def open_folders(path: Path, mtp: Path | None = None) -> list[ModelFolder]:
     missing, of the wrong shape or dtype, or not promised by config.json, UnsupportedError for a
     quantization or a type of weights that is not known. A checkpoint without any tensor of the MTP
     layer counts as the main part alone. mtp: a checkpoint whose MTP layer is taken, and none of the
-    first folder's.
+    first folder's. with_mtp False: the MTP layer may be of a type that is not known, as nobody
+    reads it.
     """
     if mtp is not None:
         folders = _apart(Checkpoint.open(path), Checkpoint.open(mtp))
@@ -63,6 +72,8 @@ def open_folders(path: Path, mtp: Path | None = None) -> list[ModelFolder]:
             folders.append(_draft(opened.mtp, opened.main, target_of_bundle(path)))
     for folder in folders:
         folder.check()
+    for checkpoint in [one.checkpoint for one in folders] if with_mtp else [folders[0].main]:
+        checkpoint.check_decoded()
     return [ModelFolder(*one_by_one(each.checkpoint, each.stored)) for each in folders]
 
 

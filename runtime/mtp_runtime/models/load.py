@@ -357,7 +357,7 @@ def open_model(
     packs: its linears stay in their files until compiled kernels pack them.
     """
     device = _device(group.device(options.device))
-    folders = open_folders(path, options.mtp_folder)
+    folders = open_folders(path, options.mtp_folder, with_mtp=options.with_mtp)
     source = WeightSource(
         owners={name: part for part in folders for name in part.stored.weights},
         dtype=options.computed_dtype,
