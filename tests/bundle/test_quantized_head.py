@@ -28,7 +28,7 @@ from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.inspection import shared_tensors
 from mtp_runtime.models.load import LoadOptions, load_model, open_model
 from quantize_rows import CONFIGS, HEADS, INT8_HEAD, pair
-from runtime.checkpoints import SMALL_CONFIGS
+from runtime.checkpoints import SMALL_CONFIGS, write_checkpoint
 
 INT8 = pair("weight_only_int8", "weight_only_int8", *INT8_HEAD)
 
@@ -185,4 +185,13 @@ def test_a_head_of_another_model_that_is_its_embedding_is_refused(tmp_path: Path
     edit_json(source / "config.json", lambda c: c.update(tie_word_embeddings=True))
     outcome = quantize(source, tmp_path / "out", *INT8)
     assert outcome.code == 4 and "tie_word_embeddings" in outcome.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_head_that_engines_find_as_a_plain_weight_is_refused(tmp_path: Path) -> None:
+    """DeepSeek-V4's, `head.weight`, of which vLLM renames no codes."""
+    write_checkpoint(tmp_path / "source", SMALL_CONFIGS["deepseek_v4"])
+    outcome = quantize(tmp_path / "source", tmp_path / "out", *INT8)
+    assert outcome.code == 4 and "Found head.weight" in outcome.err, outcome.err
+    assert quantize(tmp_path / "source", tmp_path / "out", *INT8[:4], "--dry-run").code == 0
     assert not (tmp_path / "out").exists()

@@ -355,10 +355,11 @@ class ModelSpec:
         linears = _LINEARS | linears_by_role(kinds)
         others = (pattern for kind in kinds for pattern in kind.other_matrices)
         copied = [m.layer.prefix for m in self.mtp if m.modules.head is not None]
+        # vLLM looks for the copy as the layer's `head`, and loads no codes of another name's head.
+        heads = (PLAIN_HEADS[0], *(f"re:{prefix}.(shared_head.)?head$" for prefix in copied))
         return ModulePatterns(
             linears={role: linears[role] for role in Role if role in linears},
-            # vLLM looks for the copy as the layer's `head`, and loads it as its `shared_head.head`.
-            heads=(PLAIN_HEADS[0], *(f"re:{prefix}.(shared_head.)?head$" for prefix in copied)),
+            heads=heads if self.head in (PLAIN_HEADS[0], self.embedding) else (),
             other_matrices=(*self._usual_matrices(), *dict.fromkeys(others)),
             fused=_FUSED | {parts: names for kind in kinds for parts, names in kind.fused.items()},
             absorbed=tuple(dict.fromkeys(name for kind in kinds for name in kind.absorbed)),

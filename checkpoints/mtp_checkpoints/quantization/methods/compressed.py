@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mtp_checkpoints.errors import UnsupportedError
-from mtp_checkpoints.families.base import LINEAR_ROLES, Role
+from mtp_checkpoints.families.base import LINEAR_ROLES, Role, weight_name
 from mtp_checkpoints.families.spec import PLAIN_HEADS, ModelSpec
 from mtp_checkpoints.formats import (
     Fp8Block,
@@ -252,7 +252,7 @@ def _write(model: WrittenModel) -> Config:
     every other linear, a head too: its group is the last one.
     """
     patterns, head = _patterns(model), model.main.storages.get(Role.HEAD)
-    heads = () if head is None else model.family.patterns.heads
+    heads = () if head is None else _heads(model.family)
     others = model.family.patterns.other_matrices
     ignored = [name for name in others if not heads or name not in PLAIN_HEADS]
     ignored += patterns.pop(Unquantized.storage, [])
@@ -282,6 +282,17 @@ def _write(model: WrittenModel) -> Config:
     if native:
         config["linear_fp8_config"] = _LINEAR_FP8
     return config
+
+
+def _heads(family: ModelSpec) -> tuple[str, ...]:
+    """Return names and patterns of heads (UnsupportedError where no engine loads their codes)."""
+    if not family.patterns.heads:
+        raise UnsupportedError(
+            "vLLM finds this model's head by the name of its plain weight alone",
+            expected="--head-quant keep",
+            found=weight_name(family.head),
+        )
+    return family.patterns.heads
 
 
 def _groups_of_linears(patterns: Mapping[str, list[str]], model: WrittenModel) -> list[Config]:
