@@ -689,6 +689,13 @@ DAMAGED = (
         ("gate_proj and up_proj of every expert are swapped", "graft .*--replace"),
     ),
     Folder(
+        "scales of fp8's other form",
+        both("fp8"),
+        each(r"weight_scale_inv$", scaled(0.5)),
+        "run",
+        ("every linear of the MTP module is about 0.5 times", "graft .*--replace"),
+    ),
+    Folder(
         "queries of two ranks in another order",
         glm(),
         each(r"q_proj\.(weight|bias)", lambda tensor: tensor.roll(len(tensor) // 2, 0)),
@@ -732,6 +739,12 @@ DAMAGED = (
         damages.copy_of_another("embed_tokens.weight"),
         "weights",
         ("embed_tokens",),
+    ),
+    Folder(
+        "a head beside embeddings that are said to be its own",
+        deepseek,
+        damages.config(tie_word_embeddings=True),
+        words=(r"sets tie_word_embeddings, and lm_head\.weight is stored", "Set it to false"),
     ),
     Folder(
         "another model's head",

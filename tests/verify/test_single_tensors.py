@@ -18,6 +18,7 @@ from mtp_export.verify.check import Status
 from mtp_export.verify.decoding.acceptance import diagnosed
 from mtp_export.verify.diagnosis import experts
 from mtp_export.verify.diagnosis.alternatives import alternatives
+from mtp_export.verify.diagnosis.changed_weight import linears_scaled
 from mtp_export.verify.diagnosis.scaled_variants import single_tensor_variants
 from mtp_export.verify.diagnosis.tensor_variants import (
     OF_MATRICES,
@@ -27,9 +28,11 @@ from mtp_export.verify.diagnosis.tensor_variants import (
     tensor_variants,
 )
 from mtp_export.verify.evidence.corpus import Corpus
+from mtp_kernels.sizes import ONE_EXPERT
 from mtp_runtime.drafters.base import ScoredVariant
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.mla import Halves
+from mtp_runtime.layers.moe import HeldExperts, Mlp, Moe, SoftmaxRouter
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.models.model import MtpModule
@@ -92,6 +95,21 @@ def test_changed_halves_are_those_of_the_changed_matrix(change: Change) -> None:
     wanted = Halves.of(changed_matrix(matrix, change), heads=2, nope=4)
     torch.testing.assert_close(found.held.key_up, wanted.key_up)
     torch.testing.assert_close(found.held.value_up, wanted.value_up)
+
+
+def test_all_linears_of_a_part_are_scaled() -> None:
+    """Those of the experts of a mixture too, and nothing else."""
+    gate_up, down = torch.randn(8, 6), torch.randn(6, 4)
+    expert = Mlp(Linear(unquantized(gate_up)), Linear(unquantized(down)))
+    router = SoftmaxRouter(torch.randn(6, 1), ONE_EXPERT)
+    halves = Halves.of(torch.randn(20, 8), heads=2, nope=4)
+    held = Holder(Moe(router, HeldExperts((expert,)), shared=0)), Holder(halves)
+    mixture, other = (linears_scaled(one, 0.5).held for one in held)
+    (found,) = mixture.experts.every()
+    for linear, matrix in ((found.gate_up, gate_up), (found.down, down)):
+        assert linear.weight.dequantize(torch.float32).equal(matrix / 2)
+    assert mixture.router is router
+    assert other.key_up.equal(halves.key_up / 2) and other.value_up.equal(halves.value_up / 2)
 
 
 def test_orders_undo_what_their_causes_say() -> None:

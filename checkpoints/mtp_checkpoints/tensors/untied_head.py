@@ -12,7 +12,7 @@ from mtp_checkpoints.families.base import weight_name
 from mtp_checkpoints.families.spec import PLAIN_HEADS, ModelSpec
 from mtp_checkpoints.tensors.reader import Checkpoint
 
-_TIED = "tie_word_embeddings"
+TIED = "tie_word_embeddings"
 _TEXT = "text_config"
 UNTIED_HEAD = weight_name(PLAIN_HEADS[0])
 
@@ -45,7 +45,7 @@ def with_head_like(checkpoint: Checkpoint, main: Checkpoint) -> Checkpoint:
 
 
 def _untied(config: Mapping[str, Any]) -> dict[str, Any]:
-    untied = {**config, _TIED: False}
+    untied = {**config, TIED: False}
     if _TEXT in config:
-        untied[_TEXT] = {**config[_TEXT], _TIED: False}
+        untied[_TEXT] = {**config[_TEXT], TIED: False}
     return untied

@@ -3,16 +3,17 @@ compiled kernels would pack all of them for each variant."""
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from mtp_checkpoints.formats import unquantized
+from mtp_export.verify.diagnosis.changed_weight import with_parts
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.mla import StoredHalves
-from mtp_runtime.layers.moe import HeldExperts, Mlp, Moe
+from mtp_runtime.layers.moe import Mlp, Moe
 from mtp_runtime.loading.on_demand import StoredExperts
 from mtp_runtime.models.execution import TorchExecution
 from mtp_runtime.models.model import MtpModule
@@ -35,28 +36,18 @@ def by_torch(corpus: Corpus) -> Corpus:
     module = replace(
         module,
         head=replace(module.head, outputs=outputs),
-        projection=_expanded(module.projection),
-        layer=_expanded(module.layer),
+        projection=with_parts(module.projection, _in_float32),
+        layer=with_parts(module.layer, _in_float32),
     )
     model = replace(corpus.model, mtp_modules=(module, *corpus.model.mtp_modules[1:]))
     return replace(corpus, model=model, given=corpus.texts, given_states=corpus.states)
 
 
-def _expanded(part: Any) -> Any:
-    """The part of a module with all linears in float32."""
+def _in_float32(part: Any) -> Any:
+    """A linear, or the halves of kv_b_proj, in float32; None of anything else."""
     if isinstance(part, Linear):
         return Linear(unquantized(part.matrix(torch.float32).t().contiguous()))
-    if isinstance(part, StoredHalves):
-        return part.dense
-    if isinstance(part, Moe):
-        held = tuple(_expanded(one) for one in part.experts.every())
-        return replace(part, experts=HeldExperts(held))
-    if not is_dataclass(part) or isinstance(part, type):
-        return part
-    values = {field.name: getattr(part, field.name) for field in fields(part)}
-    others = {name: _expanded(value) for name, value in values.items()}
-    changed = {name: other for name, other in others.items() if other is not values[name]}
-    return replace(part, **changed) if changed else part
+    return part.dense if isinstance(part, StoredHalves) else None
 
 
 def _expanded_bytes(module: MtpModule) -> int:

@@ -1,13 +1,17 @@
-"""A stored weight whose rows or columns are in another order or multiplied; nothing of it is
-copied."""
+"""A stored weight whose rows or columns are in another order or multiplied, of which nothing is
+copied, and modules with such weights."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 import torch
 
 from mtp_runtime.layers.linear import Linear, Weight
+from mtp_runtime.layers.mla import Halves, StoredHalves
+from mtp_runtime.layers.moe import HeldExperts, Moe
 
 
 @dataclass(frozen=True)
@@ -91,3 +95,33 @@ def columns_scaled(linear: Linear, columns: slice, factor: float) -> Linear:
     factors = torch.ones(linear.weight.shape[1])
     factors[columns] = factor
     return Linear(ChangedWeight(linear.weight, column_factors=factors))
+
+
+def with_parts(whole: Any, changed: Callable[[Any], Any]) -> Any:
+    """Return a part of a module with what `changed` makes of each object in it, None leaving it as
+    it is; of a mixture the experts alone are changed, which are then held in memory."""
+    if (other := changed(whole)) is not None:
+        return other
+    if isinstance(whole, Moe):
+        held = tuple(with_parts(one, changed) for one in whole.experts.every())
+        return replace(whole, experts=HeldExperts(held))
+    if not is_dataclass(whole) or isinstance(whole, type):
+        return whole
+    values = {field.name: getattr(whole, field.name) for field in fields(whole)}
+    others = {name: with_parts(value, changed) for name, value in values.items()}
+    different = {name: other for name, other in others.items() if other is not values[name]}
+    return replace(whole, **different) if different else whole
+
+
+def linears_scaled(whole: Any, factor: float) -> Any:
+    """Return a part of a module with every linear's weight multiplied by a factor."""
+
+    def changed(part: Any) -> Any:
+        if isinstance(part, Linear):
+            factors = torch.full((part.weight.shape[0],), factor)
+            return Linear(ChangedWeight(part.weight, row_factors=factors))
+        if isinstance(part, Halves | StoredHalves):
+            return Halves(part.dense.key_up * factor, part.dense.value_up * factor)
+        return None
+
+    return with_parts(whole, changed)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import combinations
 
 from mtp_export.verify.diagnosis.causes import decoding as causes
-from mtp_export.verify.diagnosis.changed_weight import columns_scaled
+from mtp_export.verify.diagnosis.changed_weight import columns_scaled, linears_scaled
 from mtp_export.verify.diagnosis.tensor_variants import (
     Place,
     exchanged,
@@ -19,11 +19,14 @@ from mtp_export.verify.diagnosis.tensor_variants import (
     tensor_variants,
 )
 from mtp_export.verify.diagnosis.variants import Variant, unchanged
+from mtp_runtime.layers.moe import HeldExperts, Moe
 from mtp_runtime.models.model import Model, MtpModule
 
 # Factors by which a half of eh_proj is tried: the sign, and powers of two, of which a factor
 # between two is still mended by the nearer one.
 HALF_FACTORS = (-1.0, 0.25, 0.5, 2.0, 4.0)
+# Those of the fnuz form of fp8, whose codes are half of what the same bits are in the other.
+SIZE_FACTORS = (0.5, 2.0)
 _OWN_NORMS = (
     Place("enorm", ("embedding_norm",)),
     Place("hnorm", ("hidden_norm",)),
@@ -60,6 +63,27 @@ def half_variants(model: Model, module: MtpModule) -> Iterator[Variant]:
             change=f"the {half} half of eh_proj is multiplied by {factor:g}",
             cause=causes.half_scaled(half, 1 / factor),
             module=replace(module, projection=columns_scaled(module.projection, columns, factor)),
+            by_acceptance=True,
+        )
+
+
+def size_variants(model: Model, module: MtpModule) -> Iterator[Variant]:
+    """The module with all of its linears multiplied by a factor; none of experts that are read as
+    they are picked."""
+    forward = module.layer.feed_forward
+    if isinstance(forward, Moe) and not isinstance(forward.experts, HeldExperts):
+        return
+    for factor in SIZE_FACTORS:
+        yield replace(
+            unchanged(module),
+            name=f"linears {factor:g}",
+            change=f"every linear is multiplied by {factor:g}",
+            cause=causes.linears_scaled(1 / factor),
+            module=replace(
+                module,
+                projection=linears_scaled(module.projection, factor),
+                layer=linears_scaled(module.layer, factor),
+            ),
             by_acceptance=True,
         )
 

@@ -15,6 +15,7 @@ from mtp_export.verify.diagnosis.scaled_variants import (
     half_variants,
     norm_exchanges,
     single_tensor_variants,
+    size_variants,
 )
 from mtp_export.verify.diagnosis.variants import Variant, contract_variants, layout_variants
 from mtp_export.verify.evidence.likelihood import LayerOf, as_it_is
@@ -28,6 +29,7 @@ OF_MODULE: dict[str, Callable[[Model, MtpModule], Iterable[Variant]]] = {
     "contract": lambda model, module: contract_variants(module),
     "two norms exchanged": norm_exchanges,
     "sign and scale of the halves of eh_proj": half_variants,
+    "size of all linears": size_variants,
     "single tensors": single_tensor_variants,
 }
 

@@ -93,6 +93,14 @@ def half_scaled(half: str, factor: float) -> str:
     return f"the {half} half of eh_proj, or {norm}, is about {factor:g} times what it should be"
 
 
+def linears_scaled(factor: float) -> str:
+    """factor: that of the stored weights over the right ones."""
+    return (
+        f"every linear of the MTP module is about {factor:g} times what it should be: their scales"
+        " are off by one factor, as where codes of fp8 were taken for those of its fnuz form"
+    )
+
+
 def router_rolled(way: str) -> str:
     """way: "on" or "back"."""
     return f"the rows of {{layer}}'s router are moved {way} by one"

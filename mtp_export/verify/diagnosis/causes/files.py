@@ -38,6 +38,13 @@ def tensor_only_in(tensor: str, file: str, place: str) -> str:
     return f"tensor {tensor} of {file} is only in the {place}"
 
 
+def tied_beside_a_head(head: str) -> str:
+    return (
+        f"config.json sets tie_word_embeddings, and {head} is stored: engines would compute the"
+        " head with the embedding. Set it to false, as the releases have it"
+    )
+
+
 NO_VOCABULARY = "the GGUF file has no tokens: prompts have to be token ids"
 NO_TOKENIZER_BESIDE = "there is no tokenizer.json to compare with, beside it or in --source"
 
