@@ -134,6 +134,12 @@ SUSPECTED_LAYER_FAULTS: tuple[Fault, ...] = (
     Fault("rows of one expert of a main layer by turns",
           partial(changed, "main", "model.layers.1.mlp.experts.5.down_proj.weight", rows_by_turns),
           "likelihood", "expert 5 of layer 1 does harm", **_glm),
+    Fault("last norm of the main model plus one",
+          partial(changed, "main", "model.norm.weight", lambda w: w + 1),
+          "likelihood", "model.norm) has 1 too much", **_glm),
+    Fault("last norm of the main model negated",
+          partial(changed, "main", "model.norm.weight", torch.neg),
+          "likelihood", "model.norm) has the wrong sign", **_glm),
     Fault("partial_rotary_factor halved", partial(config_value, "partial_rotary_factor", 0.25),
           "likelihood", "partial_rotary_factor of config.json is no release's", **_glm),
 )  # fmt: skip

@@ -3,7 +3,7 @@ temperature near 1, and no other way to run the model may make the text likelier
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mtp_checkpoints.families.released import unreleased_values
@@ -19,6 +19,7 @@ from mtp_export.verify.diagnosis.layer_variants import (
 )
 from mtp_export.verify.diagnosis.leanings import Leanings
 from mtp_export.verify.diagnosis.suspected import MainEvidence, MainVariant, main_variants
+from mtp_export.verify.diagnosis.tensor_variants import SIZES, Place, tensor_variants
 from mtp_export.verify.diagnosis.undone import undone
 from mtp_export.verify.evidence.likelihood import Likelihood, chance
 from mtp_export.verify.evidence.plain_text import KINDS, PlainTexts
@@ -90,13 +91,19 @@ def run(context: Context) -> Iterator[Item]:
             advance=advance,
         )
     suspects = halves.suspects(plain, own.states, streamed.rest().head)
-    layers = _Layers(streamed, plain, context)
-    if not _is_known(own, streamed):
+    layers, temperature = _Layers(streamed, plain, context), _temperature(own)
+    is_known = _is_known(own, streamed)
+    if not is_known or temperature.status is Status.FAIL:
+        norm = _last_norm(own, streamed)
+        if norm.status is Status.FAIL:  # of which all else would be the consequence
+            yield norm
+            return
+    if not is_known:
         item = layers.no_harm(suspects)
         why = "the model finds plain text no likelier than chance does"
         yield item if item.status is Status.FAIL else not_tested(WHOLE_CHECK, why)
         return
-    yield _temperature(own)
+    yield temperature
     item = _none_better(own, _evidence(context, streamed, leanings), context)
     yield item
     if item.status is not Status.FAIL:  # of which a bad half would be the consequence
@@ -204,20 +211,52 @@ class _Layers:
         if not better or not _is_known(better[0].under, self.streamed):
             figure = f"{len(suspects)} suspected, none better otherwise"
             return passed(name, figure=figure, bound=bound)
-        best = better[0]
-        figure = f"{best.gain.value:+.3f} nats when {best.variant.change}"
-        explained = causes.one_of([one.variant.cause for one in _explaining(better)])
-        cause = causes.likelier(explained, best.gain.value, best.variant.change)
-        data = undone((one.variant.change, one.gain) for one in tried)
-        return failed(name, cause, figure=figure, bound=bound, data=data)
+        return _explained(name, tried, better, bound)
 
     def _tried(self, variants: VariantsOf[LayerVariant], title: str) -> list[Changed]:
         """Variants of layers, compared on the code with the model as it is, best first."""
         with self.context.show_count(title, self.streamed.config.layers, "layers") as advance:
             found = SideBySide.of(self.streamed, self.plain.code(), variants, advance)
-        gains = ((one, text, found.own.fitted_gain(text, CONFIDENCE)) for one, text in found.tried)
-        tried = (Changed(one, text, gain) for one, text, gain in gains if gain is not None)
-        return sorted(tried, key=lambda one: -one.gain.value)
+        return _compared(found.own, found.tried)
+
+
+def _last_norm(own: Likelihood, streamed: StreamedModel) -> Item:
+    """No change of the last norm makes the texts likelier in the same last states; its size is not
+    tried, which the temperature shows."""
+    head, norm = streamed.rest().head, Place(causes.LAST_NORM, ("norm",))
+    others = (
+        (
+            LayerVariant(
+                layer=streamed.config.layers,
+                change=change.done.format(norm.name),
+                cause=causes.of_tensor(norm.name, "", change.wrong),
+            ),
+            Likelihood.of_states(own.states, other, own.plain),
+        )
+        for _, change, other in tensor_variants(head, [norm])
+        if change not in SIZES
+    )
+    tried = _compared(own, others)
+    name, bound = "no change of the last norm betters it", f"gains {LEAST_HARM_NATS} nats at most"
+    better = [one for one in tried if one.better and _is_known(one.under, streamed)]
+    return _explained(name, tried, better, bound) if better else passed(name, bound=bound)
+
+
+def _compared(own: Likelihood, others: Iterable[tuple[LayerVariant, Likelihood]]) -> list[Changed]:
+    """Variants compared with the model as it is, each at its temperature, best first."""
+    gains = ((one, text, own.fitted_gain(text, CONFIDENCE)) for one, text in others)
+    tried = (Changed(one, text, gain) for one, text, gain in gains if gain is not None)
+    return sorted(tried, key=lambda one: -one.gain.value)
+
+
+def _explained(name: str, tried: Sequence[Changed], better: Sequence[Changed], bound: str) -> Item:
+    """The failure that those that are better explain."""
+    best = better[0]
+    figure = f"{best.gain.value:+.3f} nats when {best.variant.change}"
+    explained = causes.one_of([one.variant.cause for one in _explaining(better)])
+    cause = causes.likelier(explained, best.gain.value, best.variant.change)
+    data = undone((one.variant.change, one.gain) for one in tried)
+    return failed(name, cause, figure=figure, bound=bound, data=data)
 
 
 def _explaining(better: Sequence[Changed]) -> Sequence[Changed]:

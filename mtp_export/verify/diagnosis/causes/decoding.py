@@ -38,6 +38,7 @@ ROWS_BY_TURNS = "has its rows interleaved: they come by turns from two halves"
 ROWS_APART = "has its rows de-interleaved: the even ones come first, then the odd ones"
 COLUMNS_REVERSED = "has its columns in reverse order"
 COLUMN_HALVES = "has the halves of its columns exchanged"
+LAST_NORM = "the last norm (model.norm)"
 LACKS_ONE = "lacks the 1 of 1 + w, or 1 was taken from it when it was converted"
 ONE_TOO_MUCH = "has 1 too much: 1 was added to it when it was converted"
 ELEMENTS_REVERSED = "is in reverse order"
@@ -286,7 +287,7 @@ def temperature_off(least: float, most: float) -> str:
     about = f"{least:.2g}" if f"{least:.2g}" == f"{most:.2g}" else f"{least:.2g} to {most:.2g}"
     how = "flat" if most < 1 else "sharp"
     return (
-        f"the main model's probabilities are too {how}: the last norm (model.norm) or the head is"
+        f"the main model's probabilities are too {how}: {LAST_NORM} or the head is"
         f" about {about} times what it should be"
     )
 
