@@ -149,7 +149,7 @@ def quantize_recipe(
     of_main, of_mtp = (
         target.rewrites_main or Role.ROUTED_EXPERT in part.quantized_roles for part in (main, mtp)
     )
-    _check_fused_experts(stored, main, mtp)
+    _check_fused_experts(options.bundle.target, stored, main=main, mtp=mtp)
     apart = experts_apart(checkpoint, stored.family, main=of_main, mtp=of_mtp)
     source = checkpoint, stored = viewed(apart, source)
     main_config, mtp_config = _configs(target, source, main=main, mtp=mtp, dialect=choice.dialect)
@@ -265,25 +265,25 @@ def _check_converts(options: QuantizeOptions, main: Conversion, stored: StoredMo
         )
 
 
-def _check_fused_experts(stored: StoredModel, main: Conversion, mtp: Conversion) -> None:
-    """Refuse to quantize a part with fused experts that engines do not take one by one
+def _check_fused_experts(
+    target: str, stored: StoredModel, *, main: Conversion, mtp: Conversion
+) -> None:
+    """Refuse to quantize a part with fused experts that the target takes as they are alone
     (UnsupportedError)."""
     moes = [(one.feed_forward, one.feed_forward_prefix) for one in stored.family.every_layer]
     fused = (
         name
         for moe, prefix in moes
-        if isinstance(moe, Moe) and not moe.loads_one_by_one
+        if isinstance(moe, Moe) and target in moe.names.takes_fused
         for name in moe.apart(prefix)
     )
     for spec in map(stored.family.tensors.__getitem__, fused):
         part = main if spec.mtp_layer is None else mtp
         if Role.ROUTED_EXPERT in part.quantized_roles:
             raise UnsupportedError(
-                "This model's experts are stored fused, in a layout whose codes no engine reads",
-                expected="bf16 for the part that holds them",
+                f"Target {target} reads this model's experts fused, and no codes of them",
+                expected="bf16 for the part that holds them, or --target vllm",
                 found=f"{spec.name} {list(spec.shape)}",
-                todo="Export it, or quantize the other part alone: --base-quant bf16 or"
-                " --mtp-quant bf16",
             )
 
 

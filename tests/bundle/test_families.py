@@ -7,6 +7,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 
 from cases import (
     SAFETENSORS_TARGETS,
@@ -40,13 +41,10 @@ EVERY_PUSH = (
 
 def fits(model_type: str, row: tuple[str, str, str]) -> bool:
     """Return whether a model can be in a row: a dense one has no experts to be in int4 alone,
-    SGLang's mixed layout lists no small matrix, and fused experts of other names stay as they are.
-    """
+    and SGLang's mixed layout lists no small matrix."""
     family = family_of(SMALL_CONFIGS[model_type])
     main = [spec for spec in family.tensors.values() if spec.mtp_layer is None]
     experts = [spec for spec in main if spec.role is Role.ROUTED_EXPERT]
-    if not family.may_fuse and any(len(spec.shape) > 2 for spec in experts):
-        return False
     if row[2] not in family.engines or (not experts and row is not ROWS[1]):
         return False
     return row is not ROWS[2] or not family.plain_matrices
@@ -168,14 +166,28 @@ def test_quantized(
     assert len(drafting.generate(["def read("], params)[0].token_ids) == 4
 
 
-def test_fused_experts_of_other_names_are_not_quantized(tmp_path: Path) -> None:
-    """No engine reads codes of Step's; the MTP layers, which are dense, can be."""
+def test_fused_experts_of_other_names_are_written_one_by_one(tmp_path: Path) -> None:
+    """Step's, under names that vLLM loads; SGLang loads them fused alone. The bundle runs."""
     source = write_dense(tmp_path / "source", config=family_config("step3p5"))
-    for base, code in (("weight_only_int8", 4), ("bf16", 0)):
-        options = ("--base-quant", base, "--mtp-quant", "weight_only_int8", "--target", "vllm")
-        outcome = quantize(source, tmp_path / base, *options, "--link", "copy")
-        assert outcome.code == code, outcome.err
-    assert "moe.gate_proj.weight" in outcome.err or code == 0
+    schemes = ("--base-quant", "weight_only_int8", "--mtp-quant", "weight_only_int8")
+    refused = quantize(source, tmp_path / "no", *schemes, "--target", "sglang")
+    assert refused.code == 4 and "moe.gate_proj.weight" in refused.err
+    bundle = tmp_path / "bundle"
+    outcome = quantize(source, bundle, *schemes, "--target", "vllm", "--link", "copy")
+    assert outcome.code == 0, outcome.err
+    stored, fused = read_tensors(bundle / "main"), read_tensors(source)
+    assert not any(name.endswith("moe.gate_proj.weight") for name in stored)
+    for part in ("gate", "up", "down"):
+        for expert, wanted in enumerate(fused[f"model.layers.1.moe.{part}_proj.weight"]):
+            module = f"model.layers.1.moe.experts.{expert}.{part}_proj"
+            words, scale = (stored[f"{module}.weight_{end}"] for end in ("packed", "scale"))
+            codes = torch.stack([(words >> (8 * at)) & 255 for at in range(4)], dim=2).flatten(1)
+            found = (codes - 128).float() * scale.float()
+            assert float((found - wanted.float()).norm() / wanted.float().norm()) < 0.02, module
+    assert run_program("verify", bundle, "--source", source, "--level", "weights").code == 0
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    drafting = LLM(bundle, speculate_method="mtp", speculate_max_draft_token_num=2)
+    assert len(drafting.generate(["def read("], params)[0].token_ids) == 2
 
 
 def test_layouts_of_deepseek_are_refused(source: Path, tmp_path: Path) -> None:

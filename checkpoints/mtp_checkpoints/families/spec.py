@@ -40,8 +40,7 @@ _PLAIN_ROLES = (
     *(Role.MTP_PROJECTION, Role.MTP_INPUT, Role.ATTENTION_GATES),
 )
 _USUAL = ".eh_proj"  # of most MTP layers' projections
-_EXPERTS = ".experts."
-_ONE_EXPERT = re.compile(r"\.experts\.\d", re.ASCII)
+_OF_ONE_EXPERT = re.compile(r".*?\.experts(?=\.\d)", re.ASCII)
 _FUSED: dict[tuple[str, ...], tuple[str, ...]] = {("gate_proj", "up_proj"): ("gate_up_proj",)}
 
 
@@ -260,7 +259,7 @@ class ModelSpec:
             self = replace(self, carried_modules=own)
         if not self.may_fuse:
             return self
-        apart = {name.partition(_EXPERTS)[0] for name in names if _ONE_EXPERT.search(name)}
+        apart = {found[0] for name in names if (found := _OF_ONE_EXPERT.match(name))}
         layers = tuple(_as_stored(layer, names, apart) for layer in self.layers)
         mtp = tuple(replace(m, layer=_as_stored(m.layer, names, apart)) for m in self.mtp)
         return replace(self, layers=layers, mtp=mtp)

@@ -48,6 +48,8 @@ _NAMES = MoeNames(
     shared="share_expert",
     module="",
     fused=FusedExperts(("moe.gate_proj.weight", "moe.up_proj.weight"), "moe.down_proj.weight"),
+    takes_fused=("sglang",),
+    experts="moe.experts",
 )
 
 
@@ -70,7 +72,8 @@ def decoder(part: TextPart) -> ModelSpec:
         [_mtp(fields, layer) for layer in layers[main:]],
         _CONTRACT,
     )
-    return replace(described, facts=replace(described.facts, norm_offset=1.0))
+    facts = replace(described.facts, norm_offset=1.0)
+    return replace(described, facts=facts, may_fuse=True)
 
 
 def _layer(fields: Fields, index: int, kind: str, sparse: frozenset[int]) -> LayerSpec:

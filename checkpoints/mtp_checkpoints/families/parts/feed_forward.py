@@ -67,13 +67,16 @@ class FusedExperts(NamedTuple):
 class MoeNames(NamedTuple):
     """Names of the modules beside the routed experts, under the prefix of a mixture; bias is the
     name of a tensor, module that of the mixture in its layer, "" where they lie in the layer
-    itself. fused are the routed experts' own where they are stored fused."""
+    itself. fused are the routed experts' own where they are stored fused, which takes_fused, names
+    of engines, need; experts what numbers of single ones follow."""
 
     router: str = "gate"
     bias: str = "gate.e_score_correction_bias"
     shared: str = "shared_experts"
     module: str = "mlp"
     fused: FusedExperts = FusedExperts()
+    takes_fused: tuple[str, ...] = ()
+    experts: str = "experts"
 
 
 _NAMES = MoeNames()
@@ -88,6 +91,8 @@ def _patterns(names: MoeNames, *, gated: bool) -> ModulePatterns:
     if gated:
         others.append("shared_expert_gate")
     linears = {}
+    if names.experts != _NAMES.experts:
+        linears[Role.ROUTED_EXPERT] = f"{under}{names.experts}.*"
     if names.shared != _NAMES.shared:
         linears[Role.SHARED_EXPERT] = f"{under}{names.shared}[.].*"
     if names.shared.endswith("mlp"):  # the usual pattern of dense layers would match it too
@@ -272,12 +277,13 @@ class Moe:
     def modules(self, prefix: str) -> MoeModules:
         """Names of one layer's modules."""
         numbers = range(0 if self.is_fused else self.experts)
+        experts = f"{prefix}.{self.names.experts}"
         router, bias, shared = (f"{prefix}.{name}" for name in self.names[:3])
         biased = self.router.method == BIASED
         return MoeModules(
             router=router,
             router_bias=bias if biased else None,
-            experts=tuple(MlpModules.under(f"{prefix}.experts.{number}") for number in numbers),
+            experts=tuple(MlpModules.under(f"{experts}.{number}") for number in numbers),
             shared=MlpModules.under(shared) if self.shared else None,
             shared_gate=f"{prefix}.shared_expert_gate" if self.shared_gate else None,
             fused=self.names.fused.under(prefix) if self.is_fused else None,
@@ -288,16 +294,15 @@ class Moe:
         """The mixture with its experts stored one by one."""
         return replace(self, is_fused=False)
 
-    @property
-    def loads_one_by_one(self) -> bool:
-        """True where engines take the experts one by one too, if they are stored fused."""
-        return self.names.fused == _NAMES.fused
-
     def as_stored(self, prefix: str, names: Collection[str], apart: Collection[str]) -> Moe:
         """Return the mixture with its experts as tensors of these names have them, as it is where
-        none is there; apart: the prefixes of mixtures whose experts are stored one by one."""
+        none is there; apart: what names of experts that are stored one by one begin with."""
         fused = any(name in names for name in self.names.fused.under(prefix).every)
-        return replace(self, is_fused=fused) if fused or prefix in apart else self
+        return (
+            replace(self, is_fused=fused)
+            if fused or f"{prefix}.{self.names.experts}" in apart
+            else self
+        )
 
     def apart(self, prefix: str) -> dict[str, tuple[str, ...]]:
         """Return per fused tensor of one layer the weights of single experts that it holds, in the
