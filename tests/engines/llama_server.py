@@ -28,8 +28,8 @@ def server() -> Path:
 
 @dataclass(frozen=True)
 class Text:
-    """A greedy text. best: by token the log-probabilities of the two best ones, by token id, as far
-    as the server gives them: a draft that is accepted has none."""
+    """A greedy text. best: by token the log-probabilities of the best ones, by token id, as far
+    as the server gives them: a draft that is accepted has none, nor a token within a character."""
 
     tokens: list[int]
     best: list[dict[int, float]]
@@ -84,16 +84,25 @@ def _wait(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
 
 
 def _text(address: str, prompt: Sequence[int], tokens: int) -> Text:
-    settings = {"n_predict": tokens, "temperature": -1, "n_probs": 2, "repeat_penalty": 1}
+    settings = {"n_predict": tokens, "temperature": -1, "n_probs": 8, "repeat_penalty": 1}
     settings |= {"return_tokens": True, "cache_prompt": False, "ignore_eos": True}
     body = json.dumps(settings | {"prompt": list(prompt)}).encode()
     request = Request(f"{address}/completion", body, {"Content-Type": "application/json"})
     with urlopen(request, timeout=_SECONDS) as response:
         answer: dict[str, Any] = json.load(response)
-    best = [
-        {one["id"]: one["logprob"] for one in own["top_logprobs"]}
-        for own in answer["completion_probabilities"]
-    ]
+    best = [*_best(answer["tokens"], answer["completion_probabilities"])]
     timings = answer["timings"]
     drafted, accepted = (timings.get(name, 0) for name in ("draft_n", "draft_n_accepted"))
     return Text(answer["tokens"], best, drafted, accepted)
+
+
+def _best(tokens: Sequence[int], found: Sequence[dict[str, Any]]) -> Iterator[dict[int, float]]:
+    """Those of each token, given those of some, in order."""
+    known = iter(found)
+    own = next(known, None)
+    for token in tokens:
+        if own is None or own["id"] != token:
+            yield {}
+        else:
+            yield {one["id"]: one["logprob"] for one in own["top_logprobs"]}
+            own = next(known, None)

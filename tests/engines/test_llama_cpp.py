@@ -3,6 +3,7 @@ them are accepted as by our runtime on the same files."""
 
 from __future__ import annotations
 
+import math
 import shutil
 import subprocess
 import sys
@@ -16,8 +17,12 @@ import pytest
 from engine_runs import DELTA_FIXTURE, FIXTURE, GROUPED_FIXTURE, Prompts
 from llama_server import Text, first_file, server, texts_of
 
+from bundle.test_gguf_bundles import keys_of
+from bundle.test_gguf_qwen import config_of
 from cases import edit_json, export, quantize, run_program
+from mtp_checkpoints.containers.gguf_architectures.base import ARCHITECTURE
 from mtp_runtime import LLM, SamplingParams
+from runtime.checkpoints import write_checkpoint
 
 TOKENS = 48
 TARGET = ("--target", "llama.cpp", "--pre-tokenizer", "gpt-2", "--quiet")
@@ -28,6 +33,9 @@ TIES = {"bf16": 0.05, "q8_0": 0.35, "q4_0": 0.35}
 # Acceptance may differ by so much; in Q4_0 llama.cpp's texts are others than ours.
 POINTS = {"bf16": 0.02, "q8_0": 0.02, "q4_0": 0.04}
 FIXTURES = {"deepseek2": FIXTURE, "glm4moe": GROUPED_FIXTURE, "qwen35": DELTA_FIXTURE}
+# Architectures without a trained miniature, with model types of small configs.
+UNTRAINED = {"qwen35moe": "qwen3_5_moe", "qwen3next": "qwen3_next"}
+TIE_IN_FLOAT32 = 0.005
 CASES = [
     ("deepseek2", "bf16", (1, 2, 3)),
     ("glm4moe", "bf16", (1, 2, 3)),
@@ -100,8 +108,8 @@ def faults(plain: list[Text], others: list[list[int]], tie: float) -> list[str]:
         at = next((at for at, (one, two) in pairs if one != two), None)
         if at is None:
             continue
-        best, second = text.best[at][text.tokens[at]], text.best[at].get(other[at], float("-inf"))
-        if best - second > tie:
+        best, second = (text.best[at].get(one, math.nan) for one in (text.tokens[at], other[at]))
+        if not best - second <= tie:
             found.append(f"prompt {number}, token {at}: {best:.3f} against {second:.3f}")
     return found
 
@@ -183,6 +191,30 @@ def test_a_module_inside_the_main_model_s_file(
     assert rates[0] == pytest.approx(rates[1], abs=0.02) and rates[0] > 0.5
     own = ours(tmp_path / "out", 2, prompts)
     assert rates[0] == pytest.approx(own.accepted / own.drafted, abs=0.02)
+
+
+@pytest.mark.parametrize(("architecture", "model_type"), UNTRAINED.items())
+def test_texts_of_models_that_nobody_trained(
+    architecture: str, model_type: str, prompts: Prompts, tmp_path: Path, figures: dict[str, Any]
+) -> None:
+    """In float32, in which next to nothing is a tie: ours, with drafts and without."""
+    source, bundle = tmp_path / "source", tmp_path / "bundle"
+    write_checkpoint(source, config_of(model_type))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DELTA_FIXTURE / name, source)
+    outcome = export(source, bundle, *TARGET)
+    assert outcome.code == 0, outcome.err
+    assert keys_of(gguf.GGUFReader(first_file(bundle / "main")))[ARCHITECTURE] == architecture
+    undrafted = texts_of(bundle, 0, prompts, TOKENS, tmp_path / "log")
+    theirs, own = texts_of(bundle, 2, prompts, TOKENS, tmp_path / "log"), ours(bundle, 2, prompts)
+    texts = {"llama.cpp with drafts": [text.tokens for text in theirs], "ours": own.tokens}
+    figures[f"llama.cpp, {architecture}, untrained"] = {
+        name: sum(one.tokens == two for one, two in zip(undrafted, others, strict=True))
+        for name, others in texts.items()
+    } | {"drafted": sum(text.drafted for text in theirs)}
+    for others in texts.values():
+        assert faults(undrafted, others, TIE_IN_FLOAT32) == []
+    assert sum(text.drafted for text in theirs) > 0
 
 
 def contents(path: Path) -> tuple[dict[str, Any], dict[str, tuple[str, list[int], bytes]]]:
