@@ -51,6 +51,17 @@ def regrouped(weight: torch.Tensor) -> torch.Tensor:
     return heads.transpose(0, 1).reshape(weight.shape)
 
 
+def without_gates(weight: torch.Tensor) -> torch.Tensor:
+    """Rows of [query | gate] per head with gates of zero, which let half of everything pass."""
+    heads = weight.view(4, 2, -1, weight.shape[1]).clone()
+    heads[:, 1] = 0
+    return heads.reshape(weight.shape)
+
+
+def halves_exchanged(weight: torch.Tensor) -> torch.Tensor:
+    return weight.roll(weight.shape[1] // 2, 1)
+
+
 def of_other_family(rows: HeadRows, weight: torch.Tensor) -> torch.Tensor:
     """Rows by key head as rows by what they give, or the reverse."""
     heads, sizes, rest = rows.heads, rows.sizes, weight.shape[1:]
@@ -128,6 +139,13 @@ def _of_gated_delta_nets(family: ModelSpec, fault: Callable[..., Fault]) -> list
         fault("decay and its bias exchanged",
               partial(swapped, "main", f"{delta}.A_log", f"{delta}.dt_bias"),
               "weights", f"it holds {delta}.dt_bias"),
+        fault("gates dropped", mtp(f"{layer}.self_attn.q_proj.weight", without_gates),
+              "weights", "rows are zero, and the source's are not"),
+        fault("halves of fc exchanged", mtp("mtp.fc.weight", halves_exchanged), "weights",
+              "its two halves of columns are swapped"),
+        fault("convolution a token late",
+              main(f"{delta}.conv1d.weight", lambda w: w.roll(1, 2)),
+              "weights", "its columns are rolled by 1"),
         fault("convolution reversed",
               main(f"{delta}.conv1d.weight", lambda w: w.flip(2)),
               "weights", "taps run the other way"),
