@@ -162,7 +162,7 @@ def _part_items(layout: PartLayout, *, of_main: bool) -> Iterator[Item]:
         names = [stored.weight_of[problem.subject].weight.name for problem in precision]
         listed = ListedDraft(stored, tensors, stored.quantization, (), "the main model")
         precision = listed.wrongly_left_out(names) or precision
-    others = _of_other_layers(layout, presence) if of_main else presence
+    others = _of_other_layers(layout, presence) if of_main and presence else presence
     if presence and not others:
         yield not_tested(f"{layout.name}: tensors", causes.OF_MODULE_COUNTED_AS_MAIN)
     else:
