@@ -73,6 +73,8 @@ for name, *more in (("generate", "text"), ("serve",), ("compile", *package)):
     assert "torch" not in sys.modules, name
 assert exit_code(["verify", "--help"]) == 0
 assert not {"torch", "mtp_export.verify.context"} & {*sys.modules}
+assert exit_code(["verify", source, "--level", "files", "--quiet"]) == 0
+assert "torch" not in sys.modules, "verify --level files"
 pair = ["--base-quant", "weight_only_int4", "--mtp-quant", "weight_only_int8"]
 for name, options in (("quantize", ["quantize", *pair]), ("xllm", ["--target", "xllm"])):
     folders = ["--input-dir", whole, "--output-dir", f"{output}-{name}"]

@@ -17,12 +17,13 @@ from mtp_checkpoints.tensors.bundle_folder import MTP
 from mtp_checkpoints.tensors.experts_apart import experts_apart
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_checkpoints.tensors.untied_head import with_untied_head
-from mtp_checkpoints.weights.folding import Folding, folded, of_letters
 from mtp_checkpoints.weights.weight_values import WeightOnDisk, weights_on_disk
 from mtp_export.schemes.calibrated import FOLDED
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from mtp_checkpoints.weights.folding import Folding
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class SourceWeights:
             for weight in weights_on_disk(stored_model(one.config, one.tensors), one.tensors)
         }
         if scales := _scales(manifest or {}):
+            from mtp_checkpoints.weights.folding import folded
+
             weights = folded(weights, _foldings(family_of(apart.config, apart.tensors), scales))
         shared = family.shared
         return cls(weights, {pair.mtp_name: pair.main_name for pair in shared})
@@ -77,6 +80,8 @@ def _scales(manifest: Mapping[str, Any]) -> dict[str, str]:
 def _foldings(family: ModelSpec, scales: Mapping[str, str]) -> dict[str, Folding]:
     """Return the scales in weights of MTP layers: where a tensor is divided, all that takes what it
     makes is multiplied."""
+    from mtp_checkpoints.weights.folding import Folding, of_letters
+
     rows: dict[str, Tensor] = {}
     columns: dict[str, Tensor] = {}
     for fold in (fold for mtp in family.mtp for fold in folds_of(mtp.layer)):
