@@ -58,15 +58,15 @@ def viewed(checkpoint: Checkpoint, source: Opened) -> Opened:
     return checkpoint, stored_source(checkpoint.config, checkpoint.tensors)
 
 
-def open_source(place: Place) -> Opened:
+def open_source(place: Place, *, nvfp4: bool = False) -> Opened:
     """Open a checkpoint, or a bundle as one, with an MTP layer and exactly the tensors that its
-    config implies.
+    config implies; nvfp4: linears may be in nvfp4 as others write it too.
 
     Raises UnsupportedError for another model or one without MTP layer, InvalidInputError for the
     first tensor that is missing, extra or of another shape or dtype.
     """
     checkpoint = open_checkpoint(place)
-    stored = stored_source(checkpoint.config, checkpoint.tensors)
+    stored = stored_source(checkpoint.config, checkpoint.tensors, nvfp4=nvfp4)
     # The MTP layer comes last, as a rule.
     if not any(stored.family.mtp_layer_of(n) is not None for n in reversed(checkpoint.tensors)):
         raise _without_mtp(checkpoint, stored.family)

@@ -105,7 +105,7 @@ def default_output(source: Place, precision: Precision) -> tuple[Path, Opened]:
             expected="--output-dir",
             todo="Name the folder of the bundle",
         )
-    opened = open_source(source)
+    opened = open_source(source, nvfp4=True)
     names = _scheme_names(precision, opened[1])
     folder = source.resolve()
     return folder.with_name("-".join([folder.name, *names])), opened
@@ -134,7 +134,7 @@ def quantize_recipe(
     """Check source and options; return the source, and the recipe of the bundle. Raises as
     plan_quantize."""
     target = target_of(options.bundle.target)
-    source = checkpoint, stored = opened or open_source(options.bundle.input_dir)
+    source = checkpoint, stored = opened or open_source(options.bundle.input_dir, nvfp4=True)
     choice = _choose(options, stored)
     _check_format(options)
     _check_head(options, choice.head)
@@ -206,8 +206,10 @@ def _scheme_name(wanted: str, stored: StoredModel) -> str:
         raise UnsupportedError(
             "This checkpoint is in a precision that no scheme writes, so a part cannot keep it",
             expected="--base-quant and --mtp-quant, both other than keep",
-            found=f"{Fp8Channel.storage} linears",
-            todo="Name both schemes; an export keeps both parts as they are stored",
+            found=f"{Fp8Channel.storage if stored.in_channels else 'nvfp4'} linears",
+            todo="Name both schemes; an export keeps both parts as they are stored"
+            if stored.in_channels
+            else "Name both schemes, of which the main model's is weight_only_nvfp4 or a4w4_nvfp4",
         )
     return stored.scheme
 

@@ -214,7 +214,7 @@ def _fallback_remarks(plan: BundlePlan) -> list[str]:
     for step in plan.written_steps:
         if step.scheme is None:
             continue
-        role = plan.family.tensors[step.inputs[0]].role
+        role = plan.stored.weight_of[step.inputs[0]].weight.role
         wanted = SCHEMES[step.scheme].with_tables.get(role)
         for name, found in _formats_of(step).items():
             if SCHEMES[step.scheme].container == GGUF and found.storage != wanted:

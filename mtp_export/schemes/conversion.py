@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.errors import UnsupportedError
+from mtp_checkpoints.families.base import weight_name
 from mtp_checkpoints.formats import (
     FORMATS,
     Fp8Block,
@@ -17,9 +18,11 @@ from mtp_checkpoints.formats import (
     has_groups,
 )
 from mtp_checkpoints.formats.base import GROUP_SIZES, NATIVE_SCALE
+from mtp_checkpoints.formats.nvfp4 import NvFp4Format
 from mtp_checkpoints.quantization.method import PartStorage
 from mtp_checkpoints.quantization.stored import StoredWeight
 from mtp_export.plan import Step, copy_step
+from mtp_export.schemes.carried import Carry
 from mtp_export.schemes.scheme import every_linear
 from mtp_export.schemes.transforms import Convert, Transpose
 
@@ -71,7 +74,10 @@ class Conversion(PartStorage):
         if stays:
             return copy_step(tensor, name)
         assert storage is not None, "it stays otherwise"
-        converted = FORMATS[storage].of_options(self.options).for_columns(tensor.shape[-1])
+        wanted = FORMATS[storage].of_options(self.options)
+        if isinstance(wanted, NvFp4Format) and isinstance(one.format, NvFp4Format):
+            return self._carried(one, wanted, tensors, name)
+        converted = wanted.for_columns(tensor.shape[-1])
         _check(tensor, converted)
         own = [stored.name for stored in one.tensors if stored.name in tensors]
         joined = self._joined_with(one, tensors) if converted.of_whole_matrix else []
@@ -80,6 +86,17 @@ class Conversion(PartStorage):
         outputs = converted.tensors(name, tensor.shape)
         convert = Convert(converted, self.scale_rule, one.format, joined=len(joined))
         return Step(convert, inputs, outputs, scheme=self.scheme)
+
+    def _carried(
+        self, one: StoredWeight, wanted: NvFp4Format, tensors: Collection[str], name: str
+    ) -> Step:
+        """Return the step that writes a weight in nvfp4 in another layout, its numbers the same."""
+        own = [stored.name for stored in one.tensors if stored.name in tensors]
+        module = name.removesuffix(own[0].removeprefix(one.weight.module))
+        outputs = wanted.tensors(weight_name(module), one.weight.shape)
+        assert isinstance(one.format, NvFp4Format), "as the caller asks"
+        carry = Carry(inverted=wanted.divides != one.format.divides)
+        return Step(carry, tuple(own[: len(outputs)]), outputs, scheme=self.scheme)
 
     def _joined_with(self, one: StoredWeight, tensors: Collection[str]) -> list[str]:
         """Return the other modules that engines join with a weight's, as far as they are there."""

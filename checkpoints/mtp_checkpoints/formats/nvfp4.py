@@ -73,6 +73,7 @@ class NvFp4Format(WeightFormat):
     has_grid: ClassVar[bool] = True
     number_shape: ClassVar[tuple[int, ...]] = (1,)  # of those of the matrix and of its inputs
     has_input_scale: ClassVar[bool] = False
+    divides: ClassVar[bool] = False  # the number of the matrix divides the scales
     has_row_codes: ClassVar[bool] = True
     compiled_sources: ClassVar[frozenset[str]] = frozenset({"bf16", "fp8_block"})
 
@@ -188,6 +189,7 @@ class NvFp4Packed(NvFp4Format):
     storage: ClassVar[str] = "nvfp4_packed"
     methods: ClassVar[tuple[str, ...]] = (COMPRESSED,)
     in_words: ClassVar[str] = "nvfp4-pack-quantized"
+    divides: ClassVar[bool] = True
 
     @classmethod
     def of_entry(cls, entry: WeightsEntry) -> NvFp4Packed | None:

@@ -21,6 +21,7 @@ from mtp_checkpoints.formats import (
     Unquantized,
     WeightFormat,
 )
+from mtp_checkpoints.formats.nvfp4 import NvFp4Format
 from mtp_checkpoints.named_tuples import rows_of
 from mtp_checkpoints.quantization.fusion_rules import EXPERTS, check_fusion_rules
 from mtp_checkpoints.quantization.method import QuantConfig
@@ -197,18 +198,29 @@ class StoredModel:
 
         Raises UnsupportedError for a quantization that no source has.
         """
-        return None if self.in_channels else native_fp8(self.quantization)
+        return None if self.of_no_scheme else native_fp8(self.quantization)
 
     @property
     def scheme(self) -> str | None:
         """Name of the precision scheme that a source is in; None for a precision of no scheme."""
-        return None if self.in_channels else native_scheme(self.native)
+        return None if self.of_no_scheme else native_scheme(self.native)
 
     @cached_property
     def in_channels(self) -> bool:
         """True for a checkpoint with fp8 channels, and nothing else that is quantized."""
         storages = {kind.format.storage for kind in self.kinds}
         return Fp8Channel.storage in storages and storages <= _IN_CHANNELS
+
+    @cached_property
+    def in_nvfp4(self) -> bool:
+        """True for a checkpoint in nvfp4, in any layout, and nothing else that is quantized."""
+        formats = {kind.format for kind in self.kinds if kind.format != UNQUANTIZED}
+        return bool(formats) and all(isinstance(one, NvFp4Format) for one in formats)
+
+    @property
+    def of_no_scheme(self) -> bool:
+        """True for one whose precision no scheme keeps."""
+        return self.in_channels or self.in_nvfp4
 
     def reread(self, quantization: object, rename: Callable[[str], str]) -> StoredModel:
         """Return what the same weights must be under another quantization_config and other names,
@@ -260,14 +272,20 @@ def stored_model(config: Mapping[str, Any], names: Collection[str] = ()) -> Stor
     return _stored(family, list(family.tensors.values()), quantization_of(config))
 
 
-def stored_source(config: Mapping[str, Any], names: Collection[str] = ()) -> StoredModel:
+def stored_source(
+    config: Mapping[str, Any], names: Collection[str] = (), *, nvfp4: bool = False
+) -> StoredModel:
     """Return what a checkpoint to export or quantize holds: unquantized, native fp8, or fp8 with a
-    scale per channel.
+    scale per channel; nvfp4: that too.
 
     names and errors as of stored_model; UnsupportedError for any other quantization too.
     """
     family_of(config)
     quantization = quantization_of(config)
+    if nvfp4 and isinstance(quantization, dict) and quantization.get("quant_method") != "fp8":
+        stored = stored_model(config, names)
+        if stored.in_nvfp4:
+            return stored
     if isinstance(quantization, dict) and quantization.get("quant_method") == COMPRESSED:
         stored = stored_model(config, names)
         if stored.in_channels:
