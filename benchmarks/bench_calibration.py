@@ -9,9 +9,9 @@ model, embeddings of the next tokens, and what the module is fed again at depths
 go through all experts, which so share one Hessian. Linears that a 4-bit scheme packs are rounded,
 but for the projection of the inputs and what latent attention absorbs, which stay as they are.
 
-AWQ's scales are divided out again after rounding: that is what a model with folded scales computes,
-but for the rounding of the norms that they are folded into. The output projection of attention has
-nothing before it that takes them, and is rounded without. Intervals are 95 %, clustered by prompt
+AWQ's scales are divided out again after rounding: that is what a model with folded scales computes.
+Linears of attention get none, as in the product; that rows of up are divided before they are
+rounded, which changes no int4, is left out. Intervals are 95 %, clustered by prompt
 and paired. Writes calibration.json and .md to FOLDER (benchmarks/results).
 """
 
@@ -59,7 +59,6 @@ from mtp_runtime.models.model import MtpModule
 
 GROUP_SIZE = 64  # divides the widths of the fixture's experts
 SPAN = ("value", "low", "high")
-UNSCALED = ("o_proj",)  # nothing before them takes AWQ's scales
 GRIDS: dict[str, dict[str, Grids]] = {
     "int4": {
         "amax": int4_grids(GROUP_SIZE, "minmax"),
@@ -71,10 +70,12 @@ GRIDS: dict[str, dict[str, Grids]] = {
 
 @dataclass(frozen=True)
 class Joined:
-    """Weights that are multiplied as one matrix, by name, and what goes into them."""
+    """Weights that are multiplied as one matrix, by name, and what goes into them; scaled: scales
+    of its columns fold into what comes before."""
 
     names: tuple[str, ...]
     inputs: Inputs
+    scaled: bool
 
 
 @dataclass(frozen=True)
@@ -116,12 +117,12 @@ class Layer:
         units, weights = self.linears.of_experts, self.weights
         sums = {name: Inputs.of(own) for name, own in rows.items()}
         found = [*self.linears.others([self.module]), *units]
-        joined = [Joined(unit.weights, sums[unit.input]) for unit in found]
+        joined = [Joined(one.weights, sums[one.input], one.down is not None) for one in found]
         for unit in units:
             assert unit.down is not None
             both = torch.cat([weights[name] for name in unit.weights])
             inner = gated(rows[unit.input].float() @ both.t())
-            joined.append(Joined((unit.down,), Inputs.of(inner)))
+            joined.append(Joined((unit.down,), Inputs.of(inner), scaled=True))
         return joined
 
 
@@ -137,7 +138,7 @@ class Rounding:
         result, of_input = dict[str, Tensor](), dict[int, list[Joined]]()
         for own in self.joined:
             values = [self.weights[name] for name in own.names]
-            if method == "awq" and not any(part in own.names[0] for part in UNSCALED):
+            if method == "awq" and own.scaled:
                 of_input.setdefault(id(own.inputs), []).append(own)
                 continue
             for name, w, grid in zip(own.names, values, grids(values), strict=True):

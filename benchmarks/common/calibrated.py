@@ -1,22 +1,17 @@
-"""Grids of weights that engines join, and AWQ's search of scales; GPTQ is the product's.
-
-AWQ chooses among the numbers of a grid by the inputs of the linear instead of by the weight alone.
-Source: Lin et al., AWQ, 2023.
-"""
+"""Grids of weights that engines join, and weights rounded under the scales of AWQ; the search of
+scales is the product's, as GPTQ is."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from mtp_checkpoints.formats import Int4Group, NvFp4Packed, WeightFormat
+from mtp_checkpoints.weights.folding import MOST, Folding
+from mtp_kernels.quantize.awq import best_exponents, relative_magnitude
 from mtp_kernels.quantize.gptq import Grid, output_energy
-
-RATIOS = 20  # of AWQ's exponents, from 0
-_LEAST = 1e-4  # of AWQ's scales
 
 
 @dataclass(frozen=True)
@@ -71,35 +66,26 @@ def nearest(grid: Grid, weight: Tensor) -> Tensor:
 
 
 def awq(joined: Sequence[Sequence[Tensor]], inputs: Inputs, grids: Grids) -> list[list[Tensor]]:
-    """Return weights [N, K] that were rounded after their columns were scaled, scaled back: of
-    RATIOS exponents, and no scale, those with the least error of the outputs.
+    """Return weights [N, K] that were rounded after their columns were scaled, scaled back, by the
+    scales that the product chooses: those with the least error of the outputs.
 
     All share one input, whose scales are to be folded into what comes before; engines join those of
     each list. The error is that of the linears, and not of the module that they are part of.
     """
-    width = torch.cat([weight for weights in joined for weight in weights]).abs()
-    relative = (width / width.amax(dim=1, keepdim=True).clamp(min=_LEAST)).mean(dim=0)
-    best, least = list[list[Tensor]](), float("inf")
-    for ratio in (None, *(number / RATIOS for number in range(RATIOS))):
-        scales = _scales(inputs.magnitude, relative, ratio)
-        found, loss = list[list[Tensor]](), 0.0
+    every = [weight for weights in joined for weight in weights]
+    group_size = grids(joined[0])[0].group_size
+
+    def rounded(exponents: Tensor) -> list[list[Tensor]]:
+        folding, found = Folding(columns=exponents), []
         for weights in joined:
-            scaled = [weight * scales for weight in weights]
-            kept = [
-                nearest(grid, own) / scales for grid, own in zip(grids(scaled), scaled, strict=True)
-            ]
-            loss += sum(
-                inputs.loss(own - weight) for own, weight in zip(kept, weights, strict=True)
-            )
-            found.append(kept)
-        if loss < least:
-            best, least = found, loss
-    return best
+            scaled = [folding.of(weight) for weight in weights]
+            pairs = zip(grids(scaled), scaled, strict=True)
+            found.append([folding.undone(nearest(grid, own)) for grid, own in pairs])
+        return found
 
+    def lost(exponents: Tensor) -> float:
+        kept = [own for weights in rounded(exponents) for own in weights]
+        return sum(inputs.loss(own - weight) for own, weight in zip(kept, every, strict=True))
 
-def _scales(magnitude: Tensor, relative: Tensor, ratio: float | None) -> Tensor:
-    if ratio is None:
-        return torch.ones_like(magnitude)
-    scales = magnitude**ratio / (relative ** (1 - ratio) + _LEAST)
-    scales = scales.clamp(min=_LEAST)
-    return scales / (scales.max() * scales.min()).sqrt()
+    relative = relative_magnitude(every, group_size)
+    return rounded(best_exponents(inputs.magnitude, relative, MOST, lost))
