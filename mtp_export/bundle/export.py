@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.signs import count_field
 from mtp_checkpoints.families.spec import ModelSpec
+from mtp_checkpoints.formats.nvfp4 import NvFp4Format
 from mtp_checkpoints.layouts import engine_of, target_of
 from mtp_checkpoints.quantization.stored import StoredModel, stored_source
 from mtp_checkpoints.sources.byte_source import Place
@@ -60,13 +61,22 @@ def viewed(checkpoint: Checkpoint, source: Opened) -> Opened:
 
 def open_source(place: Place, *, nvfp4: bool = False) -> Opened:
     """Open a checkpoint, or a bundle as one, with an MTP layer and exactly the tensors that its
-    config implies; nvfp4: linears may be in nvfp4 as others write it too.
+    config implies; nvfp4: linears may be in it too.
 
     Raises UnsupportedError for another model or one without MTP layer, InvalidInputError for the
     first tensor that is missing, extra or of another shape or dtype.
     """
     checkpoint = open_checkpoint(place)
-    stored = stored_source(checkpoint.config, checkpoint.tensors, nvfp4=nvfp4)
+    stored = stored_source(checkpoint.config, checkpoint.tensors)
+    if not nvfp4 and any(isinstance(kind.format, NvFp4Format) for kind in stored.kinds):
+        raise UnsupportedError(
+            "A checkpoint in nvfp4 is carried into another layout, and not exported",
+            where=place,
+            expected="unquantized weights, or fp8",
+            found=f"{stored.unkept} linears",
+            todo="Use mtp-export quantize --base-quant weight_only_nvfp4, or start from the"
+            " original checkpoint",
+        )
     # The MTP layer comes last, as a rule.
     if not any(stored.family.mtp_layer_of(n) is not None for n in reversed(checkpoint.tensors)):
         raise _without_mtp(checkpoint, stored.family)

@@ -15,7 +15,6 @@ from mtp_checkpoints.families.parts.feed_forward import Moe
 from mtp_checkpoints.formats import (
     FormatOptions,
     Fp8Block,
-    Fp8Channel,
     Unquantized,
     W4AFp8,
     has_groups,
@@ -206,10 +205,8 @@ def _scheme_name(wanted: str, stored: StoredModel) -> str:
         raise UnsupportedError(
             "This checkpoint is in a precision that no scheme writes, so a part cannot keep it",
             expected="--base-quant and --mtp-quant, both other than keep",
-            found=f"{Fp8Channel.storage if stored.in_channels else 'nvfp4'} linears",
-            todo="Name both schemes; an export keeps both parts as they are stored"
-            if stored.in_channels
-            else "Name both schemes, of which the main model's is weight_only_nvfp4 or a4w4_nvfp4",
+            found=f"{stored.unkept} linears",
+            todo="Name both schemes",
         )
     return stored.scheme
 

@@ -98,6 +98,7 @@ class WeightFormat(ABC):
     compiled_sources: ClassVar[frozenset[str]] = frozenset()  # of quantize_rows
     # A number of the whole matrix goes with its scales, one for all linears that engines join.
     of_whole_matrix: ClassVar[bool] = False
+    of_no_scheme: ClassVar[bool] = False  # conversions start from it, and no scheme keeps it
     has_grid: ClassVar[bool] = False  # calibration may choose among its numbers
 
     @classmethod

@@ -30,6 +30,7 @@ class Fp8Channel(KernelFormat):
     methods: ClassVar[tuple[str, ...]] = (COMPRESSED,)
     operation: ClassVar[str] = "quantize_fp8_channel"
     in_words: ClassVar[str] = "float-quantized fp8 per channel"
+    of_no_scheme: ClassVar[bool] = True
 
     @classmethod
     def of_entry(cls, entry: WeightsEntry) -> Fp8Channel | None:

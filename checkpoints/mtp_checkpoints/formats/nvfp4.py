@@ -70,6 +70,7 @@ class NvFp4Format(WeightFormat):
     operation: ClassVar[str] = "quantize_nvfp4"
     elements_per_code: ClassVar[int] = 2
     of_whole_matrix: ClassVar[bool] = True
+    of_no_scheme: ClassVar[bool] = True
     has_grid: ClassVar[bool] = True
     number_shape: ClassVar[tuple[int, ...]] = (1,)  # of those of the matrix and of its inputs
     has_input_scale: ClassVar[bool] = False

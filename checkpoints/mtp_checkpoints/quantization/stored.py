@@ -15,20 +15,18 @@ from mtp_checkpoints.families import family_of
 from mtp_checkpoints.families.base import Role, TensorSpec
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.formats import (
+    FORMATS,
     UNQUANTIZED,
     EncodedWeight,
-    Fp8Channel,
     Unquantized,
     WeightFormat,
 )
-from mtp_checkpoints.formats.nvfp4 import NvFp4Format
 from mtp_checkpoints.named_tuples import rows_of
 from mtp_checkpoints.quantization.fusion_rules import EXPERTS, check_fusion_rules
 from mtp_checkpoints.quantization.method import QuantConfig
 from mtp_checkpoints.quantization.methods import METHODS, quant_config_of
 from mtp_checkpoints.quantization.mismatches import HasLayout, Mismatch, StoredTensor, compare
 from mtp_checkpoints.quantization.native import (
-    COMPRESSED,
     NativeFp8,
     native_fp8,
     native_scheme,
@@ -39,7 +37,7 @@ if TYPE_CHECKING:
     import torch
 
 _WEIGHT = ".weight"
-_IN_CHANNELS = {Unquantized.storage, Fp8Channel.storage}
+_OF_NO_SCHEME = {own for one in FORMATS.values() if one.of_no_scheme for own in one.methods}
 _TABLES = (Role.EMBEDDING, Role.HEAD)
 _layout_of = attrgetter("dtype", "shape")
 
@@ -198,29 +196,20 @@ class StoredModel:
 
         Raises UnsupportedError for a quantization that no source has.
         """
-        return None if self.of_no_scheme else native_fp8(self.quantization)
+        return None if self.unkept else native_fp8(self.quantization)
 
     @property
     def scheme(self) -> str | None:
         """Name of the precision scheme that a source is in; None for a precision of no scheme."""
-        return None if self.of_no_scheme else native_scheme(self.native)
+        return None if self.unkept else native_scheme(self.native)
 
     @cached_property
-    def in_channels(self) -> bool:
-        """True for a checkpoint with fp8 channels, and nothing else that is quantized."""
-        storages = {kind.format.storage for kind in self.kinds}
-        return Fp8Channel.storage in storages and storages <= _IN_CHANNELS
-
-    @cached_property
-    def in_nvfp4(self) -> bool:
-        """True for a checkpoint in nvfp4, in any layout, and nothing else that is quantized."""
-        formats = {kind.format for kind in self.kinds if kind.format != UNQUANTIZED}
-        return bool(formats) and all(isinstance(one, NvFp4Format) for one in formats)
-
-    @property
-    def of_no_scheme(self) -> bool:
-        """True for one whose precision no scheme keeps."""
-        return self.in_channels or self.in_nvfp4
+    def unkept(self) -> str | None:
+        """Storage of all that is quantized in a source where no scheme keeps it; else None."""
+        formats = {kind.format.storage: kind.format for kind in self.kinds}
+        formats.pop(Unquantized.storage, None)
+        alone = len(formats) == 1 and all(one.of_no_scheme for one in formats.values())
+        return next(iter(formats)) if alone else None
 
     def reread(self, quantization: object, rename: Callable[[str], str]) -> StoredModel:
         """Return what the same weights must be under another quantization_config and other names,
@@ -272,23 +261,17 @@ def stored_model(config: Mapping[str, Any], names: Collection[str] = ()) -> Stor
     return _stored(family, list(family.tensors.values()), quantization_of(config))
 
 
-def stored_source(
-    config: Mapping[str, Any], names: Collection[str] = (), *, nvfp4: bool = False
-) -> StoredModel:
+def stored_source(config: Mapping[str, Any], names: Collection[str] = ()) -> StoredModel:
     """Return what a checkpoint to export or quantize holds: unquantized, native fp8, or fp8 with a
-    scale per channel; nvfp4: that too.
+    scale per channel, or nvfp4.
 
     names and errors as of stored_model; UnsupportedError for any other quantization too.
     """
     family_of(config)
     quantization = quantization_of(config)
-    if nvfp4 and isinstance(quantization, dict) and quantization.get("quant_method") != "fp8":
+    if isinstance(quantization, dict) and quantization.get("quant_method") in _OF_NO_SCHEME:
         stored = stored_model(config, names)
-        if stored.in_nvfp4:
-            return stored
-    if isinstance(quantization, dict) and quantization.get("quant_method") == COMPRESSED:
-        stored = stored_model(config, names)
-        if stored.in_channels:
+        if stored.unkept:
             return stored
     native_fp8(quantization)
     return stored_model(config, names)
