@@ -70,6 +70,17 @@ run without `--source`. `tests/verify/test_run_faults.py`, `test_likelihood.py` 
 faults.blind` (with tests/ on the path) draws others at random, over fixtures, schemes and parts,
 exports each whole and judges it.
 
+With `--count 60 --seed 4141`, stopped after 32 faults, 25 change tokens or acceptance by more than
+1 %: 15 of them were caught, and 13 rightly named (12 before the judge knew the word `up_proj`). Of
+the 10 in MTP modules 7 were caught: what passed moves acceptance by 0.02 to 0.03. Of the 15 in main
+models 8 were: what passed is one matrix of one expert, the rows of a router, a norm of queries or
+of gated delta nets, and keys that are halved, which change 1 to 50 % of the tokens.
+
+Of 40 damaged folders of others that were drawn at random and judged before anybody saw the draw,
+one passed for a reason that stays: rotary rows of queries and keys in another order, in the MTP
+layer of Qwen3.5's miniature, which drafts as well without them in order (0.745 of its drafts are
+accepted, and 0.745 of the released layer's). With the source, check `weights` names it.
+
 {count} faults, named: {totals}.
 """
 # Changes of the trained fixture that nothing but its source shows to be faults, and why.

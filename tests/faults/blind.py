@@ -118,7 +118,7 @@ PLACES = (
     (r"\.experts\.(\d+)\.", r"expert {0}\b|experts? .*\b{0}\b"),
     (r"shared_experts", r"shared expert"),
     (r"mlp\.gate\.", r"router"),
-    (r"mlp\.(?:gate|up|down)_proj", r"feed-forward|mlp|gate_proj|down_proj"),
+    (r"mlp\.(?:gate|up|down)_proj", r"feed-forward|mlp|(gate|up|down)_proj"),
     (r"embed_tokens", r"embedding"),
     (r"lm_head|shared_head\.head", r"head"),
 )

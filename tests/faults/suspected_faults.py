@@ -85,7 +85,7 @@ SUSPECTED_FAULTS: tuple[Fault, ...] = (
     Fault("hidden half of eh_proj negated", partial(half_scaled, 1, -1.0),
           "acceptance", "the hidden half of eh_proj, or hnorm, has the wrong sign", **_fields),
     Fault("rows of the router reversed", router_rows_reversed,
-          "acceptance", "router are in reverse order", **_fields),
+          "acceptance", "router has its rows in reverse order", **_fields),
     Fault("output of attention negated",
           partial(negated_codes, "mtp", f"{MTP}.self_attn.o_proj.weight"),
           "acceptance", "o_proj of the MTP layer has the wrong sign", **_fields),

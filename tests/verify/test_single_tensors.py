@@ -85,6 +85,15 @@ def test_a_changed_part_of_a_bias(change: Change) -> None:
     torch.testing.assert_close(found.held[10:], bias[10:])
 
 
+@pytest.mark.parametrize("change", [c for c in OF_MATRICES if c.rows], ids=lambda c: c.done)
+def test_an_order_of_a_routers_rows_is_undone(change: Change) -> None:
+    """By one variant, whose cause has the order in it."""
+    weight, order = torch.randn(4, 8), change.rows(8)  # type: ignore[misc]
+    router = SoftmaxRouter(weight[:, order.argsort()], None)  # type: ignore[arg-type]
+    causes = [c for _, c, one in experts.router_variants(router) if torch.equal(one.weight, weight)]
+    assert len(causes) == 1 and change.wrong in causes[0]
+
+
 @pytest.mark.parametrize("change", OF_MATRICES[:1] + OF_MATRICES[4:], ids=lambda c: c.done)
 def test_changed_halves_are_those_of_the_changed_matrix(change: Change) -> None:
     """kv_b_proj, of which the runtime holds two halves."""

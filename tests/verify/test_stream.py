@@ -150,8 +150,8 @@ COMPUTING = stream_cost.Rates(bytes_per_second=1e9, expand=3e-8, multiply=2e-8)
 @pytest.mark.parametrize(
     ("texts", "rates", "figures"),
     [
-        ((6, 4, 9), READING, [106418748, 3165972, 524288, 1629440, 32.73133406861357]),
-        ((700,), COMPUTING, [106821628, 3166804, 524288, 60032000, 1494.3860646079997]),
+        ((6, 4, 9), READING, [111661628, 3165972, 524288, 1629440, 32.778221929188085]),
+        ((700,), COMPUTING, [112064508, 3166804, 524288, 60032000, 1582.248399008]),
     ],
 )
 def test_the_figures_of_a_cost(

@@ -29,7 +29,7 @@ from mtp_runtime.teacher_forcing import BRANCH_ROWS, CHUNK_TOKENS, LOGIT_ELEMENT
 # Runs of the MTP module and of a head over all rows that look for causes, beside one run of the
 # module and three of a head per depth; LONE_HEADS take one row per text. SAMPLED_RUNS are those of
 # variants of both that a sample of the texts excludes.
-MODULE_RUNS, HEAD_RUNS, LONE_HEADS, SAMPLED_RUNS = 12, 11, 4, 122
+MODULE_RUNS, HEAD_RUNS, LONE_HEADS, SAMPLED_RUNS = 12, 11, 4, 132
 # Rows of a sample, in float32, that variants of experts and of what they add hold at a time.
 VARIANT_COPIES = 32
 LOGIT_BYTES = 32  # of a row and token while two distributions are compared in float64

@@ -14,7 +14,12 @@ import torch
 
 from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.changed_weight import reordered
-from mtp_export.verify.diagnosis.tensor_variants import Place, mlp_places, tensor_variants
+from mtp_export.verify.diagnosis.tensor_variants import (
+    OF_MATRICES,
+    Place,
+    mlp_places,
+    tensor_variants,
+)
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_runtime.drafters.base import ScoredVariant
 from mtp_runtime.layers.linear import Linear
@@ -142,11 +147,13 @@ def router_variants(router: Router) -> Iterator[tuple[str, str, Router]]:
         )
     weight = router.weight  # [d, e]
     yield "the router is negated", causes.ROUTER_NEGATED, replace(router, weight=-weight)
-    yield (
-        "the router's rows, or the experts, are in reverse order",
-        causes.ROUTER_ROWS_REVERSED,
-        replace(router, weight=weight.flip(1)),
-    )
+    for change in OF_MATRICES:
+        if change.rows is not None:
+            yield (
+                change.done.format("the router"),
+                causes.router_reordered(change.wrong),
+                replace(router, weight=weight[:, change.rows(weight.shape[1])]),
+            )
     for places, back in ((1, "back"), (-1, "on")):
         yield (
             f"the router's rows are moved {back} by one",

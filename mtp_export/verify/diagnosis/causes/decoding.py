@@ -27,7 +27,6 @@ ROUTER_BIAS_NEGATED = (
     " favour are picked less"
 )
 ROUTER_BIAS_REVERSED = "e_score_correction_bias of {layer}'s router is in reverse order"
-ROUTER_ROWS_REVERSED = "the rows of {layer}'s router are in reverse order, or its experts are"
 ROUTER_NEGATED = "{layer}'s router has the wrong sign: the worst experts are picked"
 # Of one tensor, behind its name.
 WRONG_SIGN = "has the wrong sign"
@@ -100,6 +99,11 @@ def linears_scaled(factor: float) -> str:
         f"every linear of the MTP module is about {factor:g} times what it should be: their scales"
         " are off by one factor, as where codes of fp8 were taken for those of its fnuz form"
     )
+
+
+def router_reordered(wrong: str) -> str:
+    """wrong: with the rows of a matrix."""
+    return f"{{layer}}'s router {wrong}, or its experts are in that order"
 
 
 def router_rolled(way: str) -> str:
