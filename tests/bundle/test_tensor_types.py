@@ -133,6 +133,7 @@ def test_another_target_has_no_types(pristine: Path, tmp_path: Path) -> None:
     assert outcome.code == 2 and "Only files for llama.cpp have types by tensor" in outcome.err
 
 
+@pytest.mark.nightly
 def test_half_precision_is_converted_as_the_numbers_that_it_holds(tmp_path: Path) -> None:
     """Tensors of a source in fp16 are those of the same numbers in fp32, halves of latents too."""
     config = UNQUANTIZED | {"qk_nope_head_dim": 32}
