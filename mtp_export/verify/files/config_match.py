@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_checkpoints.containers.base import CONFIG_NAME, TensorInfo
 from mtp_checkpoints.errors import InvalidInputError, MtpExportError, UnsupportedError
-from mtp_checkpoints.families import FAMILIES
 from mtp_checkpoints.families.base import FLOATS, Role, weight_name
 from mtp_checkpoints.families.parts import Moe
 from mtp_checkpoints.families.signs import (
@@ -20,7 +19,6 @@ from mtp_checkpoints.families.signs import (
     count_field,
     main_layers,
     projection_in_main,
-    text_fields,
 )
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.formats import NvFp4, NvFp4A16, mixes_groups_with_fp8
@@ -31,7 +29,6 @@ from mtp_checkpoints.quantization.mismatches import is_recomputed
 from mtp_checkpoints.quantization.native import is_gguf, quantization_of
 from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
-from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_checkpoints.tensors.untied_head import TIED, UNTIED_HEAD
 from mtp_export.progress import counted
 from mtp_export.schemes import SCHEMES
@@ -121,18 +118,10 @@ def _not_followed(context: Context, part: Part, error: MtpExportError) -> Item:
     of a model or a quantization that is not known here."""
     name = f"{part.name}: config"
     if not context.is_bundle and isinstance(error, UnsupportedError):
-        if part.checkpoint is None or not _ties_a_stored_head(part.checkpoint):
-            return not_tested(name, str(error))
-        return failed(name, causes.tied_beside_a_head(UNTIED_HEAD), subject=CONFIG_NAME)
+        if TIED in str(error) and part.checkpoint and UNTIED_HEAD in part.checkpoint.tensors:
+            return failed(name, causes.tied_beside_a_head(UNTIED_HEAD), subject=CONFIG_NAME)
+        return not_tested(name, str(error))
     return failed(name, str(error), subject=str(part.place / CONFIG_NAME))
-
-
-def _ties_a_stored_head(checkpoint: Checkpoint) -> bool:
-    """Return whether a model of a known family, of whose releases none ties its embeddings, says
-    that it does and has a head of its own."""
-    config, names = checkpoint.config, checkpoint.tensors
-    is_known = config.get("model_type") in FAMILIES
-    return is_known and bool(text_fields(config).get(TIED)) and UNTIED_HEAD in names
 
 
 def _advertised(context: Context) -> Item:
