@@ -64,8 +64,8 @@ def bundles_of(source: Path) -> Folders:
     return folder
 
 
-# Every scheme where sums are divided too, and one of each storage where outputs alone are.
-EVERY_PUSH = [*product([FP8, *SCHEMES], ["reduce"]), *product([FP8, "int8", "int4"], ["gather"])]
+# One of each storage, where sums are divided too and where outputs alone are.
+EVERY_PUSH = [*product([FP8, "int8", "int4"], MODES)]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cases import run_program
+from cases import nightly_but, run_program
 from faults import planting
 from faults.weight_faults import region_lost
 from mtp_export.bundle.journal import Journal
@@ -169,7 +169,7 @@ def test_the_summary_is_markdown(folder: Path) -> None:
     assert "| files | " in text and "```\nmtp-export quantize " in text
 
 
-@pytest.mark.parametrize("columns", [80, 40])
+@pytest.mark.parametrize("columns", nightly_but([40], [80, 40]))
 def test_decoding_shows_how_far_it_is(folder: Path, columns: int) -> None:
     options = ("--max-new-tokens", 8, "--k", 1)
     seen = in_terminal("verify", "good", *options, columns=columns, folder=folder)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cases import run_program
+from cases import nightly_but, run_program
 from verify.foreign_damages import (
     Damage,
     config,
@@ -34,8 +34,12 @@ def verified(folder: Path, level: str) -> tuple[int, list[dict[str, Any]]]:
     return outcome.code, [item for item in items if item["status"] == "fail"]
 
 
-def judged(level: str) -> list[Any]:
-    return [pytest.param(one, id=one.name) for one in DAMAGED if one.level == level]
+def judged(level: str) -> list[Folder]:
+    return [one for one in DAMAGED if one.level == level]
+
+
+def name_of(case: Folder) -> str:
+    return case.name
 
 
 def assert_told(case: Folder, folder: Path) -> None:
@@ -45,12 +49,14 @@ def assert_told(case: Folder, folder: Path) -> None:
     assert [words for words in case.words if not re.search(words, told)] == [], told
 
 
-@pytest.mark.parametrize("case", judged("files"))
+@pytest.mark.parametrize("case", judged("files"), ids=name_of)
 def test_headers_tell(tmp_path: Path, case: Folder) -> None:
     assert_told(case, tmp_path)
 
 
-@pytest.mark.parametrize("case", judged("weights"))
+@pytest.mark.parametrize(
+    "case", nightly_but(judged("weights")[::2], judged("weights")), ids=name_of
+)
 def test_weights_tell(tmp_path: Path, case: Folder) -> None:
     assert_told(case, tmp_path)
 
@@ -68,7 +74,7 @@ def test_a_folder_of_mtp_that_has_none_is_named(tmp_path: Path) -> None:
     assert f"{folder}, which --mtp names, has no tensor of any" in outcome.err
 
 
-@pytest.mark.parametrize("case", GOOD, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", nightly_but(GOOD[::3], GOOD), ids=name_of)
 def test_good_ones_pass(tmp_path: Path, case: Folder) -> None:
     code, failed = verified(case.write(tmp_path / "checkpoint"), "weights")
     assert (code, [item["name"] for item in failed]) == (0, [])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cases import edit_json, export, run_program
+from cases import edit_json, export, nightly_but, run_program
 from mtp_checkpoints.errors import InvalidInputError, MtpExportError, UnsupportedError
 from mtp_checkpoints.families import FAMILIES, family_of
 from mtp_checkpoints.families.contract import Hidden, MtpContract
@@ -95,7 +95,7 @@ def nasty_configs(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield config | {"rope_scaling": None, "rope_parameters": YARN | {key: value}}
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", nightly_but([*FAMILIES][::4], FAMILIES))
 def test_no_config_is_an_internal_error(model_type: str) -> None:
     """Whatever is in a field, a family and a model's config are made of it or refuse it."""
     made = 0
