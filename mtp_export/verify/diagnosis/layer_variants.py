@@ -3,7 +3,7 @@ half, and with single changes undone, which name what is wrong with it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,16 +14,10 @@ from mtp_export.verify.diagnosis.experts import SHARED, router_variants
 from mtp_export.verify.diagnosis.halves import ATTENTION, FEED_FORWARD, SIZES, Suspect
 from mtp_export.verify.diagnosis.leanings import Leaning, ScaledExperts
 from mtp_export.verify.diagnosis.tensor_variants import layer_places, replaced, tensor_variants
-from mtp_export.verify.diagnosis.variants import (
-    in_halves,
-    interleaved,
-    keys_and_values_exchanged,
-)
+from mtp_export.verify.diagnosis.variants import mixed_up
 from mtp_export.verify.evidence.side_by_side import VariantsOf
 from mtp_runtime.cache import CacheSpec, LayerCache
 from mtp_runtime.layers.decoder_layer import DecoderLayer
-from mtp_runtime.layers.gqa import GatedGqa, Gqa, HeadGatedGqa, SlidingGqa
-from mtp_runtime.layers.mla import Mla
 from mtp_runtime.layers.moe import Moe
 
 WORDS = {ATTENTION: "the attention", FEED_FORWARD: "the feed-forward"}
@@ -148,36 +142,8 @@ def _exchanges(layer: DecoderLayer) -> Iterator[tuple[str, str, DecoderLayer]]:
             causes.LAYER_NORMS_SWAPPED,
             replace(layer, input_norm=layer.post_norm, post_norm=layer.input_norm),
         )
-    of_attention = _OF_ATTENTION.get(type(layer.attention))
-    for done, cause, attention in () if of_attention is None else of_attention(layer.attention):
+    for done, cause, attention in mixed_up(layer.attention):
         yield done, cause, replace(layer, attention=attention)
     if isinstance(layer.feed_forward, Moe):
         for done, cause, router in router_variants(layer.feed_forward.router):
             yield done, cause, replaced(layer, ("feed_forward", "router"), router)
-
-
-def _latent(attention: Mla) -> Iterator[tuple[str, str, Mla]]:
-    yield "the rotary rows are interleaved", causes.ROPE_IN_HALVES, interleaved(attention)
-
-
-def _grouped(attention: Gqa) -> Iterator[tuple[str, str, Gqa]]:
-    yield "the rotary rows are put in halves", causes.ROPE_INTERLEAVED, in_halves(attention)
-    yield from _gated(attention)
-
-
-def _gated(attention: Gqa) -> Iterator[tuple[str, str, Gqa]]:
-    keys_first = keys_and_values_exchanged(attention)
-    yield "k_proj and v_proj are exchanged", causes.KEYS_AND_VALUES_SWAPPED, keys_first
-    if attention.query_norm is not None:
-        swapped = replace(attention, query_norm=attention.key_norm, key_norm=attention.query_norm)
-        yield "q_norm and k_norm are exchanged", causes.QUERY_AND_KEY_NORMS_SWAPPED, swapped
-
-
-# By the kind of attention; of one that is not listed nothing more is tried.
-_OF_ATTENTION: dict[type, Callable[[Any], Iterator[tuple[str, str, Any]]]] = {
-    Mla: _latent,
-    Gqa: _grouped,
-    GatedGqa: _gated,
-    SlidingGqa: _grouped,
-    HeadGatedGqa: _grouped,
-}

@@ -105,8 +105,27 @@ def layout_variants(model: Model, module: MtpModule) -> Iterator[Variant]:
 
 
 def _attention_variants(model: Model, own: Variant) -> Iterator[Variant]:
-    variants = _VARIANTS_OF.get(type(own.module.layer.attention))
-    return iter(()) if variants is None else variants(model, own, own.module.layer.attention)
+    attention = own.module.layer.attention
+    for change, cause, other in mixed_up(attention):
+        cause = cause.format(layer=causes.MTP_LAYER)
+        yield _with_attention(own, other, name=change, change=change, cause=cause)
+    if isinstance(attention, Mla):
+        for temperature in missing_temperatures(model.config.rope):
+            yield _with_attention(
+                own,
+                replace(attention, scale=attention.scale * temperature**2),
+                name="yarn",
+                change=f"attention scores are multiplied by {temperature**2:.3f}",
+                cause=causes.YARN_SCALE_DROPPED,
+            )
+    elif isinstance(attention, Gqa) and not isinstance(attention, GatedGqa):
+        yield _with_attention(
+            own,
+            query_halves_exchanged(attention),
+            name="query heads",
+            change="the halves of q_proj's rows are exchanged",
+            cause=causes.QUERY_HALVES_SWAPPED,
+        )
 
 
 def _with_attention(
@@ -118,63 +137,34 @@ def _with_attention(
     )
 
 
-def _latent(model: Model, own: Variant, attention: Mla) -> Iterator[Variant]:
-    yield _with_attention(
-        own,
-        interleaved(attention),
-        name="rope",
-        change="the rotary rows are interleaved",
-        cause=causes.ROPE_IN_HALVES.format(layer=causes.MTP_LAYER),
-    )
-    for temperature in missing_temperatures(model.config.rope):
-        yield _with_attention(
-            own,
-            replace(attention, scale=attention.scale * temperature**2),
-            name="yarn",
-            change=f"attention scores are multiplied by {temperature**2:.3f}",
-            cause=causes.YARN_SCALE_DROPPED,
-        )
+def mixed_up(attention: Attention) -> Iterator[MixedUp]:
+    """Yield an attention with one known mix-up of its tensors undone: the change, in words that
+    follow "when", what is wrong with {layer} otherwise, and the attention; nothing of a kind that
+    is not listed."""
+    undone = _MIXED_UP.get(type(attention))
+    return iter(()) if undone is None else undone(attention)
 
 
-def _grouped(model: Model, own: Variant, attention: Gqa) -> Iterator[Variant]:
-    yield _with_attention(
-        own,
-        in_halves(attention),
-        name="rope",
-        change="the rotary rows are put in halves",
-        cause=causes.ROPE_INTERLEAVED.format(layer=causes.MTP_LAYER),
-    )
-    yield _with_attention(
-        own,
-        query_halves_exchanged(attention),
-        name="query heads",
-        change="the halves of q_proj's rows are exchanged",
-        cause=causes.QUERY_HALVES_SWAPPED,
-    )
-    yield from _gated(model, own, attention)
+def _latent(attention: Mla) -> Iterator[MixedUp]:
+    yield "the rotary rows are interleaved", causes.ROPE_IN_HALVES, interleaved(attention)
 
 
-def _gated(model: Model, own: Variant, attention: Gqa) -> Iterator[Variant]:
+def _grouped(attention: Gqa) -> Iterator[MixedUp]:
+    yield "the rotary rows are put in halves", causes.ROPE_INTERLEAVED, in_halves(attention)
+    yield from _gated(attention)
+
+
+def _gated(attention: Gqa) -> Iterator[MixedUp]:
     """Yield what does not depend on the order of the queries' rows, which gates are among."""
-    yield _with_attention(
-        own,
-        keys_and_values_exchanged(attention),
-        name="keys and values",
-        change="k_proj and v_proj are exchanged",
-        cause=causes.KEYS_AND_VALUES_SWAPPED.format(layer=causes.MTP_LAYER),
-    )
+    keys_first = keys_and_values_exchanged(attention)
+    yield "k_proj and v_proj are exchanged", causes.KEYS_AND_VALUES_SWAPPED, keys_first
     if attention.query_norm is not None:
-        yield _with_attention(
-            own,
-            replace(attention, query_norm=attention.key_norm, key_norm=attention.query_norm),
-            name="query and key norms",
-            change="q_norm and k_norm are exchanged",
-            cause=causes.QUERY_AND_KEY_NORMS_SWAPPED.format(layer=causes.MTP_LAYER),
-        )
+        swapped = replace(attention, query_norm=attention.key_norm, key_norm=attention.query_norm)
+        yield "q_norm and k_norm are exchanged", causes.QUERY_AND_KEY_NORMS_SWAPPED, swapped
 
 
-# By the kind of attention; one that is not listed has no known bugs of its own.
-_VARIANTS_OF: dict[type, Callable[[Model, Variant, Any], Iterator[Variant]]] = {
+MixedUp = tuple[str, str, Attention]
+_MIXED_UP: dict[type, Callable[[Any], Iterator[MixedUp]]] = {
     Mla: _latent,
     Gqa: _grouped,
     GatedGqa: _gated,

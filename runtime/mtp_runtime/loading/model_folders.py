@@ -10,6 +10,7 @@ from mtp_checkpoints.containers.base import CONFIG_NAME
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.families import family_of
 from mtp_checkpoints.families.signs import with_counts_of
+from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.layouts import likely_target, target_of_bundle
 from mtp_checkpoints.layouts.base import Target
 from mtp_checkpoints.quantization.absent import as_engines_take
@@ -35,14 +36,6 @@ class ModelFolder:
         problems = self.stored.differences(self.checkpoint.tensors)
         if problems:
             problems[0].raise_as_error(self.checkpoint.folder, len(problems) - 1)
-
-    @property
-    def main(self) -> Checkpoint:
-        """The folder without tensors of MTP layers."""
-        layer_of = self.stored.family.mtp_layer_of
-        return self.checkpoint.of_tensors(
-            {name for name in self.checkpoint.tensors if layer_of(name) is None}
-        )
 
 
 def open_folders(
@@ -72,7 +65,10 @@ def open_folders(
             folders.append(_draft(opened.mtp, opened.main, target_of_bundle(path)))
     for folder in folders:
         folder.check()
-    for checkpoint in [one.checkpoint for one in folders] if with_mtp else [folders[0].main]:
+    read = [folder.checkpoint for folder in folders]
+    if not with_mtp:
+        read = [_main_part(read[0], folders[0].stored.family)]
+    for checkpoint in read:
         checkpoint.check_decoded()
     return [ModelFolder(*one_by_one(each.checkpoint, each.stored)) for each in folders]
 
@@ -83,13 +79,18 @@ def _apart(main: Checkpoint, mtp: Checkpoint) -> list[ModelFolder]:
     if not family_of(main.config).mtp:
         main = replace(main, config=with_counts_of(main.config, mtp.config))
     spec = family_of(main.config)
-    main_part = main.of_tensors([name for name in main.tensors if spec.mtp_layer_of(name) is None])
     target = likely_target(mtp.config, mtp.tensors.keys(), len(spec.layers))
     if target.name == RELEASED:
         mtp = mtp.of_tensors([name for name in mtp.tensors if spec.mtp_layer_of(name) is not None])
     taken = as_engines_take(main.config, main.tensors, experts=True)
     stored = stored_model(taken, main.tensors).main
-    return [ModelFolder(main_part, stored), _draft(mtp, main, target)]
+    return [ModelFolder(_main_part(main, spec), stored), _draft(mtp, main, target)]
+
+
+def _main_part(checkpoint: Checkpoint, family: ModelSpec) -> Checkpoint:
+    return checkpoint.of_tensors(
+        [name for name in checkpoint.tensors if family.mtp_layer_of(name) is None]
+    )
 
 
 def _whole(checkpoint: Checkpoint) -> ModelFolder:
