@@ -24,17 +24,13 @@ OTHERS = {
 }
 # The same of SGLang's rewriting.
 OF_SGLANG = OTHERS | {
-    "BailingMoeForCausalLM": "bailing_moe",
-    "BailingMoeV2ForCausalLM": "bailing_moe_v2",
     "ExaoneMoEForCausalLM": "exaone_moe",
     "GigaChat35ForCausalLM": "gigachat3_5",
     "HYV4ForCausalLM": "hy_v4",
     "InklingForConditionalGeneration": "inkling_mm_model",
     "InternS2MobiusForConditionalGeneration": "interns2_mobius",
-    "InternS2PreviewForConditionalGeneration": "intern_s2_preview",
     "NemotronHPuzzleForCausalLM": "nemotron_h_puzzle",
     "NemotronH_Omni_Reasoning_V3": "nemotron_h_omni",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 # Classes of transformers, under whose names nothing is released.
 UNRELEASED = {"BailingHybridForCausalLM", "Qwen4ExpForCausalLM"}

@@ -204,6 +204,10 @@ def _with_vision(model_type: str, architecture: str, text: dict[str, Any]) -> di
 
 QWEN3_5 = _with_vision("qwen3_5", "Qwen3_5ForConditionalGeneration", QWEN3_5_TEXT)
 QWEN3_5_MOE = _with_vision("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", QWEN3_5_MOE_TEXT)
+INTERN_S2_PREVIEW: dict[str, Any] = QWEN3_5_MOE | {
+    "architectures": ["InternS2PreviewForConditionalGeneration"],
+    "model_type": "intern_s2_preview",
+}
 _DENSE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim")
 _HEADS = ("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "max_position_embeddings")
 _ENDS = ("torch_dtype", "tie_word_embeddings", "bos_token_id", "eos_token_id")
@@ -396,6 +400,54 @@ BAILING_HYBRID: dict[str, Any] = PLAIN | {
     **{key: SMALL[key] for key in ("qk_rope_head_dim", "v_head_dim")},
     **_EXPERTS,
 }
+BAILING_MOE_V2: dict[str, Any] = PLAIN | {
+    "architectures": ["BailingMoeV2ForCausalLM"],
+    "model_type": "bailing_moe_v2",
+    "first_k_dense_replace": 1,
+    "num_experts": 8,
+    "num_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_router_enable_expert_bias": True,
+    "score_function": "sigmoid",
+    "norm_topk_prob": True,
+    "use_qk_norm": True,
+    "use_bias": False,
+    "hidden_act": "silu",
+    "partial_rotary_factor": 0.5,
+    "num_nextn_predict_layers": 1,
+    **_EXPERTS,
+}
+_OF_V2 = ("first_k_dense_replace", "n_group", "topk_group", "score_function", "use_qk_norm")
+BAILING_MOE: dict[str, Any] = {
+    **{key: value for key, value in BAILING_MOE_V2.items() if key not in _OF_V2},
+    "architectures": ["BailingMoeForCausalLM"],
+    "model_type": "bailing_moe",
+    "moe_router_enable_expert_bias": False,
+    "use_qkv_bias": True,
+}
+PANGU_ULTRA_MOE: dict[str, Any] = {
+    **{key: one for key, one in SMALL.items() if key not in ("scoring_func", "topk_method")},
+    "architectures": ["PanguUltraMoEForCausalLM"],
+    "model_type": "pangu_ultra_moe",
+    "hidden_size": 64,
+    "moe_intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "v_head_dim": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "router_enable_expert_bias": True,
+    "sandwich_norm": True,
+}
+QWEN3_MOE: dict[str, Any] = PLAIN | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 1,
+    **_EXPERTS,
+}
 GLM5_NEXT: dict[str, Any] = {
     "architectures": ["Glm5NextForConditionalGeneration"],
     "model_type": "glm5_next",
@@ -543,6 +595,11 @@ SMALL_CONFIGS: dict[str, dict[str, Any]] = {
     "mellum": MELLUM,
     "glm5_next": GLM5_NEXT,
     "bailing_hybrid": BAILING_HYBRID,
+    "bailing_moe": BAILING_MOE,
+    "bailing_moe_v2": BAILING_MOE_V2,
+    "pangu_ultra_moe": PANGU_ULTRA_MOE,
+    "qwen3_moe": QWEN3_MOE,
+    "intern_s2_preview": INTERN_S2_PREVIEW,
     "qwen3_next": QWEN3_NEXT,
     "qwen3_5": QWEN3_5,
     "qwen3_5_moe": QWEN3_5_MOE,

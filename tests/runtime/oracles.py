@@ -14,7 +14,6 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers.modeling_layers import MtpModel
 
 Config = dict[str, Any]
 
@@ -48,6 +47,7 @@ def _step(config: Config) -> Config:
 OTHER_CLASS: dict[str, Callable[[Config], Config]] = {
     "mimo": _like("qwen2", "Qwen2ForCausalLM"),
     "dots3_note": _like("dots3_note_text", "Dots3NoteForCausalLM"),
+    "intern_s2_preview": _like("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"),
     "step3p5": _step,
 }
 # Parts that transformers has beside a model, by the names.
@@ -61,6 +61,7 @@ MTP_MODEL: dict[str, dict[str, Any]] = {
     "glm4_moe": {},
     "hy_v3": {"mtp_mlp_layer_types": ["sparse"]},
     "mellum": {},
+    "qwen3_moe": {},
     "bailing_hybrid": {
         "mtp_layer_types": ["full_attention"],
         "mtp_mlp_layer_types": ["sparse"],
@@ -111,7 +112,7 @@ def oracle(path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     text = config.get("text_config", config)
     first, count = text["num_hidden_layers"], text.get("num_nextn_predict_layers") or 1
     numbers = "|".join(str(first + number) for number in range(count))
-    patterns = [rf"model\.(language_model\.)?layers\.({numbers})\..*", r"mtp_layers\."]
+    patterns = [rf"model\.(language_model\.)?layers\.({numbers})\..*", r"mtp(_layers)?\."]
     for owner in kind.__mro__:
         if "_keys_to_ignore_on_load_unexpected" in vars(owner):
             known = vars(owner)["_keys_to_ignore_on_load_unexpected"] or []
@@ -126,6 +127,8 @@ def oracle(path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def with_own_heads(reference: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have MTP layers of transformers' model draft by heads of their own, and take every hidden
     state before its norm, as engines run Step's: norms become the first step of the heads."""
+    from transformers.modeling_layers import MtpModel  # takes seconds
+
     main, head = reference.get_decoder(), reference.lm_head
     load = MtpModel.from_pretrained
 

@@ -32,11 +32,14 @@ ORACLES = {
     "hy_v3": "HYV3ForCausalLM",
     "exaone_moe": "ExaoneMoeForCausalLM",
     "mellum": "MellumForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "exaone4_5": "Exaone4_5_ForConditionalGeneration",
     "step3p5": "Step3p7ForConditionalGeneration",
 }
 # The others draft at night, and their logits are compared on every push.
-EVERY_PUSH = [name for name in ORACLES if name not in ("mellum", "exaone4_5", "step3p5")]
+EVERY_PUSH = [
+    name for name in ORACLES if name not in ("mellum", "qwen3_moe", "exaone4_5", "step3p5")
+]
 # transformers runs no MTP layer with an indexer: the same weights without it are another model's.
 WITHOUT_INDEXER = {"deepseek_v32": "deepseek_v3", "glm_moe_dsa": "glm4_moe_lite"}
 # As the release has it: rotations by layer, of which full attention's are stretched, and limits.
@@ -67,6 +70,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mimo": ("mimo", {}),
     "exaone_moe": ("exaone_moe", {}),
     "mellum": ("mellum", {}),
+    "qwen3_moe": ("qwen3_moe", {}),
     "exaone4_5": ("exaone4_5", {}),
     "step3p5": ("step3p5", STEP_RELEASED),
     "qwen3_next": ("qwen3_next", {}),

@@ -42,7 +42,7 @@ SAMPLED = SamplingParams(max_tokens=10, ignore_eos=True, temperature=0.8, seed=3
 DEFAULTS = LoadOptions()
 UNEVEN = {"num_attention_heads": 5, "num_key_value_heads": 5}
 EVERY_PUSH = ["deepseek_v3", "glm4_moe", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"]
-MODEL_TYPES = (*EVERY_PUSH, "mimo", "hy_v3")
+MODEL_TYPES = (*EVERY_PUSH, "mimo", "hy_v3", "qwen3_moe")
 
 
 @pytest.fixture(

@@ -6,6 +6,7 @@ Source: transformers' mellum and its mapping of the MTP module.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from mtp_checkpoints.families.contract import MtpContract
@@ -26,28 +27,36 @@ _ROPES = {"full_attention": 500000.0, "sliding_attention": 10000.0}  # usual bas
 def spec(fields: Fields) -> ModelSpec:
     """Describe a config.json."""
     known = fields.with_defaults(use_qk_norm=True, partial_rotary_factor=1.0)
-    main, count = main_layers(known), at_most_one_mtp_layer(known, 0)
-    check_expert_count(known, "num_experts", main + count)
-    moe, dense = _moe(known), GatedMlp.of(known)
+    main = main_layers(known)
     slides = sliding(known, main)
     (mtp_slides,) = sliding(known, 1, [True], key="mtp_layer_types")
-    kinds = ["sparse"] * main
+    sparse = [True] * main
     if known.has("mlp_layer_types"):
-        kinds = [*known.kinds("mlp_layer_types", ("dense", "sparse"), main)]
+        kinds = known.kinds("mlp_layer_types", ("dense", "sparse"), main)
+        sparse = [kind == "sparse" for kind in kinds]
+    attentions = [_attention(known, slides=one) for one in (*slides, mtp_slides)]
+    return replace(softmax_decoder(known, attentions, sparse, _CONTRACT), engines=())
+
+
+def softmax_decoder(
+    fields: Fields, attentions: Sequence[Gqa], sparse: Sequence[bool], contract: MtpContract
+) -> ModelSpec:
+    """Describe a decoder with an MTP layer of Qwen's names, whose layers have experts behind a
+    softmax router where sparse says so, as the MTP layer has; attentions: those of main layers,
+    then that of the MTP layer."""
+    count = at_most_one_mtp_layer(fields, 0)
+    check_expert_count(fields, "num_experts", sum(sparse) + count)
+    moe, dense = _moe(fields), GatedMlp.of(fields)
     layers = [
-        LayerSpec(
-            f"model.layers.{index}",
-            _attention(known, slides=slides[index]),
-            moe if kind == "sparse" else dense,
-        )
-        for index, kind in enumerate(kinds)
+        LayerSpec(f"model.layers.{index}", attentions[index], moe if has_experts else dense)
+        for index, has_experts in enumerate(sparse)
     ]
-    layer = LayerSpec("mtp.layers.0", _attention(known, slides=mtp_slides), moe)
+    layer = LayerSpec("mtp.layers.0", attentions[-1], moe)
     module = MtpSpec(layer, MtpModules.of_qwen(), prefix="mtp")
     described = listed_decoder(
-        TextPart.whole(known), layers, [module] * count, _CONTRACT, mtp_prefix="mtp"
+        TextPart.whole(fields), layers, [module] * count, contract, mtp_prefix="mtp"
     )
-    return replace(described, engines=(), linear_projection=True)
+    return replace(described, linear_projection=True)
 
 
 def _attention(fields: Fields, *, slides: bool) -> Gqa:

@@ -16,15 +16,16 @@ from mtp_checkpoints.families.text_part import TextPart
 
 def spec(fields: Fields) -> ModelSpec:
     """Describe a config.json with a text_config."""
-    return _decoder(TextPart.of(fields))
+    return decoder(TextPart.of(fields))
 
 
 def text_spec(fields: Fields) -> ModelSpec:
     """Describe a config.json of the text model alone, as transformers saves it."""
-    return _decoder(TextPart.whole(fields))
+    return decoder(TextPart.whole(fields))
 
 
-def _decoder(part: TextPart) -> ModelSpec:
+def decoder(part: TextPart) -> ModelSpec:
+    """Describe the decoder of a config.json, whatever is beside it."""
     return gated_delta_decoder(
         part, GatedMlp.of(part.fields), usual_mtp_layers=0, is_interleaved=False
     )

@@ -19,16 +19,18 @@ from mtp_checkpoints.families.text_part import TextPart
 
 def spec(fields: Fields) -> ModelSpec:
     """Describe a config.json with a text_config."""
-    return _decoder(TextPart.of(fields), is_fused=True)
+    return decoder(TextPart.of(fields), is_fused=True)
 
 
 def text_spec(fields: Fields) -> ModelSpec:
     """Describe a config.json of the text model alone, as transformers saves it: with the experts of
     every layer one by one."""
-    return _decoder(TextPart.whole(fields), is_fused=False)
+    return decoder(TextPart.whole(fields), is_fused=False)
 
 
-def _decoder(part: TextPart, *, is_fused: bool) -> ModelSpec:
+def decoder(part: TextPart, *, is_fused: bool) -> ModelSpec:
+    """Describe the decoder of a config.json, whatever is beside it; is_fused: the experts of main
+    layers are usually stored fused."""
     check_expert_count(part.fields, "num_experts", main_layers(part.fields) + 1)
     apart = Moe.gated(part.fields, normalises=True)  # whatever norm_topk_prob says
     return gated_delta_decoder(

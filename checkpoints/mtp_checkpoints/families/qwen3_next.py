@@ -18,23 +18,23 @@ from mtp_checkpoints.families.signs import USUAL_COUNTS
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.families.text_part import TextPart
 
-_SGLANG_LAYER = "model.layers.0"  # of models/qwen3_next_mtp.py
+SGLANG_LAYER = "model.layers.0"  # of models/qwen3_next_mtp.py
 
 
 def spec(fields: Fields) -> ModelSpec:
     """Describe a config.json."""
     check_expert_count(fields, "num_experts", main_layers(fields) + 1)
-    _refuse_dense_layers(fields)
+    refuse_dense_layers(fields)
     described = gated_delta_decoder(
         TextPart.whole(fields),
         Moe.gated(fields, normalises=fields.flag("norm_topk_prob", True)),
         usual_mtp_layers=USUAL_COUNTS["qwen3_next"],
         is_interleaved=True,
     )
-    return replace(described, sglang_layer=_SGLANG_LAYER)
+    return replace(described, sglang_layer=SGLANG_LAYER)
 
 
-def _refuse_dense_layers(fields: Fields) -> None:
+def refuse_dense_layers(fields: Fields) -> None:
     """Raise UnsupportedError for layers without experts, of which no release has any."""
     for key, usual in (("mlp_only_layers", []), ("decoder_sparse_step", 1)):
         found = fields.values.get(key)

@@ -29,14 +29,9 @@ SEPARATE_DRAFTS: dict[str, str] = {
 NOT_DESCRIBED: dict[str, str] = {
     "inkling_model": "Inkling",
     "inkling_mm_model": "Inkling",
-    "pangu_ultra_moe": "openPangu-Ultra-MoE",
     "nemotron_h_puzzle": "Nemotron-H Puzzle",
-    "intern_s2_preview": "Intern-S2-preview",
     "interns2_mobius": "Intern-S2 Mobius",
     "gigachat3_5": "GigaChat-3.5",
-    "bailing_moe": "Ling",
-    "bailing_moe_v2": "Ling-2.0",
-    "qwen3_moe": "Qwen3 with experts",
     "nemotron_h_omni": "Nemotron-3 Nano Omni",
 }
 

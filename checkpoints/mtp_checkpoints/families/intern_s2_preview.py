@@ -1,0 +1,22 @@
+"""Intern-S2-preview: the layers and the MTP module of Qwen3.5, dense or with a mixture of experts,
+beside towers for images and time series that are carried as they are.
+
+Source: vLLM's interns2_preview and its map of drafts; SGLang's interns2preview.
+"""
+
+from __future__ import annotations
+
+from mtp_checkpoints.families import qwen3_5, qwen3_5_moe
+from mtp_checkpoints.families.fields import Fields
+from mtp_checkpoints.families.spec import ModelSpec
+from mtp_checkpoints.families.text_part import TextPart
+
+_TOWERS = ("model.visual.", "model.time_series.")
+
+
+def spec(fields: Fields) -> ModelSpec:
+    """Describe a config.json with a text_config, which has experts or none."""
+    part = TextPart.of(fields, carried=_TOWERS)
+    if part.fields.has("num_experts"):
+        return qwen3_5_moe.decoder(part, is_fused=True)
+    return qwen3_5.decoder(part)

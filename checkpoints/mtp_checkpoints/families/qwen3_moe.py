@@ -1,0 +1,33 @@
+"""Qwen3 with experts: grouped-query attention with norms of queries and keys, a mixture of experts
+behind a softmax router, and, where config.json counts one, an MTP layer of the same kind.
+
+Source: transformers' qwen3_moe; SGLang's qwen3_moe_mtp.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.facts import refuse_set
+from mtp_checkpoints.families.fields import Fields
+from mtp_checkpoints.families.mellum import softmax_decoder
+from mtp_checkpoints.families.moe_decoder import main_layers
+from mtp_checkpoints.families.parts.gqa import Gqa
+from mtp_checkpoints.families.qwen3_next import SGLANG_LAYER, refuse_dense_layers
+from mtp_checkpoints.families.spec import ModelSpec
+
+_CONTRACT = MtpContract(source="SGLang")
+_DEFAULTS = {"use_qk_norm": True, "partial_rotary_factor": 1.0, "norm_topk_prob": False}
+
+
+def spec(fields: Fields) -> ModelSpec:
+    """Describe a config.json."""
+    known = fields.with_defaults(**_DEFAULTS)
+    for key in ("attention_bias", "use_sliding_window"):
+        refuse_set(known, key)
+    refuse_dense_layers(known)
+    main = main_layers(known)
+    attentions = [Gqa.of(known)] * (main + 1)
+    described = softmax_decoder(known, attentions, [True] * main, _CONTRACT)
+    return replace(described, engines=("sglang",), sglang_layer=SGLANG_LAYER)
