@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -220,16 +221,17 @@ def _run(context: Context, cluster: str | None, standby: Standby, *, quiet: bool
     results = []
     names = iter([*CHECKS, ""])
     standby.tell(next(names))
-    for result in run_checks(context):
-        results.append(result)
-        if not quiet and result.status is not Status.NOT_TESTED:
-            remark(f"{result.name}: {result.status}, {result.seconds:.1f} s")
-        standby.tell(next(names))
+    # Level files lists tensors, others read them.
+    with gc_paused() if context.options.level is Level.FILES else nullcontext():
+        for result in run_checks(context):
+            results.append(result)
+            if not quiet and result.status is not Status.NOT_TESTED:
+                remark(f"{result.name}: {result.status}, {result.seconds:.1f} s")
+            standby.tell(next(names))
     return report_of(context, tuple(results), time.monotonic() - start)
 
 
 def _write_reports(report: VerifyReport, files: ReportFiles) -> None:
-    from mtp_export.verify.report.html import html_page
     from mtp_export.verify.report.junit import junit_xml
     from mtp_export.verify.report.report_json import report_json
     from mtp_export.verify.report.summary import markdown
@@ -238,10 +240,16 @@ def _write_reports(report: VerifyReport, files: ReportFiles) -> None:
         {
             "--report": lambda: json_text(report_json(report)),
             "--junit": lambda: junit_xml(report),
-            "--html": lambda: html_page(report),
+            "--html": lambda: _html_page(report),
             "--summary": lambda: markdown(report),
         }
     )
+
+
+def _html_page(report: VerifyReport) -> str:
+    from mtp_export.verify.report.html import html_page  # with its templates' library
+
+    return html_page(report)
 
 
 def _write_golden(context: Context, files: ReportFiles, *, quiet: bool) -> None:

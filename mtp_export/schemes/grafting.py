@@ -176,8 +176,8 @@ def _check_described(
     method: str | None, config: QuantConfig, family: ModelSpec, mtp: Conversion
 ) -> None:
     """Refuse a draft that engines would take for something else by this config."""
-    for spec in family.tensors.values():
-        if spec.mtp_layer is None or len(spec.shape) != 2:
+    for spec in family.mtp_tensors.values():
+        if len(spec.shape) != 2:
             continue
         actual = config.format_of(spec.module, spec.role)
         read_as = Unquantized.storage if actual is None else actual.storage

@@ -302,7 +302,7 @@ class Context:
         for layout in self.layouts:
             if reason := why_not_computed(layout.stored.family):
                 return f"the runtime does not compute this model: {reason}"
-            if not self.is_bundle and layout.stored.differences(layout.checkpoint.tensors):
+            if not self.is_bundle and layout.differences:
                 return f"{layout.name} does not hold what config.json describes: see check files"
         return None
 

@@ -264,11 +264,6 @@ class ModelSpec:
         mtp = tuple(replace(m, layer=_as_stored(m.layer, names, apart)) for m in self.mtp)
         return replace(self, layers=layers, mtp=mtp)
 
-    @cached_property
-    def mtp_roles(self) -> frozenset[Role]:
-        """Roles of the MTP layers' tensors."""
-        return frozenset(s.role for s in self.tensors.values() if s.mtp_layer is not None)
-
     @property
     def plain_matrices(self) -> tuple[str, ...]:
         """Modules of matrices that are never quantized, and that engines build as linears unless a
@@ -317,9 +312,17 @@ class ModelSpec:
     @cached_property
     def tensors(self) -> Mapping[str, TensorSpec]:
         """Every tensor that the config promises, main and MTP, by name."""
-        return {spec.name: spec for spec in self._all()}
+        return {spec.name: spec for spec in self._main()} | self.mtp_tensors
 
-    def _all(self) -> Iterator[TensorSpec]:
+    @cached_property
+    def mtp_tensors(self) -> dict[str, TensorSpec]:
+        """Those of the MTP layers alone, a sixtieth of a large model's."""
+        modules = zip(self.mtp_layers, self.mtp, strict=True)
+        makers = ((TensorMaker(self.facts.dtype, number), module) for number, module in modules)
+        own = (spec for make, module in makers for spec in module.tensors(self.facts, make))
+        return {spec.name: spec for spec in own}
+
+    def _main(self) -> Iterator[TensorSpec]:
         facts, make = self.facts, TensorMaker(self.facts.dtype)
         table = (facts.vocab, facts.hidden)
         yield make.matrix(self.embedding, table, Role.EMBEDDING)
@@ -330,8 +333,6 @@ class ModelSpec:
         for layer in self.layers:
             yield from layer.tensors(facts.hidden, make)
         yield from (one.tensor("", make) for one in self.more)
-        for number, module in zip(self.mtp_layers, self.mtp, strict=True):
-            yield from module.tensors(facts, TensorMaker(facts.dtype, number))
 
     @property
     def shared(self) -> tuple[SharedTensor, ...]:

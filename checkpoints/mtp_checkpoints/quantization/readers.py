@@ -122,8 +122,8 @@ def _check_experts_of_sglang(config: Mapping[str, Any], tensors: Collection[str]
     """Refuse a draft with unquantized experts: SGLang's method of experts asks no rule."""
     experts = (
         spec.name
-        for spec in family_of(config, tensors).tensors.values()
-        if spec.mtp_layer is not None and spec.role is Role.ROUTED_EXPERT
+        for spec in family_of(config, tensors).mtp_tensors.values()
+        if spec.role is Role.ROUTED_EXPERT
     )
     if (plain := next((name for name in experts if name in tensors), None)) is not None:
         raise InvalidInputError(
@@ -189,8 +189,10 @@ def _nested(quantization: Config) -> Config:
 def _with_whole_linears(config: Mapping[str, Any], quantization: Config) -> Config:
     """Return native fp8's config with the names that are a linear's, or of experts, in the first of
     its lists that has any: vLLM compares whole names, and reads no other list."""
-    linears = {spec.module for spec in family_of(config).tensors.values() if spec.is_linear_weight}
     first = next((key for key in _FP8_LISTS if quantization.get(key)), None)
+    if first is None:
+        return quantization
+    linears = {spec.module for spec in family_of(config).tensors.values() if spec.is_linear_weight}
     kept = {
         key: [n for n in quantization[key] if key == first and (n in linears or _EXPERTS.match(n))]
         for key in _FP8_LISTS

@@ -291,16 +291,18 @@ def stored_mtp(
     matrices of linears are stored as [K, N]. names and errors as of stored_model.
     """
     family = family_of(config, names)
-    layers = {
-        spec.name: layer
-        for spec in family.tensors.values()
-        if (layer := spec.mtp_layer) is not None
-    }
+    layer_of = family.mtp_tensors
+
+    def rename(name: str) -> str:
+        layer = layer_of[name].mtp_layer
+        assert layer is not None, "a tensor of an MTP layer"
+        return mtp_name(name, layer)
+
     return _stored(
         family,
-        specs=[family.tensors[name] for name in layers],
+        specs=[*family.mtp_tensors.values()],
         quantization=quantization_of(config),
-        rename=lambda name: mtp_name(name, layers[name]),
+        rename=rename,
         transposes=transposes,
     )
 

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 from urllib.parse import urljoin, urlsplit
 
@@ -302,7 +302,7 @@ class HubClient:
         if known is not None:
             return known
         facts = get_hf_file_metadata(
-            self._url(file.path), timeout=_timeout(), headers=_user_agent()
+            self._url(file.path), timeout=_timeout(), headers=self._user_agent
         )
         sha256 = file.lfs.sha256 if file.lfs else None
         listed = {"commit": self.commit, "size": file.size, "checksum": sha256 or facts.etag}
@@ -324,8 +324,17 @@ class HubClient:
     def _headers(self, url: str) -> dict[str, str]:
         """Return the headers of a request; the token goes to the Hub alone."""
         to_hub = urlsplit(url)[:2] == urlsplit(self.endpoint)[:2]
-        token = build_hf_headers() if to_hub else {}
-        return token | _user_agent() | {"Accept-Encoding": "identity"}
+        own = self._own_headers if to_hub else self._user_agent
+        return own | {"Accept-Encoding": "identity"}
+
+    @cached_property
+    def _own_headers(self) -> dict[str, str]:
+        headers = build_hf_headers(library_name="mtp-export", library_version=__version__)
+        return dict(headers)
+
+    @property
+    def _user_agent(self) -> dict[str, str]:
+        return {"user-agent": self._own_headers["user-agent"]}
 
     def patiently(self, request: Callable[[], T], where: Address) -> T:
         """Return what a request returns, made again while waiting helps.
@@ -350,11 +359,6 @@ class HubClient:
 def _timeout() -> float:
     """Return the seconds without a byte after which an attempt has failed."""
     return float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
-
-
-def _user_agent() -> dict[str, str]:
-    headers = build_hf_headers(token=False, library_name="mtp-export", library_version=__version__)
-    return {"user-agent": headers["user-agent"]}
 
 
 def is_listed(file: RepoFile, data: bytes) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from mtp_checkpoints.families.signs import main_layers, mtp_modules
 from mtp_checkpoints.layouts import likely_target
 from mtp_checkpoints.layouts.base import Target
 from mtp_checkpoints.quantization.absent import as_engines_take
+from mtp_checkpoints.quantization.mismatches import Mismatch
 from mtp_checkpoints.quantization.stored import StoredModel, stored_model
 from mtp_checkpoints.sources.addresses import byte_source
 from mtp_checkpoints.sources.byte_source import ByteSource, Place, local_path
@@ -134,6 +136,11 @@ class PartLayout:
     name: str
     checkpoint: Checkpoint
     stored: StoredModel
+
+    @cached_property
+    def differences(self) -> list[Mismatch]:
+        """Every difference between the tensors that are there and those that must be."""
+        return self.stored.differences(self.checkpoint.tensors)
 
 
 def layout_of(part: Part, target: Target, main_layers: int) -> PartLayout:

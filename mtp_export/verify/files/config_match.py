@@ -78,7 +78,7 @@ def run(context: Context) -> Iterator[Item]:
             wrong = misdescribed_by_a_field(context, part)
             yield wrong or _not_followed(context, part, error)
             continue
-        if not layout.stored.weights:  # config.json announces no such part: `presence` says so
+        if not layout.stored.specs:  # config.json announces no such part: `presence` says so
             continue
         of_checkpoint = not context.is_bundle and len(context.parts) > 1
         if part.name == MTP and of_checkpoint and not is_gguf(layout.stored.quantization):
@@ -146,7 +146,7 @@ def _part_items(layout: PartLayout, *, of_main: bool) -> Iterator[Item]:
     """The promised tensors are there, and each weight in the promised form. of_main: where a list
     leaves out what is quantized, its entry is named in place of the weights."""
     tensors, stored = layout.checkpoint.tensors, layout.stored
-    presence, precision = sorted_out(tensors, stored)
+    presence, precision = sorted_out(layout.differences, tensors, stored)
     if of_main and precision:
         names = [stored.weight_of[problem.subject].weight.name for problem in precision]
         listed = ListedDraft(stored, tensors, stored.quantization, (), "the main model")
@@ -156,7 +156,7 @@ def _part_items(layout: PartLayout, *, of_main: bool) -> Iterator[Item]:
         yield not_tested(f"{layout.name}: tensors", causes.OF_MODULE_COUNTED_AS_MAIN)
     else:
         yield verdict(f"{layout.name}: tensors", others, counted(len(tensors), "tensor"))
-    weights = counted(len(layout.stored.weights), "weight")
+    weights = counted(len(layout.stored.specs), "weight")
     yield verdict(f"{layout.name}: precision on disk", precision, weights)
 
 
@@ -353,7 +353,7 @@ def _differing(
 ) -> list[Problem]:
     """Problems of a draft as an engine reads it. absent: tensors that no reader needs.
     linears_alone: a release names its other matrices by the layer, and none is asked."""
-    presence, precision = sorted_out(tensors, read)
+    presence, precision = sorted_out(read.differences(tensors), tensors, read)
     asked = {
         weight.tensors[0].name
         for weight in read.weights.values()

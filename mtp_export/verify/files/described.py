@@ -66,16 +66,15 @@ def quantized_by_config_alone(context: Context) -> Item | None:
 
 def _is_plain(layout: PartLayout) -> bool:
     """Return whether a part differs from its config.json, and without quantization_config not."""
-    stored, tensors = layout.stored, layout.checkpoint.tensors
-    if not stored.quantization or not stored.differences(tensors):
+    if not layout.stored.quantization or not layout.differences:
         return False
-    return not stored.reread(None, str).differences(tensors)
+    return not layout.stored.reread(None, str).differences(layout.checkpoint.tensors)
 
 
 def misdescribed(context: Context, layout: PartLayout) -> Item | None:
     """Return the failure of a checkpoint's part that another value of one field describes; None
     where none does, or nothing differs."""
-    if context.is_bundle or not layout.stored.differences(layout.checkpoint.tensors):
+    if context.is_bundle or not layout.differences:
         return None
     if (experts := _experts_of(context, layout)) is not None:
         return _of_experts(layout, experts, fits=_other_fits(context, layout.name))
@@ -105,7 +104,7 @@ def misdescribed_by_a_field(context: Context, part: Part) -> Item | None:
 def _other_fits(context: Context, name: str) -> bool:
     """Return whether a part of another name is as its config.json describes it."""
     others = [one for one in context.layouts if one.name != name]
-    return any(not one.stored.differences(one.checkpoint.tensors) for one in others)
+    return any(not one.differences for one in others)
 
 
 def _experts_of(context: Context, layout: PartLayout) -> _Field | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from mtp_checkpoints.containers.base import CONFIG_NAME, TensorInfo
+from mtp_checkpoints.containers.base import CONFIG_NAME, QUANTIZATION, TensorInfo
 from mtp_checkpoints.errors import MtpExportError
 from mtp_checkpoints.families.base import FLOATS
 from mtp_checkpoints.families.signs import (
@@ -261,8 +261,10 @@ def _transposed(found: Found, names: Sequence[str]) -> list[Problem]:
     hidden = hidden_size(found.config)
     shapes = {name: found.tensors[name].shape for name in names}
     wrong = [name for name in names if found.has_main and is_transposed(name, shapes[name], hidden)]
+    if not wrong:
+        return []
     main = {name: one.shape for name, one in found.tensors.items() if name not in shapes}
-    if wrong and are_transposed(main, hidden):
+    if are_transposed(main, hidden):
         return [Problem(wrong[0], causes.WHOLE_IN_PADDLE_LAYOUT)]
     return [Problem(name, causes.transposed(name, list(shapes[name]))) for name in wrong]
 
@@ -312,11 +314,9 @@ def _indexed(context: Context, found: Found) -> Item:
 
 def _copies(found: Found) -> Iterator[Item]:
     """Where the modules' embedding and head are, as far as headers tell."""
-    if not found.has_main or MTP not in found.context.checkpoints:
+    layouts = {layout.name: layout.stored for layout in found.context.layouts}
+    if layouts.keys() != {MAIN, MTP}:  # or config_match says why one cannot be followed
         return
-    try:
-        stored = stored_model(found.config, found.tensors)
-    except MtpExportError:  # config_match says why
-        return
+    stored = layouts[MAIN].with_mtp_of(layouts[MTP], found.config.get(QUANTIZATION))
     for name, state in shared_tensors(found.tensors, stored).items():
         yield measured(f"copy of {name.split('.', 3)[-1]}", state, {"tensor": name})

@@ -46,8 +46,7 @@ def run(context: Context) -> Iterator[Item]:
     except MtpExportError as error:
         yield not_tested(_NAME, str(error))
         return
-    specs = [one for one in family.tensors.values() if one.mtp_layer is not None]
-    modules = [spec.module for spec in specs if spec.is_linear_weight]
+    modules = [spec.module for spec in family.mtp_tensors.values() if spec.is_linear_weight]
     yield verdict(_NAME, [*_problems(modules, entries, mtp.tensors)], f"{len(modules):,} linears")
 
 

@@ -197,7 +197,7 @@ def graft_command(context: Context) -> str:
     try:
         quant_config_of(quantization_of(main.config))
         of_main = next((one for one in context.layouts if one.name == MAIN), None)
-        if of_main is not None and of_main.stored.differences(of_main.checkpoint.tensors):
+        if of_main is not None and of_main.differences:
             return ""
     except UnsupportedError:
         return ""

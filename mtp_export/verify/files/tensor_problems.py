@@ -4,7 +4,7 @@ promised, and weights in another form."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mtp_checkpoints.containers.base import TensorInfo
@@ -20,13 +20,15 @@ COPIED = (Role.EMBEDDING, Role.HEAD)
 
 
 def sorted_out(
-    tensors: Mapping[str, TensorInfo], promised: StoredModel
+    differences: Sequence[Mismatch], tensors: Mapping[str, TensorInfo], promised: StoredModel
 ) -> tuple[list[Problem], list[Problem]]:
     """Problems of presence, one per tensor, and of precision, one per weight."""
+    if not differences:
+        return [], []
     presence: list[Problem] = []
     modules = _by_module(tensors)
     astray: dict[str, StoredWeight] = {}
-    for found in promised.differences(tensors):
+    for found in differences:
         module = found.tensor.rpartition(".")[0]
         weight = promised.weight_of.get(found.tensor) or _weight_of_module(promised, module)
         if weight is not None and _stored_of(weight, modules, promised):

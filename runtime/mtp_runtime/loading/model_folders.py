@@ -105,8 +105,7 @@ def _whole(checkpoint: Checkpoint) -> ModelFolder:
 def _draft(mtp: Checkpoint, main: Checkpoint, target: Target) -> ModelFolder:
     """Return the MTP folder of a bundle, which must hold the main model's MTP layers."""
     family = family_of(main.config, mtp.tensors)
-    specs = family.tensors.values()
-    layers = {spec.name: spec.shape for spec in specs if spec.mtp_layer is not None}
+    layers = {name: spec.shape for name, spec in family.mtp_tensors.items()}
     stored = target.stored_draft(mtp.config, len(family.layers), mtp.tensors)
     described = {name: weight.weight.shape for name, weight in stored.weights.items()}
     unlike = [name for name in {**layers, **described} if layers.get(name) != described.get(name)]

@@ -203,10 +203,11 @@ def _describe(quantization: Config, family: ModelSpec, draft: PartStorage) -> Co
 
 def _draft_linears(family: ModelSpec, draft: PartStorage, storage: str) -> list[str]:
     """Return patterns for the draft's linears in a storage, fused ones included."""
+    there = {spec.role for spec in family.mtp_tensors.values()}
     return [
         f"{_REGEX}{layer}.{modules}"
         for role, modules in family.patterns.linears.items()
-        if draft.storages[role] == storage and role in family.mtp_roles
+        if draft.storages[role] == storage and role in there
         for layer in _mtp_names(family)
     ]
 
@@ -319,6 +320,7 @@ def _patterns(model: WrittenModel) -> dict[str, list[str]]:
     """Return per storage the patterns of its linears; no module matches two."""
     layers = _mtp_names(model.family)
     but_mtp = "|".join(f"{layer}." for layer in layers)
+    of_mtp = {spec.role for spec in model.family.mtp_tensors.values()}
     result: dict[str, list[str]] = {}
 
     def add(storage: str, patterns: Iterable[str]) -> None:
@@ -326,7 +328,7 @@ def _patterns(model: WrittenModel) -> dict[str, list[str]]:
 
     for role, modules in model.family.patterns.linears.items():
         main, mtp = model.main.storages[role], model.mtp.storages[role]
-        if main == mtp or role not in model.family.mtp_roles:
+        if main == mtp or role not in of_mtp:
             add(main, [f"re:.*{modules}"])
         else:
             add(main, [f"re:(?!{but_mtp}).*{modules}"])

@@ -63,8 +63,7 @@ def _leave_out(quantization: Config, modules: Sequence[str]) -> Config:
 
 def _describe(quantization: Config, family: ModelSpec, draft: PartStorage) -> Config:
     """Return a config that lists a draft's linears that stay as stored, beside those in fp8."""
-    linears = (spec for spec in family.tensors.values() if spec.is_linear_weight)
-    mtp = (spec for spec in linears if spec.mtp_layer is not None)
+    mtp = (spec for spec in family.mtp_tensors.values() if spec.is_linear_weight)
     return _leave_out(quantization, modules_of(s for s in mtp if draft.storage_of(s) is None))
 
 
