@@ -116,7 +116,7 @@ class Layer:
         rows = self.linears.observation([self.module]).rows(corpus.texts, corpus.hidden)
         units, weights = self.linears.of_experts, self.weights
         sums = {name: Inputs.of(own) for name, own in rows.items()}
-        found = [*self.linears.others([self.module]), *units]
+        found = [*self.linears.of_modules([self.module]), *units]
         joined = [Joined(one.weights, sums[one.input], one.down is not None) for one in found]
         for unit in units:
             assert unit.down is not None

@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 
+from mtp_checkpoints.families.base import Role, TensorMaker
+from mtp_checkpoints.families.parts.feed_forward import Moe
+from mtp_checkpoints.families.spec import ModelSpec
+from mtp_checkpoints.tensors.bundle_folder import MAIN
 from mtp_export.calibrate.linears import Linears
+from mtp_export.calibrate.main_model import MainCalibration
 from mtp_export.calibrate.options import Method
 from mtp_export.calibrate.run import SEARCHED, TEXT_TOKENS, Calibration
 from mtp_export.progress import format_bytes
@@ -22,58 +27,78 @@ _MATRICES = 5  # of a Hessian's size at once, while it is factored
 _COPIES = 6  # of a unit's weights, while they are rounded
 _SEARCH = 2 * (RATIOS + 1)  # by the same: what a weight loses under each of the scales
 _FACTOR = 2  # operations by the cube of the columns: two Cholesky factors, and an inverse
+_STREAMS = 4  # of hidden states at once
+_HOURS_FROM = 120  # minutes
 _ROUNDING = 8  # by the elements of a weight and its columns: GPTQ, and what three roundings lose
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Operations and sizes of a calibration, beside the main model's own run on the texts.
+    """Operations and sizes of the calibration of a part.
 
-    rows: what goes into the MTP layer, at all depths together. operations: of sums, factors and
-    rounding; seconds: theirs, at the rate of a large product here. memory_bytes: at the peak of
-    rounding. disk_bytes: of the work folder.
+    of: the part for people. rows: what goes into its layers; of the MTP layer at all depths
+    together. operations: of sums, factors and rounding, of a main model its own run too; seconds:
+    theirs, at the rate of a large product here. memory_bytes: at the peak of rounding, beside
+    held_rows. disk_bytes: of the work folder. read_bytes: of the source, each time.
     """
 
+    of: str
     rows: int
     weights: int
     operations: float
     seconds: float
     memory_bytes: int
     disk_bytes: int
+    read_bytes: int
 
     @classmethod
-    def of(cls, calibration: Calibration) -> Estimate:
-        """Return what a calibration will take; measures a product for a fraction of a second."""
+    def of_mtp(cls, calibration: Calibration) -> Estimate:
+        """Return what that of the MTP part will take beside the main model's own run."""
         linears = calibration.linears
         tokens = sum(
             min(TEXT_TOKENS, len(line.prompt) + len(line.answer or range(calibration.new_tokens)))
             for line in calibration.lines
         )
-        rows, shapes = DEPTHS * tokens, linears.shapes
-        inputs, inner = _columns(linears)
-        widths = [*inputs.values(), *inner.values()]
-        operations = float(sum(2 * rows * k**2 + _FACTOR * k**3 for k in widths))
-        operations += sum(_ROUNDING * n * k**2 for n, k in shapes.values())
-        into_inner = (
-            prod(shapes[n]) for unit in linears.of_experts if unit.down for n in unit.weights
-        )
-        operations += 2 * rows * sum(into_inner)
-        searched = 0
-        if calibration.options.method is Method.AWQ:
-            downs = [shapes[unit.down] for unit in linears.of_experts if unit.down]
-            some = [shapes[n] for unit in linears.of_experts[:SEARCHED] for n in unit.weights]
-            operations += sum(_SEARCH * n * k**2 for n, k in (*downs, *some))
-            searched = sum(map(prod, some))
+        rows = DEPTHS * tokens
+        inputs, _ = _columns(linears)
         codes = sum(step.size_bytes for step in linears.steps.values())
         of_inputs = rows * sum(inputs.values()) * ROW_DTYPE.itemsize
-        largest = max(map(prod, shapes.values()))
+        operations, memory_bytes = _operations(linears, rows), _memory_bytes(linears)
+        if calibration.options.method is Method.AWQ:
+            searching, searched_bytes = _searching(linears)
+            operations, memory_bytes = operations + searching, memory_bytes + searched_bytes
+        kept = tokens * row_bytes(linears.plan.family.facts.hidden)
+        return cls._made(linears, rows, operations, memory_bytes, kept + of_inputs + codes)
+
+    @classmethod
+    def of_main(cls, calibration: MainCalibration) -> Estimate:
+        """Return what that of a main model will take."""
+        linears, rows = calibration.linears, len(calibration.texts.tokens)
+        hidden = linears.plan.family.facts.hidden * rows * _FLOAT32
+        return cls._made(
+            linears,
+            rows,
+            _operations(linears, rows) + 2 * rows * _elements_per_row(linears.plan.family),
+            _memory_bytes(linears) + _STREAMS * hidden,
+            2 * hidden + calibration.most_kept_bytes,
+        )
+
+    @classmethod
+    def _made(
+        cls, linears: Linears, rows: int, operations: float, memory_bytes: int, disk_bytes: int
+    ) -> Estimate:
+        tensors, weight_of = linears.plan.checkpoint.tensors, linears.plan.stored.weight_of
+        names = (name for step in linears.steps.values() for name in step.inputs)
+        own = {name for name in names if weight_of[name].weight.name in linears.steps}
         return cls(
+            "the main model, layer by layer" if linears.part == MAIN else "the MTP part",
             rows=rows,
             weights=len(linears.steps),
             operations=operations,
             seconds=operations / operations_per_second("cpu", torch.float32),
-            memory_bytes=_FLOAT32 * (_MATRICES * max(widths) ** 2 + _COPIES * largest + searched),
-            disk_bytes=tokens * row_bytes(linears.plan.family.facts.hidden) + of_inputs + codes,
+            memory_bytes=memory_bytes,
+            disk_bytes=disk_bytes,
+            read_bytes=sum(tensors[name].size_bytes for name in own),
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -82,12 +107,57 @@ class Estimate:
     @property
     def in_words(self) -> str:
         """A sentence for people."""
+        minutes = self.seconds / 60
+        time = f"{minutes:.0f} min" if minutes < _HOURS_FROM else f"{minutes / 60:,.0f} h"
         return (
-            f"Calibration of {self.weights:,} weights by {self.rows:,} rows:"
-            f" {self.operations / 1e12:.1f} TFLOP, about {self.seconds / 60:.0f} min here beside"
-            f" the main model's run; {format_bytes(self.disk_bytes)} in the work folder,"
-            f" {format_bytes(self.memory_bytes)} of memory beside the rows of a part."
+            f"Calibration of {self.of}: {self.weights:,} weights by {self.rows:,} rows,"
+            f" {self.operations / 1e12:,.1f} TFLOP, about {time} here;"
+            f" {format_bytes(self.read_bytes)} of weights to read, and once more as they are"
+            f" written; {format_bytes(self.disk_bytes)} in the work folder,"
+            f" {format_bytes(self.memory_bytes)} of memory."
         )
+
+
+def _operations(linears: Linears, rows: int) -> float:
+    """Return the operations of sums, factors, inner values of experts and rounding."""
+    shapes = linears.shapes
+    inputs, inner = _columns(linears)
+    widths = [*inputs.values(), *inner.values()]
+    operations = float(sum(2 * rows * k**2 + _FACTOR * k**3 for k in widths))
+    operations += sum(_ROUNDING * n * k**2 for n, k in (shapes[name] for name in linears.steps))
+    into_inner = (prod(shapes[n]) for unit in linears.of_experts if unit.down for n in unit.weights)
+    return operations + 2 * rows * sum(into_inner)
+
+
+def _memory_bytes(linears: Linears) -> int:
+    """Return the bytes of Hessians and weights while one is rounded."""
+    inputs, inner = _columns(linears)
+    largest = max(map(prod, linears.shapes.values()))
+    widest = max((*inputs.values(), *inner.values()))
+    return _FLOAT32 * (_MATRICES * widest**2 + _COPIES * largest)
+
+
+def _searching(linears: Linears) -> tuple[float, int]:
+    """Return the operations of a search of scales, and the bytes of weights that it holds."""
+    shapes = linears.shapes
+    downs = [shapes[unit.down] for unit in linears.of_experts if unit.down]
+    some = [shapes[n] for unit in linears.of_experts[:SEARCHED] for n in unit.weights]
+    operations = float(sum(_SEARCH * n * k**2 for n, k in (*downs, *some)))
+    return operations, _FLOAT32 * sum(map(prod, some))
+
+
+def _elements_per_row(family: ModelSpec) -> float:
+    """Return the elements of main layers that a row is multiplied with: of attention twice, before
+    its codes are chosen and after."""
+    total = 0.0
+    for layer in family.layers:
+        rows, share = layer.feed_forward, 1.0
+        if isinstance(rows, Moe):
+            share = rows.router.routing.experts_per_token / rows.experts
+        for tensor in layer.tensors(family.facts.hidden, TensorMaker(family.facts.dtype)):
+            times = {Role.ATTENTION: 2.0, Role.ROUTED_EXPERT: share}.get(tensor.role, 1.0)
+            total += times * prod(tensor.shape)
+    return total
 
 
 def _columns(linears: Linears) -> tuple[dict[str, int], dict[str, int]]:

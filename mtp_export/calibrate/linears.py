@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,15 +13,18 @@ from torch import Tensor
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.base import FLOATS
 from mtp_checkpoints.families.folds import Fold, folds_of
+from mtp_checkpoints.families.spec import LayerSpec
 from mtp_checkpoints.formats import FORMATS
-from mtp_checkpoints.tensors.bundle_folder import MTP
+from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.plan import Copy, Step
 from mtp_export.schemes.transforms import Convert, converting
 from mtp_kernels.quantize import checked_values
-from mtp_runtime.layer_inputs import Observation, experts_of, input_names
+from mtp_runtime.layer_inputs import Observation, beside_experts, experts_of, input_names
 from mtp_runtime.models.model import MtpModule
+
+_SCHEME_OF = {MAIN: "--base-quant", MTP: "--mtp-quant"}
 
 
 @dataclass(frozen=True)
@@ -46,30 +49,54 @@ class Unit:
 
 @dataclass(frozen=True)
 class Linears:
-    """The conversions of a plan whose codes can be chosen: those of the MTP part into a format with
-    a grid."""
+    """The conversions of a part of a plan whose codes can be chosen: those into a format with a
+    grid."""
 
     plan: BundlePlan
+    part: str = MTP
 
     @cached_property
-    def steps(self) -> dict[str, Step]:
-        """Steps by the released name of their weight."""
+    def layers(self) -> Sequence[LayerSpec]:
+        """Decoder layers of the part, in order."""
+        family = self.plan.family
+        return family.layers if self.part == MAIN else [mtp.layer for mtp in family.mtp]
+
+    @cached_property
+    def converted(self) -> dict[str, Step]:
+        """Steps that convert a weight, by its released name."""
         weight_of = self.plan.stored.weight_of
         return {
             weight_of[step.inputs[0]].weight.name: step
-            for step in self._mtp_steps
-            if isinstance(step.operation, Convert) and step.operation.format.has_grid
+            for step in self._steps
+            if isinstance(step.operation, Convert)
         }
+
+    @cached_property
+    def name_of(self) -> dict[str, str]:
+        """Released names of weights whose codes can be chosen, by the first tensor of each."""
+        return {step.inputs[0]: name for name, step in self.steps.items()}
+
+    @cached_property
+    def steps(self) -> dict[str, Step]:
+        """Those whose codes can be chosen."""
+        return {n: step for n, step in self.converted.items() if self.convert(n).format.has_grid}
+
+    def convert(self, name: str) -> Convert:
+        """Return the conversion of a weight."""
+        operation = self.converted[name].operation
+        assert isinstance(operation, Convert)
+        return operation
 
     def require(self) -> None:
         """Refuse a plan without any (UnsupportedError)."""
         if not self.steps:
             known = sorted(name for name, kind in FORMATS.items() if kind.has_grid)
+            option = _SCHEME_OF[self.part]
             raise UnsupportedError(
-                "This bundle has no weight whose codes a calibration chooses",
-                expected=f"an MTP part with linears in {' or '.join(known)}",
-                found=f"--mtp-quant {self.plan.recorded['mtp_quant']}",
-                todo="Use --mtp-quant weight_only_nvfp4, or weight_only_int4 with"
+                f"The {self.part} part has no weight whose codes a calibration chooses",
+                expected=f"linears in {' or '.join(known)}",
+                found=f"{option} {self.plan.recorded[option[2:].replace('-', '_')]}",
+                todo=f"Use {option} weight_only_nvfp4, or weight_only_int4 with"
                 " --allow-untested-pair",
             )
 
@@ -79,10 +106,9 @@ class Linears:
 
         Raises UnsupportedError for a layer without one, or with a weight that takes no scales.
         """
-        layers = [mtp.layer for mtp in self.plan.family.mtp]
-        folds = {layer.feed_forward_prefix: folds_of(layer)[0] for layer in layers}
+        folds = {layer.feed_forward_prefix: folds_of(layer)[0] for layer in self.layers}
         weight_of = self.plan.stored.weight_of
-        written = {weight_of[step.inputs[0]].weight.name: step for step in self._mtp_steps}
+        written = {weight_of[step.inputs[0]].weight.name: step for step in self._steps}
         for fold in folds.values():
             for name in (fold.divided, *fold.multiplied):
                 step = written[name]
@@ -101,12 +127,12 @@ class Linears:
 
     @cached_property
     def experts(self) -> list[list[Unit]]:
-        """Experts of each MTP layer, shared ones last."""
-        return [list(self._experts(number)) for number in range(len(self.plan.family.mtp))]
+        """Experts of each layer, shared ones last."""
+        return [list(self._experts(layer)) for layer in self.layers]
 
     @property
     def of_experts(self) -> list[Unit]:
-        """Experts of all MTP layers."""
+        """Experts of all layers."""
         return [unit for units in self.experts for unit in units]
 
     @property
@@ -117,31 +143,35 @@ class Linears:
         return {name: tensors[name].shape for name in sorted(names)}
 
     @property
-    def _mtp_steps(self) -> Iterator[Step]:
-        parts = (part for part in self.plan.parts if part.name == MTP)
+    def _steps(self) -> Iterator[Step]:
+        parts = (part for part in self.plan.parts if part.name == self.part)
         return (step for part in parts for shard in part.written for step in shard.steps)
 
-    def _experts(self, number: int) -> Iterator[Unit]:
-        prefix, experts = experts_of(self.plan.family.mtp[number].layer)
+    def _experts(self, layer: LayerSpec) -> Iterator[Unit]:
+        prefix, experts = experts_of(layer)
         for expert in experts:
             if not self.steps.keys().isdisjoint(expert[:3]):
                 name = expert.down.rsplit(".", 2)[0]
                 yield Unit(name, prefix, (expert.gate, expert.up), expert.down, expert.limit)
 
-    def others(self, modules: Sequence[MtpModule]) -> list[Unit]:
-        """Return the linears of attention and dense MLPs, those of one input together."""
+    def others(self, parts: Iterable[object]) -> list[Unit]:
+        """Return the linears of parts of layers beside experts, those of one input together."""
         of_input = defaultdict[str, list[str]](list)
-        named = {tensor: name for m in modules for tensor, name in input_names(m).items()}
-        of_experts = {name for unit in self.of_experts for name in unit.every}
-        for name, step in self.steps.items():
-            if name not in of_experts:
-                of_input[named[step.inputs[0]]].append(name)
+        for tensor, name in input_names(parts).items():
+            if tensor in self.name_of:
+                of_input[name].append(self.name_of[tensor])
         return [Unit(name, name, tuple(weights)) for name, weights in of_input.items()]
+
+    def of_modules(self, modules: Sequence[MtpModule]) -> list[Unit]:
+        """Return the linears of MTP modules beside experts."""
+        return self.others(part for module in modules for part in beside_experts(module.layer))
 
     def observation(self, modules: Sequence[MtpModule]) -> Observation:
         """Return what has to be observed of MTP modules."""
         experts = [units[0].input if units else "" for units in self.experts]
-        tensors = {self.steps[n].inputs[0] for unit in self.others(modules) for n in unit.weights}
+        tensors = {
+            self.steps[n].inputs[0] for unit in self.of_modules(modules) for n in unit.weights
+        }
         return Observation(modules, experts, tensors)
 
     def values(self, name: str) -> Tensor:

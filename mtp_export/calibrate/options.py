@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from mtp_checkpoints.errors import UsageError
+from mtp_checkpoints.errors import UnsupportedError, UsageError
 from mtp_export.options import Access, Panel, check_bounds, option, path_option
 
 
@@ -20,11 +20,12 @@ class Method(StrEnum):
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """Texts to calibrate the MTP layer with, and how they are made.
+    """Texts to calibrate with, and how they are made.
 
-    calibrate: None leaves calibration out. method chooses the codes. new_tokens are written after
-    each prompt without an answer. imatrix: file that the sums of squared inputs are written to.
-    stream: the main model is read layer by layer. workdir holds what a run resumes from.
+    calibrate: None leaves calibration out. main: the main model is calibrated too. method chooses
+    the codes. new_tokens are written after each prompt without an answer. imatrix: file that the
+    sums of squared inputs are written to. stream: the main model is read layer by layer. workdir
+    holds what a run resumes from.
     """
 
     calibrate: Path | None = field(
@@ -41,6 +42,15 @@ class CalibrationOptions:
         default=Method.GPTQ,
         metadata=option(
             "With --calibrate: how codes are chosen: {names}.", Panel.PRECISION, metavar="NAME"
+        ),
+    )
+    main: bool = field(
+        default=False,
+        metadata=option(
+            "With --calibrate: choose codes of the main model too, layer by layer, by what the"
+            " same lines make of the layers before.",
+            Panel.PRECISION,
+            "--calibrate-main",
         ),
     )
     new_tokens: int = field(
@@ -92,6 +102,19 @@ class CalibrationOptions:
                 expected="--method beside --calibrate",
                 found=f"--method {self.method} alone",
                 todo="Name the prompts with --calibrate FILE.jsonl",
+            )
+        if self.main and self.calibrate is None:
+            raise UsageError(
+                "The main model is calibrated with prompts",
+                expected="--calibrate-main beside --calibrate",
+                found="--calibrate-main alone",
+                todo="Name the prompts with --calibrate FILE.jsonl",
+            )
+        if self.main and self.method is not Method.GPTQ:
+            raise UnsupportedError(
+                "The scales of AWQ are folded into the experts of MTP layers alone",
+                expected="--calibrate-main with --method gptq",
+                found=f"--method {self.method}",
             )
         if self.imatrix is not None and self.calibrate is None:
             raise UsageError(

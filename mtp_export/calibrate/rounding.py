@@ -15,7 +15,6 @@ from mtp_checkpoints.weights.folding import MOST, UNFOLDED, Folding, as_letters
 from mtp_export.calibrate.linears import Linears, Unit
 from mtp_export.calibrate.options import Method
 from mtp_export.schemes.calibrated import FOLDED
-from mtp_export.schemes.transforms import Convert
 from mtp_kernels.quantize.awq import best_exponents, relative_magnitude
 from mtp_kernels.quantize.gptq import Factor, Grid, gptq, output_energy
 from mtp_kernels.quantize.layouts import sqnr_db
@@ -40,12 +39,10 @@ class Inputs:
     @classmethod
     def of(cls, parts: Iterator[Tensor], columns: int) -> Inputs:
         """Sum up rows [n, K], fp32, some at a time."""
-        hessian, magnitude, count = torch.zeros(columns, columns), torch.zeros(columns), 0
+        sums = Sums(columns)
         for x in parts:
-            hessian.addmm_(x.t(), x)
-            magnitude += x.abs().sum(dim=0)
-            count += len(x)
-        return cls(hessian, magnitude / max(1, count), count)
+            sums.add(x)
+        return sums.inputs
 
     @cached_property
     def factor(self) -> Factor | str:
@@ -54,6 +51,25 @@ class Inputs:
             return Factor.of(self.hessian)
         except ValueError as error:
             return str(error)
+
+
+class Sums:
+    """Sums of rows [n, K], fp32, which come one after the other."""
+
+    def __init__(self, columns: int) -> None:
+        self._hessian, self._magnitude = torch.zeros(columns, columns), torch.zeros(columns)
+        self._rows = 0
+
+    def add(self, x: Tensor) -> None:
+        """Add rows [n, K]."""
+        self._hessian.addmm_(x.t(), x)
+        self._magnitude += x.abs().sum(dim=0)
+        self._rows += len(x)
+
+    @property
+    def inputs(self) -> Inputs:
+        """Sums of all rows until now."""
+        return Inputs(self._hessian, self._magnitude / max(1, self._rows), self._rows)
 
 
 def pieces(parts: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -82,7 +98,7 @@ class _Values:
 
     def grid(self, name: str) -> tuple[list[Tensor], Grid]:
         """Return the tensors of a weight rounded to the nearest, and the grid that they are on."""
-        convert = _convert(self.linears, name)
+        convert = self.linears.convert(name)
         format = convert.format
         if format.of_whole_matrix:
             joined = (self._folded(own) for own in self.linears.joined(name))
@@ -204,12 +220,6 @@ class Rounder:
         squares = inputs.hessian.diagonal().contiguous()
         kept = {"tensors": tensors, "facts": facts, "squares": squares, "rows": inputs.rows}
         return kept | {"folding": [folding.rows, folding.columns]}
-
-
-def _convert(linears: Linears, name: str) -> Convert:
-    operation = linears.steps[name].operation
-    assert isinstance(operation, Convert)
-    return operation
 
 
 def _decibels(signal: float, noise: float) -> float | None:

@@ -16,27 +16,30 @@ from pathlib import Path
 
 from mtp_checkpoints.containers.base import CONFIG_NAME
 from mtp_checkpoints.families.folds import Fold
+from mtp_checkpoints.families.single_experts import with_single_experts
 from mtp_checkpoints.sources.files import make_folder, write_json
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_export import state_files
 from mtp_export.bundle.build import Work, make_shards, write_files
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.links import link_shard, resolve_links
-from mtp_export.bundle.run import Record, ShardJob
+from mtp_export.bundle.run import Record
 from mtp_export.calibrate.imatrix import Imatrix, Squares
+from mtp_export.calibrate.jobs import with_codes
 from mtp_export.calibrate.linears import Linears, Unit
+from mtp_export.calibrate.main_model import MainCalibration, texts_of
 from mtp_export.calibrate.options import CalibrationOptions, Method
 from mtp_export.calibrate.rounding import Inputs, Rounder, pieces
-from mtp_export.plan import Link, Step
+from mtp_export.plan import Link
 from mtp_export.progress import CountCallback, ProgressCallback, ShowCount, uncounted
-from mtp_export.schemes.calibrated import Calibrated, Folded
-from mtp_export.schemes.transforms import Convert
+from mtp_export.schemes.calibrated import Folded
 from mtp_export.tune.options import DataOptions, short_hash
 from mtp_export.tune.row_store import PART_LINES, TRAINING_DTYPE, RowStore, identity_of, read_lines
 from mtp_export.tune.rows import Fed, Line, Writer
 from mtp_kernels.quantize.awq import RATIOS
 from mtp_kernels.quantize.gptq import DAMPING
 from mtp_runtime.layer_inputs import DEPTHS
+from mtp_runtime.models.layer_types import config_for
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.models.model import Model
 from mtp_runtime.streaming import StreamedModel, open_streamed
@@ -51,7 +54,8 @@ _NUMBERS: dict[Method, dict[str, float]] = {
 
 @dataclass(frozen=True)
 class Calibration:
-    """A calibration of a bundle's MTP part by texts: linears are those whose codes it chooses.
+    """A calibration of a bundle's MTP part by texts: linears are those whose codes it chooses; main
+    is that of the main part, where its codes are chosen too.
 
     folds take scales, by the name of what goes into experts. imatrix: to be written too. show_count
     opens its progress bars.
@@ -60,6 +64,7 @@ class Calibration:
     options: CalibrationOptions
     lines: Sequence[Line]
     linears: Linears
+    main: MainCalibration | None = None
     folds: Mapping[str, Fold] = field(default_factory=dict)
     imatrix: Imatrix | None = None
     show_count: ShowCount = uncounted
@@ -83,14 +88,20 @@ class Calibration:
             "texts": len(lines),
             "new_tokens": options.new_tokens,
             "data": identity_of(lines),
+            "parts": [*([MAIN] if options.main else []), MTP],
         }
-        linears = Linears(replace(plan, recorded={**plan.recorded, "calibrate": facts}))
-        linears.require()
+        plan = replace(plan, recorded={**plan.recorded, "calibrate": facts})
+        linears, main = Linears(plan), None
+        if options.main:
+            texts, folder = texts_of(lines, TEXT_TOKENS), _folder(plan, options) / "layers"
+            main = MainCalibration(Linears(plan, MAIN), texts, folder, show_count)
+        (linears if main is None else main.linears).require()
+        config_for(with_single_experts(plan.family), None)  # before anything is written
         folds = linears.folds if options.method is Method.AWQ else {}
         data = options.calibrate.name
         wanted = options.imatrix is not None
         imatrix = Imatrix.of(plan, data, len(lines), TEXT_TOKENS) if wanted else None
-        return cls(options, lines, linears, folds, imatrix, show_count)
+        return cls(options, lines, linears, main, folds, imatrix, show_count)
 
     @property
     def plan(self) -> BundlePlan:
@@ -107,10 +118,15 @@ class Calibration:
     ) -> None:
         """Make the shards of a work: those of the MTP part last, with the codes that are chosen."""
         mtp = [job for job in work.jobs if job.key.startswith(f"{MTP}/")]
-        others = [job for job in work.jobs if job not in mtp]
-        make_shards(plan, replace(work, jobs=others), record, progress)
+        others = replace(work, jobs=[job for job in work.jobs if job not in mtp])
+        make = make_shards if self.main is None else self.main.make
+        make(plan, others, record, progress)
         if mtp:
-            jobs = [self._calibrated(job) for job in mtp]
+            jobs = (
+                [with_codes(job, self.linears, self._files, self._folded) for job in mtp]
+                if self.linears.steps
+                else mtp
+            )
             make_shards(plan, replace(work, jobs=jobs, checks=False), record, progress)
         if self.imatrix is not None and self.options.imatrix is not None:
             self.imatrix.write(self.options.imatrix, self._squares)
@@ -125,30 +141,11 @@ class Calibration:
     @cached_property
     def folder(self) -> Path:
         """Folder of all that a run resumes from."""
-        identity = {
-            name: self.plan.identity[name]
-            for name in ("tool_version", "options", "source", "versions")
-        }
-        name = short_hash({**identity, "stream": self.options.stream})
-        return self.options.work(self.plan.options.output_dir) / f"calibration-{name}"
+        return _folder(self.plan, self.options)
 
     @property
     def _main(self) -> Path:
         return self.folder / MAIN
-
-    def _calibrated(self, job: ShardJob) -> ShardJob:
-        """Return the job of a shard of the MTP part with the codes that were chosen."""
-        weight_of = self.plan.stored.weight_of
-
-        def chosen(step: Step) -> Step:
-            name, convert = weight_of[step.inputs[0]].weight.name, step.operation
-            if name not in self.linears.steps or not isinstance(convert, Convert):
-                folded = self._folded.get(name)
-                return step if folded is None else step._replace(operation=folded)
-            operation = Calibrated(replace(convert, joined=0), self._files[name], name)
-            return step._replace(operation=operation, inputs=tuple(convert.own(step.inputs)))
-
-        return replace(job, shard=replace(job.shard, steps=tuple(map(chosen, job.shard.steps))))
 
     @cached_property
     def _folded(self) -> dict[str, Folded]:
@@ -167,7 +164,7 @@ class Calibration:
     @cached_property
     def _files(self) -> dict[str, Path]:
         """Files of chosen codes by their weights; those that are missing are made."""
-        others = self.linears.others(self._rest.mtp_modules)
+        others = self.linears.of_modules(self._rest.mtp_modules)
         units = [*others, *self.linears.of_experts]
         paths = {unit: self.folder / "weights" / f"{unit.name}.pt" for unit in units}
         missing = defaultdict[str, list[Unit]](list)
@@ -260,3 +257,11 @@ class Calibration:
             link_shard(ways[path], path, self._main / path.name)
         write_files(self.plan, part, self._main)
         write_json(self._main / CONFIG_NAME, part.config)
+
+
+def _folder(plan: BundlePlan, options: CalibrationOptions) -> Path:
+    """Return the folder of a calibration of a plan."""
+    facts = ("tool_version", "options", "source", "versions")
+    identity = {name: plan.identity[name] for name in facts}
+    name = short_hash({**identity, "stream": options.stream})
+    return options.work(plan.options.output_dir) / f"calibration-{name}"

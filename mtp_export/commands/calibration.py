@@ -52,7 +52,11 @@ class Calibrating:
         if dry_run and self.calibration is not None:
             from mtp_export.calibrate.estimate import Estimate
 
-            yield Estimate.of(self.calibration).in_words
+            own = self.calibration
+            if own.main is not None:
+                yield Estimate.of_main(own.main).in_words
+            if own.linears.steps:
+                yield Estimate.of_mtp(own).in_words
 
 
 def calibration_facts(result: BundleResult) -> dict[str, Any]:

@@ -100,6 +100,15 @@ class Calibrated:
         return errors
 
 
+def kept_values(convert: Convert, kept: Mapping[str, Any]) -> torch.Tensor:
+    """Return the weight [N, K], fp32, that what a calibration kept of it stands for."""
+    import torch
+
+    tensors = kept["tensors"]
+    rows = len(tensors[0]) * max(1, convert.format.word_rows)
+    return convert.format.encoded_rows(_Tensors(tensors), 0, rows).dequantize(torch.float32)
+
+
 @dataclass(frozen=True)
 class Folded:
     """Floats of a tensor with the scales of a file folded in: its columns multiplied, or what it

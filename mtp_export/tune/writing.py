@@ -170,8 +170,10 @@ class Output:
     def _kept(self, changed: PartPlan) -> dict[str, Any]:
         """Return the recorded options, without a calibration of codes that training replaces."""
         recorded = dict(self.source.recorded)
-        if changed.name == MTP:
-            recorded.pop("calibrate", None)
+        if changed.name == MTP and "calibrate" in recorded:
+            record = recorded.pop("calibrate")
+            if MAIN in record.get("parts", ()):
+                recorded["calibrate"] = {**record, "parts": [MAIN]}
         return recorded
 
     @property

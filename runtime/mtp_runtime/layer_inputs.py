@@ -1,9 +1,9 @@
-"""Inputs of the linears of MTP layers along texts, at all depths of drafts."""
+"""Inputs of the linears of layers along texts; of MTP layers at all depths of drafts."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -14,6 +14,7 @@ from mtp_checkpoints.families import parts
 from mtp_checkpoints.families.base import weight_name
 from mtp_checkpoints.families.spec import LayerSpec
 from mtp_checkpoints.formats import EncodedWeight
+from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.linear import Linear, Stacked, Weight, Windowed
 from mtp_runtime.layers.moe import Moe, Router
 from mtp_runtime.loading.on_demand import StoredExperts
@@ -95,13 +96,13 @@ class Observation:
             if isinstance(experts, StoredExperts):  # all of them may not fit into memory
                 feed_forward = replace(feed_forward, experts=replace(experts, kept=None))
         else:
-            feed_forward = _seen(feed_forward, self.linears, see)
-        attention = _seen(layer.attention, self.linears, see)
+            feed_forward = seen(feed_forward, self.linears, see)
+        attention = seen(layer.attention, self.linears, see)
         layer = replace(layer, attention=attention, feed_forward=feed_forward)
         return replace(module, layer=layer)
 
 
-def _seen(part: T, wanted: Collection[str], see: See) -> T:
+def seen(part: T, wanted: Collection[str], see: See) -> T:
     """Return a part of a layer with those of its linears observed that hold wanted tensors."""
     if isinstance(part, Linear):
         names = _tensor_names(part.weight)
@@ -112,18 +113,21 @@ def _seen(part: T, wanted: Collection[str], see: See) -> T:
         return part
     owned = {field.name: getattr(part, field.name) for field in fields(part)}
     changed = {
-        name: new for name, own in owned.items() if (new := _seen(own, wanted, see)) is not own
+        name: new for name, own in owned.items() if (new := seen(own, wanted, see)) is not own
     }
     return replace(part, **changed) if changed else part  # type: ignore[type-var]
 
 
-def input_names(module: MtpModule) -> dict[str, str]:
-    """Return the name of what goes into each linear beside experts, by each of its tensors: that of
-    the first tensor that is multiplied with it."""
-    layer = module.layer
-    parts: list[object] = [layer.attention]
-    if not isinstance(layer.feed_forward, Moe):
-        parts.append(layer.feed_forward)
+def beside_experts(layer: DecoderLayer) -> list[object]:
+    """Return the parts of a layer whose linears take inputs of their own: attention, and an MLP in
+    the place of experts."""
+    is_sparse = isinstance(layer.feed_forward, Moe)
+    return [layer.attention, *([] if is_sparse else [layer.feed_forward])]
+
+
+def input_names(parts: Iterable[object]) -> dict[str, str]:
+    """Return the name of what goes into each linear of parts of layers, by each of its tensors:
+    that of the first tensor that is multiplied with it."""
     return {
         name: names[0]
         for part in parts

@@ -68,13 +68,17 @@ def open_streamed(path: Path, device: str, mtp: Path | None = None) -> StreamedM
 def pass_through(
     layer: DecoderLayer, x: torch.Tensor, texts: PagedTexts, chunks: Sequence[Chunk]
 ) -> None:
-    """Take every row of x [T, d] through a layer, in place.
+    """Take every row of x [T, d] through a layer, in place: all rows together go through the
+    feed-forward, so that each expert is read once."""
+    attend_through(layer, x, texts, chunks)
+    x += layer.added(x)
 
-    Attention goes chunk by chunk, over a cache that is dropped afterwards; then all rows together
-    go through the feed-forward, so that each expert is read once.
-    """
+
+def attend_through(
+    layer: DecoderLayer, x: torch.Tensor, texts: PagedTexts, chunks: Sequence[Chunk]
+) -> None:
+    """Take every row of x [T, d] through a layer's attention, in place: chunk by chunk, over a
+    cache that is dropped afterwards."""
     cache = layer.new_cache(texts.pages.spec(x.dtype, x.device))
     for chunk in chunks:
         x[chunk.rows] = layer.attend(x[chunk.rows], cache, chunk.forward)
-    del cache
-    x += layer.added(x)

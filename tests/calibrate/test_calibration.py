@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from calibrate.texts import LENGTH, PROMPT, TEXTS
 from cases import Outcome, quantize, read_json, read_tensors, run_program
 from faults import planting
 from faults.matrix import no_progress
@@ -49,27 +50,11 @@ IN_BF16 = ("--base-quant", "weight_only_nvfp4", "--mtp-quant", "bf16")
 NVFP4 = ("--base-quant", "weight_only_nvfp4", "--mtp-quant", "weight_only_nvfp4")
 EXPERTS, LAYER = 4, 3
 MOST = (0.75, 0.9)  # of the error of rounding to the nearest, by depth
-PROMPT, LENGTH = 16, 40
-TEXTS = [
-    [(7 * first + number * number) % CONFIG["vocab_size"] for number in range(LENGTH)]
-    for first in range(8)
-]
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("source") / "model", CONFIG)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Texts with answers."""
-    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
-    lines = [
-        {"prompt_token_ids": text[:PROMPT], "completion_token_ids": text[PROMPT:]} for text in TEXTS
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -308,7 +293,8 @@ def test_a_dry_run_says_what_it_takes_and_writes_nothing(
     outcome = make(tmp_path / "bundle", *INT4, "--dry-run", "--json")
     assert outcome.code == 0, outcome.err
     said = " ".join(json.loads(outcome.out)["remarks"])
-    assert f"Calibration of {3 * EXPERTS} weights by {3 * len(TEXTS) * LENGTH} rows" in said
+    rows = 3 * len(TEXTS) * LENGTH
+    assert f"Calibration of the MTP part: {3 * EXPERTS} weights by {rows} rows" in said
     assert list(tmp_path.iterdir()) == []
 
 

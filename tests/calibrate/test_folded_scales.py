@@ -17,8 +17,6 @@ from calibrate.test_calibration import (
     INT4,
     LAYER,
     NVFP4,
-    PROMPT,
-    TEXTS,
     chosen,
     drafted,
     files_of,
@@ -53,16 +51,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tensors[NORM][::9] *= 30
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
-    lines = [
-        {"prompt_token_ids": text[:PROMPT], "completion_token_ids": text[PROMPT:]} for text in TEXTS
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,13 @@ from mtp_export.verify.check import Item, Problem, not_tested, verdict
 from mtp_export.verify.context import Context
 from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.gates import MOST_LOST_BY_CALIBRATION_DB
-from mtp_runtime.layer_inputs import ExpertWeights, Observation, experts_of, input_names
+from mtp_runtime.layer_inputs import (
+    ExpertWeights,
+    Observation,
+    beside_experts,
+    experts_of,
+    input_names,
+)
 from mtp_runtime.layers.moe import gated
 from mtp_runtime.models.execution import TorchExecution
 from mtp_runtime.models.load import LoadOptions, open_model
@@ -67,7 +73,7 @@ class _Layers:
         layout = next(one for one in context.layouts if one.name == MTP)
         stored = weights_on_disk(layout.stored, layout.checkpoint.tensors)
         weights = {w.stored.weight.name: w for w in stored if w.stored.format.has_grid}
-        named = {tensor: name for module in modules for tensor, name in input_names(module).items()}
+        named = input_names(part for module in modules for part in beside_experts(module.layer))
         input_of = {name: named[w.name] for name, w in weights.items() if w.name in named}
         layers = [experts_of(mtp.layer) for mtp in layout.stored.family.mtp]
         for prefix, experts in layers:

@@ -73,7 +73,11 @@ class DecoderLayer:
 
     def added(self, x: torch.Tensor) -> torch.Tensor:
         """Return what the second half adds to rows x [T, d]."""
-        return self.feed_forward(self.post_norm(x))
+        return self.feed_forward(self.fed(x))
+
+    def fed(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the feed-forward takes of rows x [T, d]."""
+        return self.post_norm(x)
 
 
 @dataclass(frozen=True)
@@ -96,3 +100,7 @@ class PostNormLayer(DecoderLayer):
     def added(self, x: torch.Tensor) -> torch.Tensor:
         """Return what the second half adds to rows x [T, d]."""
         return self.post_norm(self.feed_forward(x))
+
+    def fed(self, x: torch.Tensor) -> torch.Tensor:
+        """Return rows x [T, d], which the feed-forward takes as they are."""
+        return x

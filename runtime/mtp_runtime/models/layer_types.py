@@ -87,14 +87,18 @@ LAYERS: dict[type, LayerType] = {
 
 def load_layer(loader: LayerLoader, layer: LayerSpec) -> DecoderLayer:
     """Load one layer, main or MTP."""
-    mixing, rows = layer.attention, layer.feed_forward
     made = PostNormLayer if layer.norms_after else DecoderLayer
     return made(
         input_norm=loader.norm(layer.input_norm),
-        attention=LAYERS[type(mixing)].load(loader, mixing, layer.attention_prefix),
+        attention=load_part(loader, layer.attention, layer.attention_prefix),
         post_norm=loader.norm(layer.post_norm),
-        feed_forward=LAYERS[type(rows)].load(loader, rows, layer.feed_forward_prefix),
+        feed_forward=load_part(loader, layer.feed_forward, layer.feed_forward_prefix),
     )
+
+
+def load_part(loader: LayerLoader, part: object, prefix: str) -> Any:
+    """Load a part of a layer, whose modules have a prefix: attention or a feed-forward."""
+    return LAYERS[type(part)].load(loader, part, prefix)
 
 
 def why_not_computed(spec: ModelSpec) -> str:

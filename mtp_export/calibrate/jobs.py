@@ -1,0 +1,41 @@
+"""Jobs of shards with the codes that a calibration chose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from mtp_export.bundle.run import ShardJob
+from mtp_export.calibrate.linears import Linears
+from mtp_export.plan import Step
+from mtp_export.schemes.calibrated import Calibrated, Folded
+
+
+def weights_of(job: ShardJob, linears: Linears) -> list[str]:
+    """Return the weights of a job whose codes can be chosen, by their released names."""
+    firsts = (step.inputs[0] for step in job.shard.steps)
+    return [linears.name_of[tensor] for tensor in firsts if tensor in linears.name_of]
+
+
+def with_codes(
+    job: ShardJob,
+    linears: Linears,
+    files: Mapping[str, Path],
+    folded: Mapping[str, Folded] | None = None,
+) -> ShardJob:
+    """Return a job with the codes that files hold, by the released names of their weights; folded
+    are operations on tensors that are not rounded, by those of theirs."""
+    weight_of, folded = linears.plan.stored.weight_of, folded or {}
+
+    def chosen(step: Step) -> Step:
+        name = linears.name_of.get(step.inputs[0])
+        if name is None:
+            other = weight_of.get(step.inputs[0])
+            operation = None if other is None else folded.get(other.weight.name)
+            return step if operation is None else step._replace(operation=operation)
+        convert = linears.convert(name)
+        calibrated = Calibrated(replace(convert, joined=0), files[name], name)
+        return step._replace(operation=calibrated, inputs=tuple(convert.own(step.inputs)))
+
+    return replace(job, shard=replace(job.shard, steps=tuple(map(chosen, job.shard.steps))))

@@ -1,0 +1,232 @@
+"""Calibration of a main model that is read layer by layer: the codes of a layer are chosen by what
+the layers before it make of the texts, as they are written.
+
+A work folder holds the hidden states before one layer, and the codes of layers until their shards
+are made, so that an interrupted run goes on with the layer that it was at.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtp_export import state_files
+from mtp_export.bundle.build import Work, make_shards
+from mtp_export.bundle.bundle_plan import BundlePlan
+from mtp_export.bundle.run import Record, ShardJob
+from mtp_export.calibrate.jobs import weights_of, with_codes
+from mtp_export.calibrate.linears import Linears, Unit
+from mtp_export.calibrate.rounding import Inputs, Rounder, Sums, pieces
+from mtp_export.progress import ProgressCallback, ShowCount
+from mtp_export.schemes.calibrated import kept_values
+from mtp_export.tune.rows import Line
+from mtp_runtime.layer_inputs import ROW_DTYPE, seen
+from mtp_runtime.layers.moe import Moe
+from mtp_runtime.models.layer_types import load_part
+from mtp_runtime.models.load import OpenedModel
+from mtp_runtime.streaming import StreamedModel, attend_through, open_streamed
+from mtp_runtime.teacher_forcing import Chunk, PagedTexts, Text, Texts
+
+
+def texts_of(lines: Sequence[Line], text_tokens: int) -> Texts:
+    """Return prompts with the answers that they have, cut at a number of tokens."""
+    whole = ((line.prompt + (line.answer or ()))[:text_tokens] for line in lines)
+    return Texts(tuple(Text(tokens, len(tokens)) for tokens in whole))
+
+
+@dataclass(frozen=True)
+class WrittenValues(Mapping[str, Tensor]):
+    """Weights of layers [N, K], fp32, as a bundle has them: with the codes that were chosen, or as
+    their conversion makes them; each is read when it is asked for."""
+
+    linears: Linears
+    files: Mapping[str, Path]
+
+    def __getitem__(self, name: str) -> Tensor:
+        convert = self.linears.convert(name)
+        if name in self.linears.steps:
+            return kept_values(convert, state_files.load(self.files[name], mapped=True)[name])
+        tensors, _ = convert.format.quantize(self.linears.values(name), convert.scale_rule)
+        return convert.format.encoded(tensors).dequantize(torch.float32)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.linears.converted
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.linears.converted)
+
+    def __len__(self) -> int:
+        return len(self.linears.converted)
+
+
+@dataclass(frozen=True)
+class MainCalibration:
+    """Calibration of the main part of a plan by texts, in a folder of its own, which is empty
+    again at the end. show_count opens its progress bar."""
+
+    linears: Linears
+    texts: Texts
+    folder: Path
+    show_count: ShowCount
+
+    def make(
+        self, plan: BundlePlan, work: Work, record: Record, progress: ProgressCallback
+    ) -> None:
+        """Make the shards of a work: each as soon as the codes of its layers are chosen."""
+        last = {job: self._last_layer(job) for job in work.jobs}
+        waiting = {job: layer for job, layer in last.items() if layer >= 0}
+        others = [job for job in work.jobs if job not in waiting]
+        make_shards(plan, replace(work, jobs=others), record, progress)
+        if not waiting:
+            return
+
+        def write(layers: int) -> None:
+            ready = [job for job, layer in waiting.items() if layer < layers]
+            if ready:
+                made = [with_codes(job, self.linears, self.files) for job in ready]
+                make_shards(plan, replace(work, jobs=made, checks=False), record, progress)
+                self._drop(job for job in ready if waiting.pop(job) < layers)
+
+        count = max(waiting.values()) + 1
+        with self.show_count("calibration", count, "layers") as advance:
+            done, x = self._resumed(waiting)
+            advance(done)
+            for number in range(done, count):
+                write(number)
+                x = self._passed(number, x)
+                state_files.save(self._state, {"layers": number + 1, "hidden": x})
+                advance(1)
+            write(count)
+        shutil.rmtree(self.folder)
+
+    @cached_property
+    def files(self) -> dict[str, Path]:
+        """Files of chosen codes by their weights."""
+        return {name: self.folder / f"{name}.pt" for name in self.linears.steps}
+
+    @cached_property
+    def _layer_of(self) -> dict[str, int]:
+        """Number of each weight's layer."""
+        prefixes = {f"{layer.prefix}.": n for n, layer in enumerate(self.linears.layers)}
+        found = dict[str, int]()
+        for name in self.linears.steps:
+            own = (name[: at + 1] for at, letter in enumerate(name) if letter == ".")
+            found[name] = next(prefixes[prefix] for prefix in own if prefix in prefixes)
+        return found
+
+    def _last_layer(self, job: ShardJob) -> int:
+        """Return the last layer of which a job writes chosen codes; -1: of none."""
+        return max((self._layer_of[name] for name in weights_of(job, self.linears)), default=-1)
+
+    @property
+    def most_kept_bytes(self) -> int:
+        """Bytes of the codes that wait for their shards at a time, at most."""
+        steps, most = self.linears.steps, 0
+        last = {job: self._last_layer(job) for job in self.linears.plan.jobs}
+        for number in range(len(self.linears.layers)):
+            waiting = (job for job, layer in last.items() if layer >= number)
+            names = (name for job in waiting for name in weights_of(job, self.linears))
+            kept = (steps[n].size_bytes for n in names if self._layer_of[n] <= number)
+            most = max(most, sum(kept))
+        return most
+
+    @property
+    def _state(self) -> Path:
+        return self.folder / "hidden.pt"
+
+    def _resumed(self, waiting: Iterable[ShardJob]) -> tuple[int, Tensor]:
+        """Return the number of layers that an earlier run passed, and the hidden states after them
+        [T, d]; those of the embedding where it left none, or not all codes that are still to be
+        written."""
+        if self._state.is_file():
+            state = state_files.load(self._state)
+            needed = (name for job in waiting for name in weights_of(job, self.linears))
+            passed = (self.files[n] for n in needed if self._layer_of[n] < state["layers"])
+            if all(path.is_file() for path in passed):
+                return state["layers"], state["hidden"]
+        self._streamed.config.check_positions(max(len(t.tokens) for t in self.texts.texts))
+        return 0, self._streamed.embedded(self.texts.tokens)
+
+    def _drop(self, made: Iterable[ShardJob]) -> None:
+        """Remove the codes that the shards of jobs have."""
+        for job in made:
+            for name in weights_of(job, self.linears):
+                self.files[name].unlink()
+
+    @cached_property
+    def _streamed(self) -> StreamedModel:
+        return open_streamed(self.linears.plan.checkpoint.folder, "cpu")
+
+    @cached_property
+    def _as_written(self) -> OpenedModel:
+        opened = self._streamed.opened
+        values = WrittenValues(self.linears, self.files)
+        return replace(opened, source=replace(opened.source, values=values))
+
+    @cached_property
+    def _paged(self) -> PagedTexts:
+        return PagedTexts.of(self.texts)
+
+    @cached_property
+    def _chunks(self) -> list[Chunk]:
+        return self._paged.chunks(self._streamed.device)
+
+    @torch.inference_mode()
+    def _passed(self, number: int, x: Tensor) -> Tensor:
+        """Choose the codes of a layer, and return rows x [T, d] as it is written makes them."""
+        layer, spec = self._streamed.layer(number), self._as_written.spec.layers[number]
+
+        def attend(attention: Any) -> None:
+            observed = replace(layer, attention=attention)
+            attend_through(observed, x.clone(), self._paged, self._chunks)
+
+        self._choose(layer.attention, attend)
+        loader = self._as_written.loader
+        attention = load_part(loader, spec.attention, spec.attention_prefix)
+        attend_through(replace(layer, attention=attention), x, self._paged, self._chunks)
+        if isinstance(layer.feed_forward, Moe):
+            self._choose_experts(self.linears.experts[number], layer.fed(x))
+        else:
+            self._choose(layer.feed_forward, lambda mlp: replace(layer, feed_forward=mlp).added(x))
+        rows = load_part(loader, spec.feed_forward, spec.feed_forward_prefix)
+        return x + replace(layer, feed_forward=rows).added(x)
+
+    def _choose(self, part: object, run: Callable[[Any], object]) -> None:
+        """Choose codes of the linears of a part of a layer beside experts; run takes all rows
+        through the part with its inputs seen."""
+        units = [unit for unit in self.linears.others([part]) if self._is_missing(unit)]
+        sums = dict[str, Sums]()
+
+        def see(name: str, rows: Tensor) -> None:
+            if name not in sums:
+                sums[name] = Sums(rows.shape[1])
+            sums[name].add(rows.float())
+
+        if units:
+            wanted = {self.linears.steps[n].inputs[0] for unit in units for n in unit.weights}
+            run(seen(part, wanted, see))
+        for unit in units:
+            self._keep(unit, (), sums[unit.input].inputs)
+
+    def _choose_experts(self, units: Sequence[Unit], x: Tensor) -> None:
+        """Choose codes of experts, which take rows x [T, d]."""
+        missing = [unit for unit in units if self._is_missing(unit)]
+        if missing:
+            rows = x.to(ROW_DTYPE)
+            inputs = Inputs.of(pieces([rows]), rows.shape[1])
+            for unit in missing:
+                self._keep(unit, [rows], inputs)
+
+    def _is_missing(self, unit: Unit) -> bool:
+        return not all(self.files[n].is_file() for n in unit.every if n in self.linears.steps)
+
+    def _keep(self, unit: Unit, rows: Sequence[Tensor], inputs: Inputs) -> None:
+        for name, kept in Rounder(self.linears).rounded(unit, rows, inputs).items():
+            state_files.save(self.files[name], {name: kept})

@@ -1,0 +1,203 @@
+"""quantize --calibrate-main: codes of main layers, chosen by what the quantized layers before them
+make of texts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from calibrate.test_calibration import CONFIG, EXPERTS, NVFP4, files_of, verify_weights
+from calibrate.texts import LENGTH, TEXTS
+from cases import Outcome, quantize, read_json, read_tensors, run_program
+from mtp_export.calibrate.main_model import MainCalibration
+from mtp_export.calibrate.rounding import Rounder
+from mtp_kernels.quantize.gptq import Factor, Grid, gptq
+from mtp_runtime.models.load import LoadOptions, load_model
+from mtp_runtime.streaming import attend_through, open_streamed, pass_through
+from mtp_runtime.teacher_forcing import PagedTexts, Text, Texts, target_states
+from runtime.checkpoints import SMALL_CONFIGS, write_checkpoint
+
+MAIN = ("--calibrate-main",)
+PAIR = (
+    *("--base-quant", "weight_only_int4", "--mtp-quant", "weight_only_int8"),
+    *("--group-size", "32"),
+)
+LAYERS = (1, 2)  # with experts
+GAINED_DB = 2.0  # of the hidden states after the last layer, beside rounding to the nearest
+GATE = "model.layers.2.mlp.experts.1.gate_proj"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("source") / "model", CONFIG)
+
+
+@pytest.fixture(scope="module")
+def make(source: Path, data: Path) -> Callable[..., Outcome]:
+    """A quantization of the source whose main model is calibrated."""
+    return lambda output, *options: quantize(
+        source, output, *PAIR, *MAIN, "--calibrate", data, *options
+    )
+
+
+@pytest.fixture(scope="module")
+def calibrated(
+    make: Callable[..., Outcome], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Outcome, Path]:
+    output = tmp_path_factory.mktemp("calibrated") / "bundle"
+    return make(output), output
+
+
+def hidden(folder: Path) -> torch.Tensor:
+    """Hidden states after the last layer, along the texts."""
+    texts = Texts(tuple(Text(tuple(text), len(text)) for text in TEXTS))
+    model = load_model(folder, LoadOptions(dequantize_at_load=False)).model
+    with torch.inference_mode():
+        return target_states(model, texts)[0]
+
+
+def sqnr_db(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    noise = (found - wanted).square().sum()
+    return float(10 * torch.log10(wanted.square().sum() / noise))
+
+
+def test_the_hidden_states_are_nearer_than_rounded_to_the_nearest(
+    calibrated: tuple[Outcome, Path], source: Path, tmp_path: Path
+) -> None:
+    outcome, bundle = calibrated
+    assert outcome.code == 0, outcome.err
+    assert quantize(source, tmp_path / "nearest", *PAIR).code == 0
+    wanted = hidden(source)
+    found, nearest = (sqnr_db(hidden(one), wanted) for one in (bundle, tmp_path / "nearest"))
+    assert found > nearest + GAINED_DB
+    recorded = read_json(bundle / "mtp_export.json")["options"]["calibrate"]
+    assert recorded["parts"] == ["main", "mtp"]
+    count = 3 * EXPERTS * len(LAYERS)
+    assert f"Calibrated: {count} weights" in " ".join(outcome.out.split())
+    assert not [*bundle.with_name("bundle-work").rglob("*.pt")]
+
+
+@torch.inference_mode()
+def test_codes_are_those_of_what_the_quantized_layers_make(
+    calibrated: tuple[Outcome, Path], source: Path
+) -> None:
+    """By the bundle itself, which is run up to the input of the last layer's experts."""
+    bundle = calibrated[1]
+    texts = Texts(tuple(Text(tuple(text), len(text)) for text in TEXTS))
+    streamed, paged = open_streamed(bundle, "cpu"), PagedTexts.of(texts)
+    x, chunks = streamed.embedded(texts.tokens), paged.chunks(torch.device("cpu"))
+    *before, last = streamed.layers(0)
+    for layer in before:
+        pass_through(layer, x, paged, chunks)
+    attend_through(last, x, paged, chunks)
+    rows = last.fed(x).bfloat16().float()
+    stored = read_tensors(bundle / "main")
+    grid = Grid.int4(stored[f"{GATE}.weight_scale"].float(), 32)
+    weight = read_tensors(source)[f"{GATE}.weight"].float()
+    codes = grid.stored(gptq(weight, Factor.of(rows.t() @ rows), grid))
+    assert codes.equal(stored[f"{GATE}.weight_packed"])
+
+
+def test_it_resumes_by_layer_and_ends_with_the_same_bytes(
+    calibrated: tuple[Outcome, Path],
+    make: Callable[..., Outcome],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Interrupted in the last layer: no expert that was done, and no layer, is done again."""
+    output, rounded, passed = tmp_path / "bundle", Rounder.rounded, MainCalibration._passed
+    done: list[str] = []
+
+    def interrupted(self: Rounder, unit: Any, *given: Any) -> dict[str, Any]:
+        if len(done) == EXPERTS + 1:
+            raise KeyboardInterrupt
+        done.append(unit.name)
+        return rounded(self, unit, *given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Rounder, "rounded", interrupted)
+        assert make(output).code == 130
+    assert not (output / "mtp_export.json").exists() and not (output / "main/config.json").exists()
+    more: list[str] = []
+    layers: list[int] = []
+
+    def counted(self: Rounder, unit: Any, *given: Any) -> dict[str, Any]:
+        more.append(unit.name)
+        return rounded(self, unit, *given)
+
+    def passing(self: MainCalibration, number: int, x: torch.Tensor) -> torch.Tensor:
+        layers.append(number)
+        return passed(self, number, x)
+
+    monkeypatch.setattr(Rounder, "rounded", counted)
+    monkeypatch.setattr(MainCalibration, "_passed", passing)
+    assert make(output).code == 0
+    assert len({*done, *more}) == len(done) + len(more) == EXPERTS * len(LAYERS)
+    assert layers == [2]
+    assert files_of(output) == files_of(calibrated[1])
+
+
+def test_verify_passes_it(calibrated: tuple[Outcome, Path], source: Path) -> None:
+    verify_weights(calibrated[1], source)
+
+
+def test_a_dry_run_says_what_it_takes_and_writes_nothing(
+    make: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    outcome = make(tmp_path / "bundle", "--dry-run", "--json")
+    said = " ".join(json.loads(outcome.out)["remarks"])
+    count, rows = 3 * EXPERTS * len(LAYERS), len(TEXTS) * LENGTH
+    words = f"of the main model, layer by layer: {count} weights by {rows} rows"
+    assert words in said and "MTP part" not in said
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "code", "said"),
+    [
+        (CONFIG, ("--method", "awq"), 4, "--calibrate-main with --method gptq"),
+        (CONFIG, ("--base-quant", "bf16"), 4, "The main part has no weight whose codes"),
+        (SMALL_CONFIGS["ernie4_5_moe"], NVFP4, 4, "The runtime has no layer"),
+    ],
+    ids=["awq", "bf16", "not run"],
+)
+def test_refusals(
+    config: dict[str, Any],
+    options: tuple[str, ...],
+    code: int,
+    said: str,
+    data: Path,
+    tmp_path: Path,
+) -> None:
+    source = write_checkpoint(tmp_path / "model", config)
+    given = (*PAIR, "--calibrate", data, *MAIN, *options)
+    outcome = quantize(source, tmp_path / "bundle", *given)
+    assert outcome.code == code and said in " ".join(outcome.err.split()), outcome.err
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_it_needs_texts(tmp_path: Path) -> None:
+    refused = run_program("quantize", tmp_path / "s", "--output-dir", tmp_path / "b", *MAIN)
+    assert refused.code == 2 and "--calibrate-main beside --calibrate" in refused.err
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "family", ["glm4_moe", "glm_moe_dsa", "mimo", "qwen3_next", "qwen3_5_moe", "exaone_moe"]
+)
+def test_both_parts_in_nvfp4(family: str, data: Path, tmp_path: Path) -> None:
+    """All linears, whatever the attention, and experts that are stored fused."""
+    source = write_checkpoint(tmp_path / "model", SMALL_CONFIGS[family])
+    pair = (*NVFP4, "--allow-untested-pair")
+    assert quantize(source, tmp_path / "nearest", *pair).code == 0
+    outcome = quantize(source, tmp_path / "bundle", *pair, "--calibrate", data, *MAIN)
+    assert outcome.code == 0, outcome.err
+    wanted = hidden(source)
+    found, nearest = (sqnr_db(hidden(tmp_path / one), wanted) for one in ("bundle", "nearest"))
+    assert found > nearest
+    verify_weights(tmp_path / "bundle", source)
