@@ -16,6 +16,11 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
         | {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 32},
         1,
     ),
+    "BailingMoeV2_5ForCausalLM": (
+        "BailingMoeV25MTPModel",
+        {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 32},
+        1,
+    ),
     "pangu_ultra_moe": (
         "OpenPanguMTP",
         {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64},

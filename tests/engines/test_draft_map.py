@@ -16,7 +16,6 @@ ROWS = {*FAMILIES, *WITHOUT_MTP, *SEPARATE_DRAFTS, *NOT_DESCRIBED}
 NO_MODELS = {"exaone4_5_vision", "minimax_m3_mtp"}
 # Architectures of models that have a row, which the small configs do not have.
 OTHERS = {
-    "BailingMoeV2_5ForCausalLM": "bailing_hybrid",
     "BailingMoeV3ForCausalLM": "bailing_hybrid",
     "BailingMoeV3VLForConditionalGeneration": "bailing_hybrid",
     "MiMoV2OmniForCausalLM": "mimo_v2",

@@ -38,7 +38,7 @@ def draft_of(main: str, draft: str, method: str) -> dict[str, Any]:
         speculation["num_speculative_tokens"] = 1
     config = EngineArgs(
         model=main, dtype="bfloat16", enforce_eager=True, speculative_config=speculation,
-        max_model_len=256, skip_tokenizer_init=True,
+        max_model_len=256, mamba_block_size=256, skip_tokenizer_init=True,
     ).create_engine_config()  # fmt: skip
     own = config.speculative_config.draft_model_config
     with set_current_vllm_config(config):

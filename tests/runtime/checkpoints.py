@@ -426,6 +426,15 @@ BAILING_MOE: dict[str, Any] = {
     "moe_router_enable_expert_bias": False,
     "use_qkv_bias": True,
 }
+BAILING_LINEAR: dict[str, Any] = BAILING_MOE_V2 | {
+    "architectures": ["BailingMoeV2_5ForCausalLM"],
+    "model_type": "bailing_hybrid",
+    "num_hidden_layers": 4,
+    "layer_group_size": 2,
+    "group_norm_size": 2,
+    **{key: SMALL[key] for key in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim")},
+    **{key: SMALL[key] for key in ("qk_rope_head_dim", "v_head_dim")},
+}
 PANGU_ULTRA_MOE: dict[str, Any] = {
     **{key: one for key, one in SMALL.items() if key not in ("scoring_func", "topk_method")},
     "architectures": ["PanguUltraMoEForCausalLM"],
@@ -595,6 +604,7 @@ SMALL_CONFIGS: dict[str, dict[str, Any]] = {
     "mellum": MELLUM,
     "glm5_next": GLM5_NEXT,
     "bailing_hybrid": BAILING_HYBRID,
+    "BailingMoeV2_5ForCausalLM": BAILING_LINEAR,
     "bailing_moe": BAILING_MOE,
     "bailing_moe_v2": BAILING_MOE_V2,
     "pangu_ultra_moe": PANGU_ULTRA_MOE,

@@ -1,5 +1,5 @@
-"""Model families by config.json's model_type. A new one is one file and one line here, for export
-and runtime alike."""
+"""Model families by config.json's model_type, or by its architecture where several have one
+model_type. A new one is one file and one line here, for export and runtime alike."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families import (
     bailing_hybrid,
+    bailing_linear,
     bailing_moe,
     deepseek_v3,
     deepseek_v4,
@@ -67,6 +68,7 @@ FAMILIES: dict[str, Callable[[Fields], ModelSpec]] = {
     "mellum": mellum.spec,
     "glm5_next": glm5_next.spec,
     "bailing_hybrid": bailing_hybrid.spec,
+    "BailingMoeV2_5ForCausalLM": bailing_linear.spec,
     "bailing_moe": bailing_moe.spec,
     "bailing_moe_v2": bailing_moe.spec,
     "pangu_ultra_moe": pangu_ultra_moe.spec,
@@ -88,13 +90,15 @@ def family_of(config: Mapping[str, Any], names: Collection[str] = ()) -> ModelSp
     names: those of the tensors that are stored, which tell what no config does. Raises
     UnsupportedError for a model_type without a family, and what the family raises.
     """
-    model_type = config.get("model_type")
     refuse_without_mtp(config, names)
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise UnsupportedError(
-            "This model type is not supported",
-            expected=f"model_type {' or '.join(sorted(FAMILIES))} in config.json",
-            found=repr(model_type)[:100],
-            todo="Other models need a family of their own; CONTRIBUTING.md says how to add one",
-        )
-    return FAMILIES[model_type](Fields(config)).as_stored(names)
+    architectures = config.get("architectures")
+    known = [*(architectures if isinstance(architectures, list) else ()), config.get("model_type")]
+    for name in known:
+        if isinstance(name, str) and name in FAMILIES:
+            return FAMILIES[name](Fields(config)).as_stored(names)
+    raise UnsupportedError(
+        "This model type is not supported",
+        expected=f"model_type {' or '.join(sorted(FAMILIES))} in config.json",
+        found=repr(config.get("model_type"))[:100],
+        todo="Other models need a family of their own; CONTRIBUTING.md says how to add one",
+    )

@@ -2,68 +2,32 @@
 mixture of experts behind a sigmoid router, and an MTP layer with latent attention behind the last.
 
 Source: transformers' bailing_hybrid and its conversion mapping; vLLM's bailing_moe_v3_mtp.
-Ling-2.5, of the same model_type, has other layers.
+Ling-2.5, of the same model_type, has other layers: bailing_linear.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from mtp_checkpoints.errors import UnsupportedError
+from mtp_checkpoints.families.bailing_moe import ATTENTION, decoder, named
 from mtp_checkpoints.families.base import Role, TensorMaker
 from mtp_checkpoints.families.contract import MtpContract
-from mtp_checkpoints.families.facts import ModelFacts, refuse_set
+from mtp_checkpoints.families.facts import ModelFacts
 from mtp_checkpoints.families.fields import Fields
-from mtp_checkpoints.families.listed_decoder import listed_decoder
-from mtp_checkpoints.families.moe_decoder import check_expert_count, main_layers, mtp_count
-from mtp_checkpoints.families.parts.feed_forward import GatedMlp, Moe, MoeNames
+from mtp_checkpoints.families.moe_decoder import main_layers
 from mtp_checkpoints.families.parts.listed import Entry, Listed, matrix, norm
 from mtp_checkpoints.families.parts.mla import Mla
-from mtp_checkpoints.families.spec import LayerSpec, ModelSpec, MtpModules, MtpSpec
-from mtp_checkpoints.families.text_part import TextPart
+from mtp_checkpoints.families.spec import ModelSpec
 
 _CONTRACT = MtpContract(source="vLLM")
-_NAMES = MoeNames(bias="gate.expert_bias")
-_FIELDS = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
+_DEFAULTS = {"first_k_dense_replace": 2, "moe_router_enable_expert_bias": True}
 _FULL, _LINEAR = "full_attention", "linear_attention"
-_ATTENTION = "attention"
 
 
 def spec(fields: Fields) -> ModelSpec:
     """Describe a config.json."""
-    _refuse_other(fields)
-    known = fields.named(**_FIELDS).with_defaults(n_shared_experts=1)
-    main, count = main_layers(known), mtp_count(known)
-    dense = known.whole("first_k_dense_replace", 2, minimum=0)
-    check_expert_count(known, "n_routed_experts", main + count)
+    known = named(fields).with_defaults(**_DEFAULTS)
     attentions = {_FULL: _latent(known), _LINEAR: _delta(known)}
-    moe, mlp = Moe.of(known, _NAMES), GatedMlp.of(known)
-    layers = [
-        LayerSpec(
-            f"model.layers.{index}",
-            attentions[kind],
-            mlp if index < dense else moe,
-            attention_name=_ATTENTION,
-        )
-        for index, kind in enumerate([*_kinds(known, main), *[_FULL] * count])
-    ]
-    mtp = [
-        MtpSpec(replace(layer, feed_forward=moe), MtpModules.with_last_norm(layer.prefix))
-        for layer in layers[main:]
-    ]
-    described = listed_decoder(TextPart.whole(known), layers[:main], mtp, _CONTRACT)
-    return replace(described, embedding="model.word_embeddings")
-
-
-def _refuse_other(fields: Fields) -> None:
-    refuse_set(fields, "tie_word_embeddings")
-    names = fields.values.get("architectures")
-    if isinstance(names, list) and "BailingMoeV2_5ForCausalLM" in names:
-        raise UnsupportedError(
-            "Ling-2.5 has other layers than Ling-3.0, which has the same model_type",
-            expected="BailingMoeV3ForCausalLM",
-            found="BailingMoeV2_5ForCausalLM",
-        )
+    kinds = [*_kinds(known, main_layers(known)), _FULL]
+    return decoder(known, [attentions[kind] for kind in kinds], _CONTRACT)
 
 
 def _kinds(fields: Fields, layers: int) -> list[str]:
@@ -75,14 +39,20 @@ def _kinds(fields: Fields, layers: int) -> list[str]:
 
 
 def _latent(fields: Fields) -> Listed:
-    """Return latent attention with a gate per head, whose last projection has a name of its own."""
-    attention, make = Mla.of(fields), TensorMaker(ModelFacts.of(fields).dtype)
+    """Return latent attention with a gate per head."""
+    heads, hidden = fields.whole("num_attention_heads"), fields.whole("hidden_size")
+    gate = matrix("g_proj", heads, hidden, Role.DELTA_GATES)
+    return latent("latent attention with a gate per head", fields, gate)
+
+
+def latent(title: str, fields: Fields, *more: Entry) -> Listed:
+    """Return latent attention, whose last projection has a name of its own."""
+    make = TensorMaker(ModelFacts.of(fields).dtype)
     entries = [
         Entry(one.name.removeprefix("-.").replace("o_proj", "dense"), one.shape, one.role)
-        for one in attention.tensors("-", make)
+        for one in Mla.of(fields).tensors("-", make)
     ]
-    gate = matrix("g_proj", attention.sizes.heads, attention.hidden, Role.DELTA_GATES)
-    return Listed("latent attention with a gate per head", _ATTENTION, (*entries, gate))
+    return Listed(title, ATTENTION, (*entries, *more))
 
 
 def _delta(fields: Fields) -> Listed:
@@ -101,4 +71,4 @@ def _delta(fields: Fields) -> Listed:
         norm("o_norm", head),
         matrix("dense", hidden, inner, own),
     ]
-    return Listed("delta attention with gates per channel", _ATTENTION, tuple(entries))
+    return Listed("delta attention with gates per channel", ATTENTION, tuple(entries))

@@ -7,6 +7,7 @@ bailing_moe_nextn.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from mtp_checkpoints.families.base import Role
@@ -17,56 +18,67 @@ from mtp_checkpoints.families.gated_delta_decoder import at_most_one_mtp_layer
 from mtp_checkpoints.families.listed_decoder import listed_decoder
 from mtp_checkpoints.families.moe_decoder import check_expert_count, main_layers
 from mtp_checkpoints.families.parts.feed_forward import BIASED, GREEDY, GatedMlp, Moe, MoeNames
-from mtp_checkpoints.families.parts.listed import Listed, matrix, norm, with_bias
+from mtp_checkpoints.families.parts.listed import Entry, Listed, matrix, norm, with_bias
 from mtp_checkpoints.families.spec import LayerSpec, ModelSpec, MtpModules, MtpSpec
 from mtp_checkpoints.families.text_part import TextPart
 
 _CONTRACT = MtpContract(source="SGLang")
 _NAMES = MoeNames(bias="gate.expert_bias")
-_FIELDS = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
-_ATTENTION = "attention"
+_KNOWN = ("sglang",)
+ATTENTION = "attention"
 
 
 def spec(fields: Fields) -> ModelSpec:
     """Describe a config.json."""
-    known = fields.named(**_FIELDS)
-    for key in ("tie_word_embeddings", "use_bias", "multi_gate"):
-        refuse_set(known, key)
-    main, count = main_layers(known), at_most_one_mtp_layer(known, 0)
-    check_expert_count(known, "n_routed_experts", main + count)
-    dense = known.whole("first_k_dense_replace", 0, minimum=0)
-    attention, moe, mlp = _attention(known), _moe(known), GatedMlp.of(known)
+    known = named(fields)
+    refuse_set(known, "multi_gate")
+    attentions = [joined_attention(known, known.whole("num_key_value_heads"))]
+    return replace(decoder(known, attentions * (main_layers(known) + 1), _CONTRACT), engines=_KNOWN)
+
+
+def named(fields: Fields) -> Fields:
+    """Return the fields by their usual names."""
+    return fields.named(
+        n_routed_experts="num_experts", n_shared_experts="num_shared_experts"
+    ).with_defaults(n_shared_experts=1)
+
+
+def decoder(fields: Fields, attentions: Sequence[Listed], contract: MtpContract) -> ModelSpec:
+    """Describe a decoder of any attentions, those of main layers and of the MTP layer."""
+    for key in ("tie_word_embeddings", "use_bias"):
+        refuse_set(fields, key)
+    count, last = at_most_one_mtp_layer(fields, 0), len(attentions) - 1
+    check_expert_count(fields, "n_routed_experts", last + count)
+    dense = fields.whole("first_k_dense_replace", 0, minimum=0)
+    moe, mlp = _moe(fields), GatedMlp.of(fields)
     layers = [
         LayerSpec(
             f"model.layers.{index}",
             attention,
-            mlp if index < dense else moe,
-            attention_name=_ATTENTION,
+            mlp if index < min(dense, last) else moe,
+            attention_name=attention.name,
         )
-        for index in range(main + count)
+        for index, attention in enumerate(attentions)
     ]
-    mtp = [
-        MtpSpec(replace(layer, feed_forward=moe), MtpModules.with_last_norm(layer.prefix))
-        for layer in layers[main:]
-    ]
-    described = listed_decoder(TextPart.whole(known), layers[:main], mtp, _CONTRACT)
-    return replace(described, embedding="model.word_embeddings", engines=("sglang",))
+    module = MtpSpec(layers[last], MtpModules.with_last_norm(layers[last].prefix))
+    described = listed_decoder(TextPart.whole(fields), layers[:last], [module] * count, contract)
+    return replace(described, embedding="model.word_embeddings")
 
 
-def _attention(fields: Fields) -> Listed:
+def joined_attention(fields: Fields, kv_heads: int, *more: Entry) -> Listed:
+    """Return attention whose queries, keys and values are one projection, and what else it has."""
     hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
     head = fields.without_nulls().whole("head_dim", max(1, hidden // heads))
-    rows = (heads + 2 * fields.whole("num_key_value_heads")) * head
-    joined = matrix("query_key_value", rows, hidden, Role.ATTENTION)
+    joined = matrix("query_key_value", (heads + 2 * kv_heads) * head, hidden, Role.ATTENTION)
     entries = [*(with_bias(joined) if fields.flag("use_qkv_bias", False) else (joined,))]
     if fields.flag("use_qk_norm", False):
         entries += [norm("query_layernorm", head), norm("key_layernorm", head)]
     entries.append(matrix("dense", hidden, heads * head, Role.ATTENTION))
-    return Listed("attention with joined projections", _ATTENTION, tuple(entries))
+    return Listed("attention with joined projections", ATTENTION, (*entries, *more))
 
 
 def _moe(fields: Fields) -> Moe:
-    """Return the mixture, whose shared experts may be as wide as they are told to be."""
+    """Return the mixture, whose shared experts may have a width of their own."""
     is_biased = fields.flag("moe_router_enable_expert_bias", False)
     known = fields.with_values(topk_method=BIASED if is_biased else GREEDY)
     moe = Moe.of(known, _NAMES)

@@ -26,7 +26,10 @@ BESIDES = {"step3p5": BESIDE}
 # It keeps room for what experts do not have that do nothing.
 BESIDES["longcat_flash"] = r"model\.layers\.\d+\.mlp\.experts\.([89]|1[01])\.(gate|up)_proj\."
 # transformers has no class of them.
-UNCONFIRMED = {"mimo_v2", "bailing_moe", "bailing_moe_v2", "pangu_ultra_moe"}
+UNCONFIRMED = {
+    *("mimo_v2", "pangu_ultra_moe"),
+    *("bailing_moe", "bailing_moe_v2", "BailingMoeV2_5ForCausalLM"),
+}
 # What it saves of them has other names than what it loads.
 LOADED = ("deepseek_v4", "hy_v4")
 

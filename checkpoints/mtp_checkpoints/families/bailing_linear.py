@@ -1,0 +1,30 @@
+"""Ling-2.5: linear attention with joined projections and gates, latent attention in the last layer
+of each group and in the MTP layer, and the mixture of experts of Ling-2.0.
+
+Source: vLLM's bailing_moe_linear and bailing_moe_mtp; SGLang's bailing_moe_linear.
+"""
+
+from __future__ import annotations
+
+from mtp_checkpoints.families.bailing_hybrid import latent
+from mtp_checkpoints.families.bailing_moe import decoder, joined_attention, named
+from mtp_checkpoints.families.base import Role
+from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.fields import Fields
+from mtp_checkpoints.families.moe_decoder import main_layers
+from mtp_checkpoints.families.parts.listed import matrix, norm
+from mtp_checkpoints.families.spec import ModelSpec
+
+_CONTRACT = MtpContract(zero_first_embedding=True, source="vLLM. SGLang keeps position 0")
+
+
+def spec(fields: Fields) -> ModelSpec:
+    """Describe a config.json."""
+    known = named(fields)
+    hidden, heads = known.whole("hidden_size"), known.whole("num_attention_heads")
+    inner = heads * known.without_nulls().whole("head_dim", max(1, hidden // heads))
+    gates = (matrix("g_proj", inner, hidden, Role.ATTENTION), norm("g_norm", inner))
+    linear, full = joined_attention(known, heads, *gates), latent("latent attention", known)
+    period = known.whole("layer_group_size", 1)
+    kinds = [linear if (index + 1) % period else full for index in range(main_layers(known))]
+    return decoder(known, [*kinds, full], _CONTRACT)
