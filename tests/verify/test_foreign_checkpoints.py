@@ -103,7 +103,7 @@ def test_experts_that_are_not_there_are_named(tmp_path: Path) -> None:
 
 
 QWEN = {
-    "model_type": "intern_s2_preview",
+    "model_type": "of_no_family",
     "text_config": {"num_hidden_layers": 2, "mtp_num_hidden_layers": 1, "num_experts": 2},
 }
 MAIN = ("model.language_model.layers.0.norm.weight", "model.language_model.layers.1.norm.weight")
@@ -418,13 +418,13 @@ def test_inspect_counts_what_it_does_not_know(tmp_path: Path) -> None:
     assert outcome.code == 0, outcome.err
     facts = json.loads(outcome.out)
     assert (facts["model_type"], facts["parts"], facts["mtp_layers"]) == (
-        "intern_s2_preview",
+        "of_no_family",
         ["main", "mtp"],
         [0],
     )
     counts = {one["part"]: (one["role"], one["tensors"]) for one in facts["amounts"]}
     assert counts == {"main": ("any", 2), "mtp": ("any", 5)}
-    assert "are not described" in facts["unknown"]
+    assert "model type is not supported" in facts["unknown"]
     known = rewritten(
         GLM,
         tmp_path / "quark",

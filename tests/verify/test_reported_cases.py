@@ -102,7 +102,7 @@ def quantized(config: Config, method: str, **fields: Any) -> Config:
 
 MODELOPT = {"producer": {"name": "modelopt", "version": "0.47.0"}, "quant_algo": "NVFP4"}
 QWEN = {
-    "model_type": "intern_s2_preview",
+    "model_type": "of_no_family",
     "text_config": {"num_hidden_layers": 2, "mtp_num_hidden_layers": 1, "num_experts": 2},
 }
 QWEN_MAIN = below("model.language_model.layers", "0.norm.weight", "1.norm.weight")
