@@ -53,11 +53,16 @@ def _dtype(fields: Fields) -> DType:
     return _DTYPES[name]
 
 
+class UnreleasedField(UnsupportedError):
+    """A field of config.json, by its name, that no release of the family sets."""
+
+    def __init__(self, field: str, model_type: object, found: object) -> None:
+        what = f"config.json sets {field}, which no released {model_type} does"
+        super().__init__(what, expected="false", found=found)
+        self.field = field
+
+
 def refuse_set(fields: Fields, key: str) -> None:
-    """Raise UnsupportedError for a key that no release sets."""
-    if fields.values.get(key):
-        raise UnsupportedError(
-            f"config.json sets {key}, which no released {fields.values.get('model_type')} does",
-            expected="false",
-            found=fields.values[key],
-        )
+    """Raise UnreleasedField for a key that no release sets."""
+    if found := fields.values.get(key):
+        raise UnreleasedField(key, fields.values.get("model_type"), found)

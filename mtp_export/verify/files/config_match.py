@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mtp_checkpoints.containers.base import CONFIG_NAME, TensorInfo
 from mtp_checkpoints.errors import InvalidInputError, MtpExportError, UnsupportedError
 from mtp_checkpoints.families.base import FLOATS, Role, weight_name
+from mtp_checkpoints.families.facts import UnreleasedField
 from mtp_checkpoints.families.parts import Moe
 from mtp_checkpoints.families.signs import (
     COUNT_FIELDS,
@@ -118,7 +119,8 @@ def _not_followed(context: Context, part: Part, error: MtpExportError) -> Item:
     of a model or a quantization that is not known here."""
     name = f"{part.name}: config"
     if not context.is_bundle and isinstance(error, UnsupportedError):
-        if TIED in str(error) and part.checkpoint and UNTIED_HEAD in part.checkpoint.tensors:
+        ties = isinstance(error, UnreleasedField) and error.field == TIED
+        if ties and part.checkpoint and UNTIED_HEAD in part.checkpoint.tensors:
             return failed(name, causes.tied_beside_a_head(UNTIED_HEAD), subject=CONFIG_NAME)
         return not_tested(name, str(error))
     return failed(name, str(error), subject=str(part.place / CONFIG_NAME))
