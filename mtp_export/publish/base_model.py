@@ -7,13 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from huggingface_hub import ModelInfo
-from huggingface_hub.hf_api import RepoFile
-
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.sources.byte_source import Address
 from mtp_checkpoints.sources.hub import model_uri
-from mtp_checkpoints.sources.hub_client import HubClient
+from mtp_checkpoints.sources.hub_client import HubClient, RepositoryFile
 
 _LICENSE_KEYS = ("license", "license_name", "license_link")
 
@@ -28,7 +25,7 @@ class BaseModel:
 
     name: str
     commit: str
-    files: Mapping[str, RepoFile] = field(default_factory=dict)
+    files: Mapping[str, RepositoryFile] = field(default_factory=dict)
     license: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -55,14 +52,14 @@ def base_model(named: Address | None, manifest: Mapping[str, Any]) -> BaseModel 
 def _read(name: str, revision: str | None, address: Address) -> BaseModel:
     client = HubClient(name, address)
     info = client.info(revision)
-    commit = info.sha or ""
+    commit = info.get("sha") or ""
     files = replace(client, commit=commit).tree() if commit else []
     # The Hub copies between repositories what Xet stores.
-    copied = {file.lfs.sha256: file for file in files if file.lfs and file.xet_hash}
+    copied = {file.sha256: file for file in files if file.sha256 and file.xet_hash}
     return BaseModel(name, commit, files=copied, license=_license(info))
 
 
-def _license(info: ModelInfo) -> dict[str, Any]:
-    card = info.card_data
-    found = {key: card.get(key) for key in _LICENSE_KEYS} if card is not None else {}
+def _license(info: Mapping[str, Any]) -> dict[str, Any]:
+    card = info.get("cardData")
+    found = {key: card.get(key) for key in _LICENSE_KEYS} if isinstance(card, dict) else {}
     return {key: value for key, value in found.items() if isinstance(value, str)}

@@ -10,7 +10,6 @@ from pathlib import Path
 from shlex import quote
 
 from huggingface_hub import CommitOperationCopy, get_token
-from huggingface_hub.hf_api import RepoFile
 
 from mtp_checkpoints.errors import (
     InvalidInputError,
@@ -22,7 +21,7 @@ from mtp_checkpoints.errors import (
 from mtp_checkpoints.sources.byte_source import Address
 from mtp_checkpoints.sources.files import read_failure
 from mtp_checkpoints.sources.hub import model_uri
-from mtp_checkpoints.sources.hub_client import HubClient, is_listed
+from mtp_checkpoints.sources.hub_client import HubClient, RepositoryFile
 from mtp_checkpoints.tensors.manifest import manifest_sha256
 from mtp_export.progress import ProgressCallback, ShowProgress
 from mtp_export.publish.base_model import BaseModel, base_model
@@ -80,7 +79,7 @@ class PushPlan:
 class Source:
     """A file of a commit that the Hub can copy; repository None: the one that is pushed to."""
 
-    file: RepoFile
+    file: RepositoryFile
     repository: str | None
     commit: str
 
@@ -158,14 +157,14 @@ def sha256_of(path: Path, progress: ProgressCallback) -> str:
     return digest.hexdigest()
 
 
-def has_digest(listed: RepoFile | None, sha256: str) -> bool:
+def has_digest(listed: RepositoryFile | None, sha256: str) -> bool:
     """Return whether the Hub lists a large file with this checksum."""
-    return listed is not None and listed.lfs is not None and listed.lfs.sha256 == sha256
+    return listed is not None and listed.sha256 == sha256
 
 
-def has_bytes(listed: RepoFile | None, data: bytes) -> bool:
+def has_bytes(listed: RepositoryFile | None, data: bytes) -> bool:
     """Return whether the Hub lists a file with the checksum and the size of these bytes."""
-    return listed is not None and listed.size == len(data) and is_listed(listed, data)
+    return listed is not None and listed.size == len(data) and listed.has(data)
 
 
 def _repository(address: Address) -> Repository:
@@ -208,8 +207,8 @@ def _sources(name: str, base: BaseModel | None, state: State | None) -> dict[str
         found = {digest: Source(file, base.name, base.commit)
                  for digest, file in base.files.items()}  # fmt: skip
     if state is not None and state.commit is not None:
-        found |= {file.lfs.sha256: Source(file, None, state.commit)
-                  for file in state.files.values() if file.lfs}  # fmt: skip
+        found |= {file.sha256: Source(file, None, state.commit)
+                  for file in state.files.values() if file.sha256}  # fmt: skip
     return found
 
 

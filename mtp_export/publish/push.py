@@ -9,9 +9,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete
-from huggingface_hub.hf_api import RepoFile
 
 from mtp_checkpoints.errors import IoError, MtpExportError, VerificationError
+from mtp_checkpoints.sources.hub_client import RepositoryFile
 from mtp_export.progress import ProgressCallback, ShowProgress
 from mtp_export.publish.content import Shard
 from mtp_export.publish.plan import PushPlan, digests_of, has_bytes, has_digest
@@ -121,7 +121,7 @@ def _committed(plan: PushPlan, state: State, operations: Sequence[Operation]) ->
         return now.commit
 
 
-def _wrong(plan: PushPlan, listed: Mapping[str, RepoFile]) -> list[str]:
+def _wrong(plan: PushPlan, listed: Mapping[str, RepositoryFile]) -> list[str]:
     """Return the paths of what the Hub does not list with their sizes and checksums here."""
     sizes = plan.sizes
     wrong = [
@@ -133,7 +133,7 @@ def _wrong(plan: PushPlan, listed: Mapping[str, RepoFile]) -> list[str]:
     return wrong + [name for name in plan.removed if name in listed]
 
 
-def _check_listed(plan: PushPlan, listed: Mapping[str, RepoFile]) -> None:
+def _check_listed(plan: PushPlan, listed: Mapping[str, RepositoryFile]) -> None:
     """Compare the commit with the local files (VerificationError)."""
     wrong = _wrong(plan, listed)
     if wrong:

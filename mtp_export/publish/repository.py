@@ -21,6 +21,7 @@ from huggingface_hub import (
     CommitOperationAdd,
     CommitOperationCopy,
     CommitOperationDelete,
+    HfApi,
     constants,
 )
 from huggingface_hub.errors import (
@@ -30,14 +31,14 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
-from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import disable_progress_bars
 
 from mtp_checkpoints.errors import InvalidInputError, IoError, MtpExportError
 from mtp_checkpoints.quiet import quieted
 from mtp_checkpoints.sources import remote_failures as of
 from mtp_checkpoints.sources.byte_source import Address
-from mtp_checkpoints.sources.hub_client import NO_ACCESS, HubClient, failure
+from mtp_checkpoints.sources.hub_client import NO_ACCESS, HubClient, RepositoryFile, failure
+from mtp_export import __version__
 from mtp_export.progress import ProgressCallback
 
 BRANCH = constants.DEFAULT_REVISION
@@ -60,7 +61,7 @@ class State:
 
     commit: str | None
     private: bool
-    files: Mapping[str, RepoFile]
+    files: Mapping[str, RepositoryFile]
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,12 @@ class Repository:
     def address(self) -> Address:
         return self.client.address
 
+    @property
+    def api(self) -> HfApi:
+        """The client library's own interface to the Hub."""
+        endpoint = self.client.endpoint
+        return HfApi(endpoint, library_name="mtp-export", library_version=__version__)
+
     def state(self) -> State | None:
         """Return the repository as it is now; None if there is none that this token may see."""
         try:
@@ -86,10 +93,10 @@ class Repository:
             if isinstance(cause, RepositoryNotFoundError) and not isinstance(cause, GatedRepoError):
                 return None
             raise
-        files = self.files_at(info.sha) if info.sha else {}
-        return State(info.sha, bool(info.private), files)
+        commit = info.get("sha") or None
+        return State(commit, bool(info.get("private")), self.files_at(commit) if commit else {})
 
-    def files_at(self, commit: str) -> dict[str, RepoFile]:
+    def files_at(self, commit: str) -> dict[str, RepositoryFile]:
         """Return the files of a commit by path (InvalidInputError, IoError)."""
         return {file.path: file for file in replace(self.client, commit=commit).tree()}
 
@@ -98,7 +105,7 @@ class Repository:
 
         Raises InvalidInputError where the token may not, IoError; also where there is one by now.
         """
-        api = self.client.api
+        api = self.api
 
         def attempt() -> None:
             try:
@@ -138,7 +145,7 @@ class Repository:
         """
         with _silent_client():
             try:
-                self.client.api.preupload_lfs_files(
+                self.api.preupload_lfs_files(
                     self.name, operations, revision=BRANCH, num_threads=1, free_memory=False
                 )
             except Exception as error:  # of the library, of its compiled client and of the network
@@ -151,7 +158,7 @@ class Repository:
         Raises CopyRefused, with nothing committed, if the Hub copies no files from their source;
         IoError if the branch is at another commit by now.
         """
-        api = self.client.api
+        api = self.api
 
         def attempt() -> str:
             try:

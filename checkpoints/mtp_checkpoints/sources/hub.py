@@ -9,12 +9,11 @@ from dataclasses import dataclass, field, replace
 
 from huggingface_hub import parse_hf_uri
 from huggingface_hub.errors import HfUriError
-from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import HfUri
 
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.sources.byte_source import Address
-from mtp_checkpoints.sources.hub_client import HubClient, hub_endpoint
+from mtp_checkpoints.sources.hub_client import HubClient, RepositoryFile, hub_endpoint
 from mtp_checkpoints.sources.remote_source import OpenRemoteFile, RemoteSource
 from mtp_checkpoints.sources.transfers import Pause, Sink
 
@@ -66,20 +65,20 @@ class HubFile:
     """A file of a repository."""
 
     path: Address
-    listed: RepoFile = field(compare=False)
+    listed: RepositoryFile = field(compare=False)
     client: HubClient = field(compare=False)
 
     @property
     def size_bytes(self) -> int:
-        return int(self.listed.size)
+        return self.listed.size
 
     @property
     def sha256(self) -> str | None:
-        return None if self.listed.lfs is None else str(self.listed.lfs.sha256)
+        return self.listed.sha256
 
     @property
     def version(self) -> str:
-        return self.sha256 or str(self.listed.blob_id)
+        return self.sha256 or self.listed.blob_id
 
     def open(self, once: range | None = None) -> OpenRemoteFile:
         return OpenRemoteFile(self)

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, TypeVar
-from urllib.parse import urljoin, urlsplit
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import quote, urljoin, urlsplit
 
 import httpcore2
 import httpx2
-from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_url
+from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -27,7 +27,6 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.hf_api import ModelInfo, RepoFile
 from huggingface_hub.utils import (
     build_hf_headers,
     get_session,
@@ -166,11 +165,31 @@ def hub_endpoint() -> str:
     return (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
 
 
-def _listed(entry: dict[str, Any]) -> RepoFile:
+class RepositoryFile(NamedTuple):
+    """A file of a commit, as the Hub lists it: its size in bytes and its checksum, which is SHA-256
+    of one in the storage for large files, and git's of any other's blob. xet_hash is that of a file
+    in Xet's storage, else None."""
+
+    path: str
+    size: int
+    blob_id: str
+    sha256: str | None = None
+    xet_hash: str | None = None
+
+    def has(self, data: bytes) -> bool:
+        """Return whether the checksum is that of these bytes."""
+        if self.sha256 is not None:
+            return self.sha256 == hashlib.sha256(data).hexdigest()
+        blob = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False)
+        return self.blob_id == blob.hexdigest()
+
+
+def _listed(entry: dict[str, Any]) -> RepositoryFile:
     """Return a file of a listing; raises TypeError or KeyError for what none can be."""
-    file = RepoFile(**entry)
-    checksum = file.blob_id if file.lfs is None else file.lfs.sha256
-    if not (isinstance(file.path, str) and isinstance(checksum, str)):
+    large = entry.get("lfs")
+    sha256 = None if large is None else large["oid"]
+    file = RepositoryFile(entry["path"], entry["size"], entry["oid"], sha256, entry.get("xetHash"))
+    if not (isinstance(file.path, str) and isinstance(sha256 or file.blob_id, str)):
         raise TypeError("path and checksum are texts")
     if type(file.size) is not int or file.size < 0:
         raise TypeError("sizes are counts")
@@ -192,44 +211,44 @@ class HubClient:
 
     def commit_of(self, revision: str | None) -> str:
         """Return the commit that a branch, tag or abbreviated commit is now."""
-        commit = self.info(revision).sha
+        commit = self.info(revision).get("sha")
         if commit is None:
             raise of.CONTRADICTION.at(self.address, "none", expected="a repository's commit")
-        return commit
+        return str(commit)
 
-    @property
-    def api(self) -> HfApi:
-        """The client library's own interface to the Hub."""
-        return HfApi(endpoint=self.endpoint, library_name="mtp-export", library_version=__version__)
-
-    def info(self, revision: str | None = None) -> ModelInfo:
+    def info(self, revision: str | None = None) -> dict[str, Any]:
         """Return what the Hub says of the repository (InvalidInputError, IoError)."""
+        at = "" if revision is None else f"/revision/{quote(revision, safe='')}"
+        answer = self.answer(f"{self.endpoint}/api/models/{self.repo}{at}")
+        with self._read_as("an object of the repository's facts"):
+            facts = dict(answer.json())
+            if not isinstance(facts.get("sha"), str | None):
+                raise TypeError("a commit is a text")
+            return facts
 
-        def ask() -> ModelInfo:
-            return self.api.model_info(self.repo, revision=revision, timeout=_timeout())
-
-        return self.patiently(ask, self.address)
-
-    def tree(self) -> list[RepoFile]:
+    def tree(self) -> list[RepositoryFile]:
         """Return every file of the commit, with size and checksums."""
-        files: list[RepoFile] = []
+        files: list[RepositoryFile] = []
         url = f"{self.endpoint}/api/models/{self.repo}/tree/{self.commit}?recursive=true"
         while url:
             answer = self.answer(url)
-            try:
+            with self._read_as("a list of files with type, path, size and checksum"):
                 entries = [entry for entry in answer.json() if entry["type"] == "file"]
                 files += map(_listed, entries)
-            except _UNREADABLE as error:
-                raise of.CONTRADICTION.at(
-                    self.address,
-                    f"another answer ({type(error).__name__})",
-                    expected="a list of files with type, path, size and checksum",
-                ) from None
             following = urlsplit(answer.links.get("next", {}).get("url", ""))
             # Only ever this endpoint: the token goes along.
             page = f"{following.path}?{following.query}"
             url = urljoin(self.endpoint, page) if following.path else ""
         return files
+
+    @contextmanager
+    def _read_as(self, expected: str) -> Iterator[None]:
+        """Refuse an answer that is not as the Hub's own are (IoError)."""
+        try:
+            yield
+        except _UNREADABLE as error:
+            found = f"another answer ({type(error).__name__})"
+            raise of.CONTRADICTION.at(self.address, found, expected=expected) from None
 
     def answer(self, url: str) -> httpx2.Response:
         """Return the answer to a GET request (InvalidInputError, IoError)."""
@@ -241,7 +260,7 @@ class HubClient:
 
         return self.patiently(ask, self.address)
 
-    def whole(self, file: RepoFile) -> bytes:
+    def whole(self, file: RepositoryFile) -> bytes:
         """Return a small file whole, with its checksum compared."""
         url = self._url(file.path)
         where = self.address / file.path
@@ -258,7 +277,7 @@ class HubClient:
             return bytes(data)
 
         data = self.patiently(attempt, where)
-        if not is_listed(file, data):
+        if not file.has(data):
             raise IoError(
                 "A file does not arrive as the repository lists it",
                 where=where,
@@ -268,11 +287,11 @@ class HubClient:
             )
         return data
 
-    def fetch(self, file: RepoFile, span: range, *, sink: Sink, pause: Pause) -> None:
+    def fetch(self, file: RepositoryFile, span: range, *, sink: Sink, pause: Pause) -> None:
         """Give sink the bytes of a span of a file in order, over as many requests as it takes."""
         transfer(partial(self._stream, file), span, sink=sink, pause=pause)
 
-    def _stream(self, file: RepoFile, span: range) -> Iterator[bytes]:
+    def _stream(self, file: RepositoryFile, span: range) -> Iterator[bytes]:
         """Yield the bytes of a span as they come (AttemptFailed)."""
         where = self.address / file.path
         with _attempt(where):
@@ -296,7 +315,7 @@ class HubClient:
             if left:
                 raise _Cut("the body ended early")
 
-    def _location(self, file: RepoFile) -> str:
+    def _location(self, file: RepositoryFile) -> str:
         """Return the link to a file's storage, and compare what the Hub says of the file."""
         known = self.locations.get(file.path)
         if known is not None:
@@ -304,8 +323,7 @@ class HubClient:
         facts = get_hf_file_metadata(
             self._url(file.path), timeout=_timeout(), headers=self._user_agent
         )
-        sha256 = file.lfs.sha256 if file.lfs else None
-        listed = {"commit": self.commit, "size": file.size, "checksum": sha256 or facts.etag}
+        listed = {"commit": self.commit, "size": file.size, "checksum": file.sha256 or facts.etag}
         found = {"commit": facts.commit_hash, "size": facts.size, "checksum": facts.etag}
         for name, value in found.items():
             if value is not None and value != listed[name]:
@@ -359,15 +377,6 @@ class HubClient:
 def _timeout() -> float:
     """Return the seconds without a byte after which an attempt has failed."""
     return float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
-
-
-def is_listed(file: RepoFile, data: bytes) -> bool:
-    """Return whether a repository lists a file with the checksum of these bytes: SHA-256 of what is
-    in its storage, git's of a blob."""
-    if file.lfs is not None:
-        return bool(file.lfs.sha256 == hashlib.sha256(data).hexdigest())
-    blob = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False)
-    return bool(file.blob_id == blob.hexdigest())
 
 
 def _check_range(

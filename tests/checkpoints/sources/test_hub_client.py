@@ -8,7 +8,6 @@ from typing import Any
 
 import httpx2
 import pytest
-from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
 from mtp_checkpoints.errors import InvalidInputError, IoError, MtpExportError
@@ -122,7 +121,7 @@ def test_a_listing_is_read_from_its_own_endpoint_alone(monkeypatch: pytest.Monke
     ]
     assert [(file.path, file.size) for file in files] == [(one["path"], one["size"])
                                                           for one in (BLOB, LARGE)]  # fmt: skip
-    assert files[0].lfs is None and files[1].lfs.sha256 == "5ha"
+    assert files[0].sha256 is None and files[1].sha256 == "5ha"
 
 
 @pytest.mark.parametrize(
@@ -165,18 +164,21 @@ def test_an_empty_file_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_repository_without_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-
-    def model_info(api: HfApi, repo: str, **options: Any) -> Any:
-        asked.append((api.endpoint, repo, options["revision"]))
-        return SimpleNamespace(sha=None if options["revision"] is None else "abc")
-
-    monkeypatch.setattr(HfApi, "model_info", model_info)
-    assert CLIENT.commit_of("v1") == "abc"
+    asked = listing(monkeypatch, {"sha": "abc"}, {"id": "acme/tiny"})
+    assert CLIENT.commit_of("a/v1") == "abc"
     with pytest.raises(IoError) as caught:
         CLIENT.commit_of(None)
     assert (caught.value.expected, caught.value.found) == ("a repository's commit", "none")
-    assert asked == [(ENDPOINT, "acme/tiny", "v1"), (ENDPOINT, "acme/tiny", None)]
+    where = f"{ENDPOINT}/api/models/acme/tiny"
+    assert asked == [f"{where}/revision/a%2Fv1", where]
+
+
+@pytest.mark.parametrize("facts", [["sha"], "sha", {"sha": 5}, None])
+def test_facts_of_something_else(facts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    listing(monkeypatch, facts)
+    with pytest.raises(IoError, match="another answer") as caught:
+        CLIENT.info()
+    assert caught.value.expected == "an object of the repository's facts"
 
 
 def test_a_mirror_may_stand_in_for_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:

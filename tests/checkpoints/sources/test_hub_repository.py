@@ -7,21 +7,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from huggingface_hub.hf_api import RepoFile
 
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.sources.byte_source import Address
 from mtp_checkpoints.sources.hub import HubFile, model_uri, open_repository
-from mtp_checkpoints.sources.hub_client import HubClient
+from mtp_checkpoints.sources.hub_client import HubClient, RepositoryFile
 
 LISTED = [
-    RepoFile(path="config.json", size=5, oid="b10b"),
-    RepoFile(path="int4/config.json", size=6, oid="b10c"),
-    RepoFile(path="int4/deep/x.jinja", size=7, oid="b10d"),
-    RepoFile(path="int4-more/x", size=8, oid="b10e"),
-    RepoFile(
-        path="a.safetensors", size=9, oid="p0", lfs={"size": 9, "oid": "5ha", "pointerSize": 1}
-    ),
+    RepositoryFile(path="config.json", size=5, blob_id="b10b"),
+    RepositoryFile(path="int4/config.json", size=6, blob_id="b10c"),
+    RepositoryFile(path="int4/deep/x.jinja", size=7, blob_id="b10d"),
+    RepositoryFile(path="int4-more/x", size=8, blob_id="b10e"),
+    RepositoryFile(path="a.safetensors", size=9, blob_id="p0", sha256="5ha"),
 ]
 
 
@@ -34,7 +31,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
         found.append(("commit", client.repo, str(client.address), str(revision)))
         return "c0ffee"
 
-    def tree(client: HubClient) -> list[RepoFile]:
+    def tree(client: HubClient) -> list[RepositoryFile]:
         found.append(("tree", client.repo, str(client.address), client.commit))
         return LISTED
 
@@ -108,7 +105,7 @@ def test_an_address_of_no_model(address: str) -> None:
 def test_a_file_is_read_by_its_client() -> None:
     asked = list[tuple[Any, ...]]()
 
-    def fetch(file: RepoFile, span: range, *, sink: Any, pause: Any) -> None:
+    def fetch(file: RepositoryFile, span: range, *, sink: Any, pause: Any) -> None:
         asked.append((file, span, sink, pause))
 
     client: Any = SimpleNamespace(fetch=fetch, whole=lambda file: file.path.encode())

@@ -10,24 +10,22 @@ from typing import Any
 import httpcore2
 import httpx2
 import pytest
-from huggingface_hub import HfApi, constants
-from huggingface_hub.hf_api import RepoFile
+from huggingface_hub import constants
 
 from mtp_checkpoints.errors import IoError, MtpExportError
 from mtp_checkpoints.sources import hub_client
 from mtp_checkpoints.sources.byte_source import Address
-from mtp_checkpoints.sources.hub_client import HubClient
+from mtp_checkpoints.sources.hub_client import HubClient, RepositoryFile
 from mtp_export import __version__
+from mtp_export.publish.repository import Repository
 
 ENDPOINT, STORAGE = "https://hub.example", "https://storage.example/signed"
 WHERE = Address("hf://acme/tiny@c0ffee")
 DATA = bytes(range(100))
 SHA256 = hashlib.sha256(DATA).hexdigest()
 BLOB = hashlib.sha1(b"blob 100\0" + DATA).hexdigest()
-LARGE = RepoFile(
-    path="a/b.bin", size=100, oid="p0inter", lfs={"size": 100, "oid": SHA256, "pointerSize": 1}
-)
-SMALL = RepoFile(path="a/b.json", size=100, oid=BLOB)
+LARGE = RepositoryFile(path="a/b.bin", size=100, blob_id="p0inter", sha256=SHA256)
+SMALL = RepositoryFile(path="a/b.json", size=100, blob_id=BLOB)
 Handler = Callable[[httpx2.Request], httpx2.Response]
 
 
@@ -96,7 +94,7 @@ def status(code: int, body: bytes = b"secret") -> Handler:
     return lambda request: httpx2.Response(code, content=body, request=request)
 
 
-def fetch(client: HubClient, waits: list[float], file: RepoFile = LARGE) -> bytes:
+def fetch(client: HubClient, waits: list[float], file: RepositoryFile = LARGE) -> bytes:
     data = bytearray()
     client.fetch(file, range(20, 60), sink=data.extend, pause=waits.append)
     return bytes(data)
@@ -252,7 +250,7 @@ def test_a_link_that_has_expired_is_signed_anew(
 
 @pytest.mark.parametrize("file", [SMALL, LARGE])
 def test_a_whole_file_comes_with_its_checksum(
-    file: RepoFile, client: HubClient, waits: list[float], monkeypatch: pytest.MonkeyPatch
+    file: RepositoryFile, client: HubClient, waits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = serve(monkeypatch, status(503), status(200, DATA))
     assert client.whole(file) == DATA
@@ -327,14 +325,6 @@ def test_every_request_gives_up_after_as_long_as_the_library_s(
     client.answer(f"{ENDPOINT}/api/models")
     seconds = [set(request.extensions["timeout"].values()) for request in asked]
     assert seconds == [{7.0}] * 3 and links[0][1]["timeout"] == 7.0
-    found: list[float] = []
-
-    def model_info(api: HfApi, repo: str, *, timeout: float, **_: object) -> None:
-        found.append(timeout)
-
-    monkeypatch.setattr(HfApi, "model_info", model_info)
-    client.info()
-    assert found == [7.0]
 
 
 def test_a_read_of_a_socket_is_larger_than_the_library_s() -> None:
@@ -342,7 +332,7 @@ def test_a_read_of_a_socket_is_larger_than_the_library_s() -> None:
 
 
 def test_the_library_s_own_interface_says_who_asks(client: HubClient) -> None:
-    api = client.api
+    api = Repository(client).api
     assert (api.endpoint, api.library_name, api.library_version) == (
         ENDPOINT,
         "mtp-export",

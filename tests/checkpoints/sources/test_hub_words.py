@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import socket
+from types import SimpleNamespace
 
 import httpx2
 import pytest
-from huggingface_hub import HfApi
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -270,12 +270,12 @@ def test_answers_that_cannot_be_used() -> None:
     "error", [AttributeError(), KeyError("id"), RecursionError(), TypeError(), ValueError()]
 )
 def test_an_answer_that_is_no_repository(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    """huggingface_hub reads it, and raises what reading it gives."""
+    """Whatever reading it raises."""
 
-    def model_info(*_: object, **__: object) -> None:
+    def json() -> None:
         raise error
 
-    monkeypatch.setattr(HfApi, "model_info", model_info)
+    monkeypatch.setattr(HubClient, "answer", lambda client, url: SimpleNamespace(json=json))
     with pytest.raises(IoError) as refusal:
         HubClient("acme/tiny", WHERE, endpoint=ENDPOINT).info()
     found = f"another answer ({type(error).__name__})"
