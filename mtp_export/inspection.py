@@ -235,9 +235,7 @@ def _layout_of(checkpoint: Checkpoint) -> _Layout:
         raise failures[0]
     if len(layouts) == 1:
         return layouts[0]
-    return max(
-        layouts, key=lambda own: len(own.stored.weight_of.keys() & checkpoint.tensors.keys())
-    )
+    return max(layouts, key=lambda own: sum(n in checkpoint.tensors for n in own.stored.names))
 
 
 def _amounts(checkpoint: Checkpoint, layout: _Layout) -> tuple[Amount, ...]:

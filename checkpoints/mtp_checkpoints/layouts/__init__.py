@@ -37,7 +37,7 @@ def likely_target(config: Mapping[str, Any], names: Set[str], main_layers: int) 
             stored = target.stored_draft(config, main_layers, names)
         except MtpExportError:
             return 0
-        return len(stored.tensors.keys() & names)
+        return sum(name in names for name in stored.names)
 
     return max(TARGETS.values(), key=known_names)
 

@@ -162,6 +162,11 @@ class StoredModel:
         """Every tensor by its name on disk."""
         return {tensor.name: tensor for one in self.weights.values() for tensor in one.tensors}
 
+    @property
+    def names(self) -> Iterator[str]:
+        """Names of all tensors on disk."""
+        return chain.from_iterable(names for kind in self.kinds for names in kind.names)
+
     @cached_property
     def weight_of(self) -> Mapping[str, StoredWeight]:
         """Weight that each tensor on disk belongs to."""
@@ -291,18 +296,13 @@ def stored_mtp(
     matrices of linears are stored as [K, N]. names and errors as of stored_model.
     """
     family = family_of(config, names)
-    layer_of = family.mtp_tensors
-
-    def rename(name: str) -> str:
-        layer = layer_of[name].mtp_layer
-        assert layer is not None, "a tensor of an MTP layer"
-        return mtp_name(name, layer)
-
+    specs = [*family.mtp_tensors.values()]
+    layers = {spec.name: layer for spec in specs if (layer := spec.mtp_layer) is not None}
     return _stored(
         family,
-        specs=[*family.mtp_tensors.values()],
+        specs,
         quantization=quantization_of(config),
-        rename=rename,
+        rename=lambda name: mtp_name(name, layers[name]),
         transposes=transposes,
     )
 
