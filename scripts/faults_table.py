@@ -65,10 +65,10 @@ words.
 _SUSPECTED = """## {heading}
 
 Weights and config values that look right, planted into bundles of the trained fixtures, which are
-run without `--source`. `tests/verify/test_run_faults.py`, `test_likelihood.py` and
-`test_layer_variants.py` plant each again: the check must fail and say the words. `python -m
-faults.blind` (with tests/ on the path) draws others at random, over fixtures, schemes and parts,
-exports each whole and judges it.
+run without `--source`. `tests/verify/test_run_faults.py`, `test_likelihood.py`,
+`test_layer_variants.py` and `test_balanced_norms.py` plant each again: the check must fail and say
+the words. `python -m faults.blind` (with tests/ on the path) draws others at random, over fixtures,
+schemes and parts, exports each whole and judges it.
 
 With `--count 60 --seed 4141`, stopped after 32 faults, 25 change tokens or acceptance by more than
 1 %: 15 of them were caught, and 13 rightly named (12 before the judge knew the word `up_proj`). Of
@@ -166,9 +166,11 @@ def _suspected_lines() -> Iterator[str]:
         SUSPECTED_FAULTS,
         SUSPECTED_LAYER_FAULTS,
         SUSPECTED_MAIN_FAULTS,
+        SUSPECTED_NORM_FAULTS,
     )
 
-    faults = (*SUSPECTED_FAULTS, *SUSPECTED_MAIN_FAULTS, *SUSPECTED_LAYER_FAULTS)
+    of_running = (*SUSPECTED_FAULTS, *SUSPECTED_MAIN_FAULTS, *SUSPECTED_LAYER_FAULTS)
+    faults = (*of_running, *SUSPECTED_NORM_FAULTS)
     totals = _totals([fault.caught_by for fault in faults])
     yield _SUSPECTED.format(heading=SUSPECTED_HEADING, count=len(faults), totals=totals)
     yield "| fault | named by | which says |"

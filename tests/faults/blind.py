@@ -144,13 +144,13 @@ def layer_of(name: str) -> str:
 
 
 def place_of(name: str, part: str) -> str:
-    """The pattern of a cause that names the place of a tensor."""
+    """The pattern of a cause that names the place of a tensor, in words or by its name."""
     for pattern, words in PLACES:
         if found := re.search(pattern, name):
             place = words.format(*found.groups())
             if part == "main" and layer_of(name):
-                return rf"(?=.*layer {layer_of(name)}\b).*({place})"
-            return place
+                place = rf"(?=.*layer {layer_of(name)}\b).*({place})"
+            return f"{place}|{re.escape(name)}"
     return re.escape(name)
 
 

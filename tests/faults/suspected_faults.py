@@ -71,6 +71,10 @@ def rows_by_turns(weight: torch.Tensor) -> torch.Tensor:
     return weight.view(2, len(weight) // 2, -1).transpose(0, 1).reshape(weight.shape)
 
 
+def exchanged(one: str, other: str, bundle: Path) -> None:
+    planting.swap(bundle / "main", one, other)
+
+
 _fields = {"needs": "trained"}
 # Of the MTP module, whose drafts show them.
 SUSPECTED_FAULTS: tuple[Fault, ...] = (
@@ -142,4 +146,33 @@ SUSPECTED_LAYER_FAULTS: tuple[Fault, ...] = (
           "likelihood", "model.norm) has the wrong sign", **_glm),
     Fault("partial_rotary_factor halved", partial(config_value, "partial_rotary_factor", 0.25),
           "likelihood", "partial_rotary_factor of config.json is no release's", **_glm),
+)  # fmt: skip
+# Of weights whose norms training keeps alike, which files alone show.
+_MLP, _ATTENTION = "model.layers.1.mlp.experts.3.%s.weight", "model.layers.%d.self_attn.%s.weight"
+_OTHER = "model.layers.2.mlp.experts.6.up_proj.weight"
+SUSPECTED_NORM_FAULTS: tuple[Fault, ...] = (
+    Fault("experts of two layers with each other's up_proj",
+          partial(exchanged, _MLP % "up_proj", _OTHER),
+          "ledger", f"{_MLP % 'up_proj'} and {_OTHER} are exchanged", **_glm),
+    Fault("gate_proj of one expert times four",
+          partial(changed, "main", _MLP % "gate_proj", lambda w: w * 4),
+          "ledger", f"{_MLP % 'gate_proj'} is about 4 times", **_glm),
+    Fault("rows of gate_proj of one expert by turns",
+          partial(changed, "main", _MLP % "gate_proj", rows_by_turns),
+          "ledger", f"{_MLP % 'gate_proj'} has its rows interleaved", **_glm),
+    Fault("columns of down_proj of one expert moved",
+          partial(changed, "main", _MLP % "down_proj", lambda w: w.roll(8, 1)),
+          "ledger", f"{_MLP % 'down_proj'} has its columns moved on by 8", **_glm),
+    Fault("rows of up_proj of a dense MTP layer in another order",
+          partial(changed, "mtp", "mtp.layers.0.mlp.up_proj.weight", in_another_order),
+          "ledger", "rows of mtp.layers.0.mlp.up_proj.weight do not go with", **_qwen),
+    Fault("norm of queries of one layer doubled",
+          partial(changed, "main", _ATTENTION % (0, "q_norm"), lambda w: w * 2),
+          "ledger", f"{_ATTENTION % (0, 'q_norm')} is about 2 times", **_glm),
+    Fault("norm of queries of one layer negated, beside 1",
+          partial(changed, "main", _ATTENTION % (3, "q_norm"), torch.neg),
+          "ledger", f"{_ATTENTION % (3, 'q_norm')} has the wrong sign", **_qwen),
+    Fault("norms of queries of two layers exchanged",
+          partial(exchanged, _ATTENTION % (0, "q_norm"), _ATTENTION % (2, "q_norm")),
+          "ledger", f"{_ATTENTION % (0, 'q_norm')} and {_ATTENTION % (0, 'k_norm')} are", **_glm),
 )  # fmt: skip

@@ -220,17 +220,18 @@ def _held(whole: Any, path: Sequence[str]) -> Any:
 def _changed(held: Any, rows: slice, change: Change) -> Any:
     """Return a norm, a vector, a linear, or the halves of kv_b_proj, with a change of some rows."""
     if isinstance(held, RmsNorm):
-        return replace(held, weight=_changed_vector(held.weight, change))
+        return replace(held, weight=changed_vector(held.weight, change))
     if isinstance(held, torch.Tensor):
         changed = held.clone()
-        changed[rows] = _changed_vector(held[rows], change)
+        changed[rows] = changed_vector(held[rows], change)
         return changed
     if isinstance(held, Halves | StoredHalves):
         return _changed_halves(held.dense, change)
     return _changed_linear(held, rows, change)
 
 
-def _changed_vector(weight: torch.Tensor, change: Change) -> torch.Tensor:
+def changed_vector(weight: torch.Tensor, change: Change) -> torch.Tensor:
+    """Return a vector [n] with a change of all of it."""
     if change.is_flat:
         return weight.mean().expand_as(weight).contiguous()
     if change.rows is not None:

@@ -1,0 +1,43 @@
+"""Causes of failures of weights whose norms do not go together as training makes them."""
+
+from __future__ import annotations
+
+REVERSED = "has its {} in reverse order"
+INTERLEAVED = "has its {} interleaved: they come by turns from two halves"
+APART = "has its {} de-interleaved: the even ones come first, then the odd ones"
+HALVES = "has the halves of its {} exchanged"
+
+
+def moved(axis: str, by: int) -> str:
+    """axis: rows, columns or elements. by: places."""
+    return f"has its {axis} moved {'on' if by > 0 else 'back'} by {abs(by)}"
+
+
+def reordered(tensor: str, wrong: str) -> str:
+    """wrong: one of the above."""
+    return f"{tensor} {wrong}"
+
+
+def exchanged(one: str, other: str) -> str:
+    return f"{one} and {other} are exchanged"
+
+
+def times(tensor: str, factor: float) -> str:
+    """factor: that of the stored weights over the right ones."""
+    return f"{tensor} is about {factor:.2g} times what it should be, beside others of its kind"
+
+
+def does_not_go_together(tensor: str, axis: str) -> str:
+    """axis: rows or columns."""
+    return (
+        f"the norms of the {axis} of {tensor} do not go with the rest of its MLP, as those of its"
+        " like do: its weights are damaged, in another order, or of another expert or layer"
+    )
+
+
+def norms_apart(query: str, key: str, factor: float) -> str:
+    """factor: the mean one of the elements of both over each other, 1 or more."""
+    return (
+        f"the elements of {query} and {key} are a factor of {factor:.2g} apart and were trained to"
+        " be alike: one of the two is damaged, in another order, or of another layer"
+    )

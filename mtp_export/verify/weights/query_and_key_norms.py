@@ -1,0 +1,120 @@
+"""Norms of queries and keys, which training keeps alike: scores have the product of both, so that
+its gradient for one times the one is that for the other times the other.
+
+Source: as of diagnosis/neurons.py. Rotation mixes the two elements of a pair, whose squares are
+alike in sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from statistics import median_low
+from typing import TYPE_CHECKING
+
+from mtp_checkpoints.families.base import weight_name
+from mtp_checkpoints.families.parts.gqa import Gqa
+from mtp_checkpoints.weights.weight_values import WeightOnDisk, weights_on_disk
+from mtp_export.progress import counted
+from mtp_export.verify.check import Item, Problem, verdict
+from mtp_export.verify.diagnosis.causes import balance as causes
+from mtp_export.verify.diagnosis.causes import decoding
+
+if TYPE_CHECKING:
+    import torch
+
+    from mtp_export.verify.context import Context
+    from mtp_export.verify.evidence.parts import PartLayout
+
+_NAME = "norms of queries and keys are alike"
+# Root mean squares of the logarithms of quotients of both: 0.03 and less in the trained fixtures.
+# Nothing is told of a model in whose layers it is usually more.
+_MOST_USUAL, _MOST_APART = 0.1, 0.3
+_AS_GOOD = 1.5  # times as far apart as with the change that mends a norm best
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Norms of queries and keys of one layer: their names, weights [n] as stored, what is added to
+    these, and the number of elements that rotate, in two halves."""
+
+    names: tuple[str, str]
+    weights: tuple[torch.Tensor, torch.Tensor]
+    offset: float
+    rotary: int
+
+    @property
+    def apart(self) -> float:
+        """The root mean square of the natural logarithms of the norms of queries over those of
+        keys, by pair."""
+        query, key = (self._by_pair(weight.double() + self.offset) for weight in self.weights)
+        return float(((query / key).log() / 2).square().mean().sqrt())
+
+    def _by_pair(self, weight: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        squares = weight.square().clamp_min(1e-30)
+        turned = squares[: self.rotary].view(2, -1).sum(0)
+        return torch.cat([turned, squares[self.rotary :]])
+
+
+def run(context: Context) -> Iterator[Item]:
+    """The norms of all layers that have such, main and MTP."""
+    lost = context.unwritten_tensors
+    pairs = [pair for layout in context.read_layouts for pair in _pairs(layout, lost)]
+    if pairs:
+        is_told = median_low([pair.apart for pair in pairs]) <= _MOST_USUAL
+        wrong = [pair for pair in pairs if is_told and pair.apart > _MOST_APART]
+        yield verdict(
+            _NAME,
+            [Problem(pair.names[0], _explained(pair)) for pair in wrong],
+            figure=counted(len(pairs), "layer"),
+            bound=f"≤ {_MOST_APART} apart, where {_MOST_USUAL} and less is usual",
+        )
+
+
+def _pairs(layout: PartLayout, lost: frozenset[str]) -> Iterator[_Pair]:
+    """Yield the norms of a part whose tensors are written."""
+    family = layout.stored.family
+    stored = {
+        weight.stored.weight.name: weight
+        for weight in weights_on_disk(layout.stored, layout.checkpoint.tensors)
+        if lost.isdisjoint(tensor.name for tensor in weight.tensors)
+    }
+    for layer in family.every_layer:
+        part = layer.attention
+        if not isinstance(part, Gqa) or not part.sizes.has_norms:
+            continue
+        modules = part.modules(layer.attention_prefix)
+        names = (modules.query_norm, modules.key_norm)
+        query, key = (stored.get(weight_name(name)) if name else None for name in names)
+        if query is not None and key is not None and query.rows == key.rows:
+            values = (_values(query), _values(key))
+            yield _Pair((query.name, key.name), values, family.facts.norm_offset, part.sizes.rope)
+
+
+def _values(norm: WeightOnDisk) -> torch.Tensor:
+    return norm.encoded(0, norm.rows).dequantize().float()
+
+
+def _explained(pair: _Pair) -> str:
+    """Say what mends a norm, if a change does."""
+    found = sorted(_changed(pair), key=lambda one: one[0])
+    least = max(found[0][0], 1e-3)
+    mending = [words for far, words in found if far <= min(_MOST_USUAL, _AS_GOOD * least)]
+    if mending:
+        return decoding.one_of(mending)
+    return causes.norms_apart(*pair.names, math.exp(pair.apart))
+
+
+def _changed(pair: _Pair) -> Iterator[tuple[float, str]]:
+    """Yield how far apart the norms are with a change of one undone, and what is wrong with it."""
+    from mtp_export.verify.diagnosis.tensor_variants import OF_VECTORS, changed_vector
+
+    for place, name in enumerate(pair.names):
+        for change in OF_VECTORS:
+            weights = [*pair.weights]
+            weights[place] = changed_vector(weights[place], change)
+            other = replace(pair, weights=(weights[0], weights[1]))
+            yield other.apart, decoding.of_tensor(name, "", change.wrong)
