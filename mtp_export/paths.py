@@ -160,11 +160,7 @@ class _Location:
 
     def holds_file(self, other: _Location) -> bool:
         """True for a folder in which a file has the identity of another."""
-        return any(
-            other._is_of(path, _status(path))
-            for folder, _, names in os.walk(self.path)  # whose files are what they link to
-            for path in (Path(folder, name) for name in names)
-        )
+        return any(other._is_of(path, _status(path)) for path in _files_in(self.path, _READ_DEPTH))
 
     def _is_of(self, path: Path, status: os.stat_result | None) -> bool:
         if self.path == path:
@@ -172,6 +168,16 @@ class _Location:
         return (
             self.status is not None and status is not None and os.path.samestat(self.status, status)
         )
+
+
+def _files_in(folder: Path, depth: int) -> Iterator[Path]:
+    """Yield the files and links in a folder, and in those in it."""
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if not entry.is_dir(follow_symlinks=False):
+                yield Path(entry.path)
+            elif depth > 1:
+                yield from _files_in(Path(entry.path), depth - 1)
 
 
 def _links_in(folder: str, depth: int) -> Iterator[tuple[str, bool]]:
