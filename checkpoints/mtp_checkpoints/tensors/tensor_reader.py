@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.dtypes import held_shape, tensor_bytes, torch_dtype
-from mtp_checkpoints.sources.direct_io import PAGE_BYTES, SLACK_BYTES, page_memory
+from mtp_checkpoints.sources.direct_io import PAGE_BYTES, SLACK_BYTES
 from mtp_checkpoints.sources.disk_queue import SMALL_BYTES
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class TensorReader:
         first, last = self._begin + start * size, self._begin + stop * size
         if last - first < SMALL_BYTES:
             return memoryview(bytearray(self._file.read(first, last)))
-        buffer = page_memory(last - first + SLACK_BYTES)
+        buffer = _unfilled(last - first + SLACK_BYTES)
         return buffer[self._file.read_into(buffer, first, last)]
 
     def window(self, rows: range, columns: range) -> torch.Tensor:
@@ -99,9 +99,7 @@ class TensorReader:
         before, width = (
             tensor_bytes(info.dtype, (count,)) for count in (columns.start, len(columns))
         )
-        memory = torch.empty(width + SLACK_BYTES + PAGE_BYTES, dtype=torch.uint8)
-        aligned: Any = memory[-memory.data_ptr() % PAGE_BYTES :].numpy()
-        buffer = memoryview(aligned)
+        buffer = _unfilled(width + SLACK_BYTES)
         held = held_shape(info.dtype, (len(rows), len(columns)))
         out = torch.empty(held, dtype=torch_dtype(info.dtype))
         lines: Any = out.view(torch.uint8).numpy()
@@ -109,3 +107,13 @@ class TensorReader:
             first = self._begin + row * row_bytes(info) + before
             line[:] = buffer[self._file.read_into(buffer, first, first + width)]
         return out
+
+
+def _unfilled(size_bytes: int) -> memoryview:
+    """Return memory that begins at a page, of any content: what one read is done with serves the
+    next, where the system would clear each page."""
+    import numpy as np
+
+    memory: Any = np.empty(size_bytes + PAGE_BYTES, np.uint8)
+    start = -memory.ctypes.data % PAGE_BYTES
+    return memoryview(memory)[start : start + size_bytes]
