@@ -55,7 +55,7 @@ def test_headers_tell(tmp_path: Path, case: Folder) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", nightly_but(judged("weights")[::2], judged("weights")), ids=name_of
+    "case", nightly_but(judged("weights")[::4], judged("weights")), ids=name_of
 )
 def test_weights_tell(tmp_path: Path, case: Folder) -> None:
     assert_told(case, tmp_path)
@@ -74,7 +74,7 @@ def test_a_folder_of_mtp_that_has_none_is_named(tmp_path: Path) -> None:
     assert f"{folder}, which --mtp names, has no tensor of any" in outcome.err
 
 
-@pytest.mark.parametrize("case", nightly_but(GOOD[::3], GOOD), ids=name_of)
+@pytest.mark.parametrize("case", nightly_but(GOOD[::6], GOOD), ids=name_of)
 def test_good_ones_pass(tmp_path: Path, case: Folder) -> None:
     code, failed = verified(case.write(tmp_path / "checkpoint"), "weights")
     assert (code, [item["name"] for item in failed]) == (0, [])

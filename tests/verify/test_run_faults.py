@@ -118,7 +118,7 @@ def test_how_many_drafts_it_takes(loss: Estimate, needed: int | None) -> None:
     assert (f"it takes about {needed:,};" if needed else "too small to tell") in too_few(loss)
 
 
-@pytest.mark.parametrize("fault", nightly_but(PLANTED[::8], PLANTED), ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", nightly_but(PLANTED[::16], PLANTED), ids=lambda fault: fault.name)
 def test_fault_is_named(fault: Fault, good: Good, tmp_path: Path) -> None:
     bundle = Path(shutil.copytree(good.bundle, tmp_path / "bundle"))
     fault.plant(bundle)
