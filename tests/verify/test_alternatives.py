@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from mtp_export.verify.diagnosis.alternatives import CONFIDENCE, Alternative, Gain, best_of
+from mtp_export.verify.diagnosis.variants import Variant
 from mtp_export.verify.evidence.statistics import Estimate, ratio
 from mtp_runtime.drafters.base import ScoredVariant
 
@@ -34,6 +36,18 @@ def test_experts_are_to_blame_where_acceptance_rises(
     gain = Estimate(value=0.5, low=0.4, high=0.6, count=100)
     found = Alternative(EXCHANGED, gain, own=own, other=other)
     assert found.better and found.helps is helps
+
+
+@pytest.mark.parametrize(("other", "more"), [(0.12, True), (0.8, False)])
+def test_a_change_that_leaves_most_drafts_refused_is_not_all_that_is_wrong(
+    other: float, more: bool
+) -> None:
+    module: Any = None  # which the sentence does not look at
+    variant = Variant("half", "a half is divided by 4", "it is 4 times too large", module, False)
+    gain = Estimate(value=0.5, low=0.4, high=0.6, count=100)
+    found = Alternative(variant, gain, own=0.07, other=other)
+    assert found.explained.startswith(f"loading: acceptance rises from 0.07 to {other:.2f} when")
+    assert ("or it is another main model's module" in found.explained) is more
 
 
 def explaining(change: str, sums: tuple[float, ...]) -> Alternative:

@@ -114,7 +114,14 @@ class Alternative:
         else:
             what = f"the drafts' log-probability rises by {self.gain.value:.2f} nats"
         at = f" at draft {self.depth}" if self.depth > 1 else ""
-        return f"{self.kind}: {what}{at} when {self.variant.change}: {self.variant.cause}"
+        more = causes.more_is_wrong(gates.LEAST_ACCEPTANCE) if self._is_not_all else ""
+        return f"{self.kind}: {what}{at} when {self.variant.change}: {self.variant.cause}{more}"
+
+    @property
+    def _is_not_all(self) -> bool:
+        """True where a module drafts too badly even so."""
+        of_module = isinstance(self.variant, Variant) and self.depth == 1
+        return of_module and self.other is not None and self.other < gates.LEAST_ACCEPTANCE
 
 
 def alternatives(corpus: Corpus) -> list[Alternative]:

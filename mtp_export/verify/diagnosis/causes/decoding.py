@@ -120,6 +120,11 @@ def expert_scaled(expert: str, factor: float) -> str:
     return f"{expert} adds about {factor:g} times what it should: its scale is off"
 
 
+def more_is_wrong(least: float) -> str:
+    """least: the acceptance of a working module."""
+    return f". Below {least} all the same: more is wrong, or it is another main model's module"
+
+
 def one_of(explained: Sequence[str]) -> str:
     """explained: sentences on causes that explain a fault equally, best first."""
     if len(explained) == 1:
