@@ -60,6 +60,7 @@ WHOLE = (
     "mtp_export/verify/diagnosis/combined.py",
     "mtp_export/verify/diagnosis/compared.py",
     "mtp_export/verify/diagnosis/differences.py",
+    "mtp_export/verify/diagnosis/expert_places.py",
     "mtp_export/verify/diagnosis/factors.py",
     "mtp_export/verify/diagnosis/functions.py",
     "mtp_export/verify/diagnosis/neurons.py",

@@ -52,9 +52,9 @@ class Neurons:
     def of(cls, names: tuple[str, str, str], matrices: Sequence[torch.Tensor]) -> Neurons:
         """Take the norms of gate and up [n, in] and of down [out, n], which may be parts of the
         matrices of any number of inputs and outputs."""
-        gate, up, down = (one.double().square() for one in matrices)
+        gate, up, down = (one.square() for one in matrices)
         means = torch.stack([gate.mean(1), up.mean(1), down.mean(0)])
-        return cls(names, means.clamp_min(1e-30).log() / 2)
+        return cls(names, means.double().clamp_min(1e-30).log() / 2)
 
     @cached_property
     def agreements(self) -> torch.Tensor:
@@ -171,6 +171,11 @@ class _Suspect:
     def axis(self) -> str:
         """The axis of the neurons, in words."""
         return "columns" if self.place == DOWN else "rows"
+
+
+def are_trained(alike: Sequence[Neurons]) -> bool:
+    """Return whether the norms of MLPs that are alike go together."""
+    return len(alike) >= LEAST_ALIKE and _Usual.of(alike).is_trained
 
 
 def problems(kinds: Sequence[Sequence[Neurons]]) -> Iterator[tuple[str, str]]:
