@@ -353,7 +353,7 @@ def _shard(line: Any) -> tuple[str, ShardFacts]:
             raise ValueError("a checksum of another length")
     for figures in _typed(facts.facts, dict).values():
         for figure in _typed(figures, dict).values():
-            _typed(figure, int, float, type(None))
+            _typed(figure, int, float, str, type(None))
     return _typed(line["finished"], str), facts
 
 

@@ -80,21 +80,23 @@ class MainCalibration:
         self, plan: BundlePlan, work: Work, record: Record, progress: ProgressCallback
     ) -> None:
         """Make the shards of a work: each as soon as the codes of its layers are chosen."""
-        last = {job: self._last_layer(job) for job in work.jobs}
-        waiting = {job: layer for job, layer in last.items() if layer >= 0}
-        others = [job for job in work.jobs if job not in waiting]
+        last = {job.key: self._last_layer(job) for job in work.jobs}
+        waiting = [job for job in work.jobs if last[job.key] >= 0]
+        others = [job for job in work.jobs if last[job.key] < 0]
         make_shards(plan, replace(work, jobs=others), record, progress)
         if not waiting:
             return
 
         def write(layers: int) -> None:
-            ready = [job for job, layer in waiting.items() if layer < layers]
+            ready = [job for job in waiting if last[job.key] < layers]
             if ready:
                 made = [with_codes(job, self.linears, self.files) for job in ready]
                 make_shards(plan, replace(work, jobs=made, checks=False), record, progress)
-                self._drop(job for job in ready if waiting.pop(job) < layers)
+            for job in ready:
+                waiting.remove(job)
+                self._drop(job)
 
-        count = max(waiting.values()) + 1
+        count = max(last.values()) + 1
         with self.show_count("calibration", count, "layers") as advance:
             done, x = self._resumed(waiting)
             advance(done)
@@ -129,9 +131,9 @@ class MainCalibration:
     def most_kept_bytes(self) -> int:
         """Bytes of the codes that wait for their shards at a time, at most."""
         steps, most = self.linears.steps, 0
-        last = {job: self._last_layer(job) for job in self.linears.plan.jobs}
+        last = [(job, self._last_layer(job)) for job in self.linears.plan.jobs]
         for number in range(len(self.linears.layers)):
-            waiting = (job for job, layer in last.items() if layer >= number)
+            waiting = (job for job, layer in last if layer >= number)
             names = (name for job in waiting for name in weights_of(job, self.linears))
             kept = (steps[n].size_bytes for n in names if self._layer_of[n] <= number)
             most = max(most, sum(kept))
@@ -154,11 +156,10 @@ class MainCalibration:
         self._streamed.config.check_positions(max(len(t.tokens) for t in self.texts.texts))
         return 0, self._streamed.embedded(self.texts.tokens)
 
-    def _drop(self, made: Iterable[ShardJob]) -> None:
-        """Remove the codes that the shards of jobs have."""
-        for job in made:
-            for name in weights_of(job, self.linears):
-                self.files[name].unlink()
+    def _drop(self, made: ShardJob) -> None:
+        """Remove the codes that a shard has."""
+        for name in weights_of(made, self.linears):
+            self.files[name].unlink()
 
     @cached_property
     def _streamed(self) -> StreamedModel:

@@ -81,6 +81,7 @@ class Calibration:
         """
         assert options.calibrate is not None
         lines = read_lines(options.calibrate, plan.checkpoint)
+        parts = [MAIN, MTP] if options.main else [MTP]
         facts = {
             "method": str(options.method),
             **_NUMBERS[options.method],
@@ -88,7 +89,7 @@ class Calibration:
             "texts": len(lines),
             "new_tokens": options.new_tokens,
             "data": identity_of(lines),
-            "parts": [*([MAIN] if options.main else []), MTP],
+            "parts": [part for part in parts if Linears(plan, part).steps],
         }
         plan = replace(plan, recorded={**plan.recorded, "calibrate": facts})
         linears, main = Linears(plan), None

@@ -139,26 +139,31 @@ def test_a_streamed_verification_is_killed(
         assert not workdir.exists() or tree(workdir) == {}
 
 
-def calibrate(source: Path, texts: Path, output: Path) -> Outcome:
+def calibrate(source: Path, texts: Path, options: tuple[str, ...], output: Path) -> Outcome:
     """A short calibration; its work folder, beside the output, keeps rows, inputs and codes."""
     torch.set_num_threads(1)
     pair = ("--base-quant", "weight_only_nvfp4", "--mtp-quant", "weight_only_nvfp4")
-    return quantize(source, output, *pair, "--calibrate", texts, "--quiet")
+    return quantize(source, output, *pair, "--calibrate", texts, "--quiet", *options)
 
 
-@pytest.mark.parametrize("kills", nightly_but([], [FEW, SOME]))
-def test_a_calibration_is_killed(kills: int, forks: Forks, many: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "kills"),
+    nightly_but([], itertools.product(((), ("--calibrate-main",)), (FEW, SOME))),
+)
+def test_a_calibration_is_killed(
+    options: tuple[str, ...], kills: int, forks: Forks, many: Path, tmp_path: Path
+) -> None:
     texts = tmp_path / "texts.jsonl"
     lines = [
         {"prompt_token_ids": [*range(5, 9 + n)], "completion_token_ids": [*range(30, 50)]}
         for n in range(6)
     ]
     texts.write_text("\n".join(map(json.dumps, lines)))
-    for output in forks.kills(kills, partial(partial, calibrate, many, texts), tmp_path):
+    for output in forks.kills(kills, partial(partial, calibrate, many, texts, options), tmp_path):
         whole = tree(tmp_path / "whole")
         check_nothing_looks_whole(output, [whole])
         if not looks_finished(output):
-            forks.run(partial(calibrate, many, texts, output))
+            forks.run(partial(calibrate, many, texts, options, output))
         assert tree(output) == whole
 
 

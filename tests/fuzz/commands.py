@@ -334,8 +334,9 @@ def _tune(sandbox: Sandbox, random: Random, lab: Lab) -> None:
 
 def _calibrate(sandbox: Sandbox, random: Random, lab: Lab) -> None:
     arguments = calibrate_arguments(sandbox.input, sandbox.output)
-    dry = random.random() < 0.3
-    outcome = sandbox.run(*arguments, *(("--dry-run",) if dry else ("--quiet",)))
+    dry, main = random.random() < 0.3, random.random() < 0.5
+    options = (*(("--dry-run",) if dry else ("--quiet",)), *(("--calibrate-main",) if main else ()))
+    outcome = sandbox.run(*arguments, *options)
     if outcome.code or dry:
         oracle.check_nothing_whole(sandbox.output)
         return

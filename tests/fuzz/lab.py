@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file
 
 from benchmarks.make_checkpoint import TINY_CONFIG, write_tokenizer
 from cases import (
+    Outcome,
     edit_json,
     export,
     make_checkpoint,
@@ -26,6 +28,7 @@ from cases import (
 from fuzz.tensors import Tensors, read_tensors
 from gguf_files import GgufModel, gguf_model, without_module
 from mtp_checkpoints.dtypes import DType
+from mtp_export.calibrate.main_model import MainCalibration
 from mtp_runtime.loading.draft_folder import MEDUSA_PICKLE
 from quantized_by_others import write
 from runtime.checkpoints import QWEN3_5_MOE, changed, write_checkpoint
@@ -197,10 +200,18 @@ def tune_arguments(folder: Path, output: Path) -> tuple[object, ...]:
 
 
 def _calibration(folder: Path) -> None:
-    """A checkpoint, prompts, and the work folder of a calibration of it."""
+    """A checkpoint, prompts, and the work folders of a calibration of its MTP layer, and of one of
+    the main model too that ended when all codes were chosen."""
     _prompts(folder)
     arguments = calibrate_arguments(folder, folder / "calibrated")
     _done(run_in_a_fork(lambda: run_program(*arguments, "--quiet"), _NEVER))
+    shutil.rmtree(folder / "calibrated")
+
+    def interrupted() -> Outcome:
+        with patch.object(MainCalibration, "_drop", side_effect=KeyboardInterrupt):
+            return run_program(*arguments, "--calibrate-main", "--quiet")
+
+    assert run_in_a_fork(interrupted, _NEVER) == 130
     shutil.rmtree(folder / "calibrated")
 
 

@@ -28,7 +28,7 @@ _OPTIONS = {
     **dict.fromkeys(("part?", "target?", "base_quant?", "mtp_quant?", "reader?"), "text"),
     "main_storages?": "a list of texts",
     "tune?": {"*": {}},
-    "calibrate?": {},
+    "calibrate?": {"parts?": "a list of texts"},
 }
 _TENSORS = {
     "*": {
