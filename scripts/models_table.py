@@ -28,7 +28,7 @@ def page_of(text: str) -> str:
 
 def _rows() -> Iterator[str]:
     from mtp_checkpoints.families import FAMILIES, family_of
-    from mtp_checkpoints.families.without_mtp import NOT_DESCRIBED, SEPARATE_DRAFTS, WITHOUT_MTP
+    from mtp_checkpoints.families.without_mtp import SEPARATE_DRAFTS, WITHOUT_MTP
     from mtp_checkpoints.layouts import engine_of
     from mtp_runtime.models.layer_types import why_not_computed
     from runtime.checkpoints import SMALL_CONFIGS
@@ -44,7 +44,6 @@ def _rows() -> Iterator[str]:
     for names, layers in (
         (WITHOUT_MTP, "none released"),
         (SEPARATE_DRAFTS, "a draft of its own"),
-        (NOT_DESCRIBED, "not described"),
     ):
         for model_type, words in names.items():
             cells = (words.partition(":")[0], f"`{model_type}`", layers, "", "", "", "")

@@ -31,7 +31,7 @@ ROWS = (
     ("a8w8_fp8_wint4", "a8w8_fp8", "sglang"),
 )
 # Ends of names of families whose tensors are nearly those of another.
-SIBLINGS = ("_text", "bailing_moe", "intern_s2_preview")
+SIBLINGS = ("_text", "bailing_moe", "intern_s2_preview", "inkling_model")
 # Each row with a model that has an indexer, and with one that has none.
 EVERY_PUSH = (
     *(("glm4_moe", ROWS[0]), ("glm4_moe", ROWS[1]), ("glm4_moe_lite", ROWS[2])),

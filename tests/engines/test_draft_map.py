@@ -8,10 +8,10 @@ from pathlib import Path
 from engine_runs import process, sglang_wheel
 
 from mtp_checkpoints.families import FAMILIES, family_of
-from mtp_checkpoints.families.without_mtp import NOT_DESCRIBED, SEPARATE_DRAFTS, WITHOUT_MTP
+from mtp_checkpoints.families.without_mtp import SEPARATE_DRAFTS, WITHOUT_MTP
 from runtime.checkpoints import SMALL_CONFIGS
 
-ROWS = {*FAMILIES, *WITHOUT_MTP, *SEPARATE_DRAFTS, *NOT_DESCRIBED}
+ROWS = {*FAMILIES, *WITHOUT_MTP, *SEPARATE_DRAFTS}
 # A part of EXAONE-4.5's config, and vLLM's own name of a draft.
 NO_MODELS = {"exaone4_5_vision", "minimax_m3_mtp"}
 # Architectures of models that have a row, which the small configs do not have.
@@ -24,12 +24,7 @@ OTHERS = {
 # The same of SGLang's rewriting.
 OF_SGLANG = OTHERS | {
     "ExaoneMoEForCausalLM": "exaone_moe",
-    "GigaChat35ForCausalLM": "gigachat3_5",
     "HYV4ForCausalLM": "hy_v4",
-    "InklingForConditionalGeneration": "inkling_mm_model",
-    "InternS2MobiusForConditionalGeneration": "interns2_mobius",
-    "NemotronHPuzzleForCausalLM": "nemotron_h_puzzle",
-    "NemotronH_Omni_Reasoning_V3": "nemotron_h_omni",
 }
 # Classes of transformers, under whose names nothing is released.
 UNRELEASED = {"BailingHybridForCausalLM", "Qwen4ExpForCausalLM"}

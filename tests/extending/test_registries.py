@@ -17,7 +17,7 @@ from mtp_checkpoints.families import FAMILIES, deepseek_v3, family_of, parts
 from mtp_checkpoints.families.base import SharedTensor, TensorSpec
 from mtp_checkpoints.families.single_experts import with_single_experts
 from mtp_checkpoints.families.spec import ModelSpec
-from mtp_checkpoints.families.without_mtp import NOT_DESCRIBED, SEPARATE_DRAFTS, WITHOUT_MTP
+from mtp_checkpoints.families.without_mtp import SEPARATE_DRAFTS, WITHOUT_MTP
 from mtp_export.commands.registry import command_named
 from mtp_export.tune.draft import DraftType, draft_type
 from mtp_export.tune.drafts import DRAFTS
@@ -176,13 +176,6 @@ def test_an_unknown_model_is_told_how_families_are_added() -> None:
 def test_a_release_without_mtp_tensors_is_told_so(model_type: str) -> None:
     with pytest.raises(UnsupportedError, match="no MTP tensors in this release"):
         family_of({"model_type": model_type, "num_mtp_modules": 3})
-
-
-@pytest.mark.parametrize("model_type", NOT_DESCRIBED)
-def test_a_model_whose_mtp_layers_are_not_described_is_named(model_type: str) -> None:
-    with pytest.raises(UnsupportedError, match="are not described") as caught:
-        family_of({"model_type": model_type})
-    assert NOT_DESCRIBED[model_type] in str(caught.value)
 
 
 def test_a_draft_that_is_no_mtp_module_is_named_as_what_it_is() -> None:

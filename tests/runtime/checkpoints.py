@@ -204,6 +204,12 @@ def _with_vision(model_type: str, architecture: str, text: dict[str, Any]) -> di
 
 QWEN3_5 = _with_vision("qwen3_5", "Qwen3_5ForConditionalGeneration", QWEN3_5_TEXT)
 QWEN3_5_MOE = _with_vision("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", QWEN3_5_MOE_TEXT)
+INTERNS2_MOBIUS: dict[str, Any] = QWEN3_5_MOE | {
+    "architectures": ["InternS2MobiusForConditionalGeneration"],
+    "model_type": "interns2_mobius",
+    "text_config": QWEN3_5_MOE["text_config"]
+    | {"num_blocks": 2, "layer_scale": True, "mtp_num_experts": 4, "mtp_num_experts_per_tok": 2},
+}
 INTERN_S2_PREVIEW: dict[str, Any] = QWEN3_5_MOE | {
     "architectures": ["InternS2PreviewForConditionalGeneration"],
     "model_type": "intern_s2_preview",
@@ -435,10 +441,43 @@ BAILING_LINEAR: dict[str, Any] = BAILING_MOE_V2 | {
     **{key: SMALL[key] for key in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim")},
     **{key: SMALL[key] for key in ("qk_rope_head_dim", "v_head_dim")},
 }
-PANGU_ULTRA_MOE: dict[str, Any] = {
+INKLING_MODEL: dict[str, Any] = {
+    **{
+        key: one for key, one in PLAIN.items() if key not in ("intermediate_size", "attention_bias")
+    },
+    "architectures": ["InklingForConditionalGeneration"],
+    "model_type": "inkling_model",
+    "intermediate_size": 64,
+    "dense_intermediate_size": 96,
+    "dense_mlp_idx": 1,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_head_dim": 16,
+    "sliding_window_size": 32,
+    "local_layer_ids": [1, 2],
+    "d_rel": 4,
+    "rel_extent": 64,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "mtp_config": {
+        "num_nextn_predict_layers": 2,
+        "local_layer_ids": [1],
+        "chain_hidden_post_norm": True,
+    },
+}
+_OF_WHOLE = ("architectures", "mtp_config")
+INKLING_MM_MODEL: dict[str, Any] = {
+    "architectures": ["InklingForConditionalGeneration"],
+    "model_type": "inkling_mm_model",
+    "mtp_config": INKLING_MODEL["mtp_config"],
+    "text_config": {key: one for key, one in INKLING_MODEL.items() if key not in _OF_WHOLE}
+    | {"model_type": "inkling_text"},
+    "vision_config": {"patch_size": 2, "num_hidden_layers": 3, "hidden_size": 32},
+    "audio_config": {"n_mel_bins": 4, "mel_vocab_size": 8},
+}
+PANGU_LIKE: dict[str, Any] = {
     **{key: one for key, one in SMALL.items() if key not in ("scoring_func", "topk_method")},
-    "architectures": ["PanguUltraMoEForCausalLM"],
-    "model_type": "pangu_ultra_moe",
     "hidden_size": 64,
     "moe_intermediate_size": 64,
     "num_attention_heads": 4,
@@ -446,6 +485,45 @@ PANGU_ULTRA_MOE: dict[str, Any] = {
     "v_head_dim": 32,
     "n_group": 1,
     "topk_group": 1,
+}
+_OF_PATTERN = ("architectures", "model_type", "hybrid_override_pattern")
+_BLOCKS = ({"n_routed_experts": 4, "moe_intermediate_size": 32}, {"n_routed_experts": 8})
+NEMOTRON_H_PUZZLE: dict[str, Any] = {
+    **{key: one for key, one in NEMOTRON_H.items() if key not in _OF_PATTERN},
+    "architectures": ["NemotronHPuzzleForCausalLM"],
+    "model_type": "nemotron_h_puzzle",
+    "num_hidden_layers": 4,
+    "block_configs": [
+        {"block_type": "mamba"},
+        {"block_type": "moe"} | _BLOCKS[0],
+        {"block_type": "attention"},
+        {"block_type": "moe"} | _BLOCKS[1],
+    ],
+    "mtp_block_configs": [{"block_type": "attention"}, {"block_type": "moe"} | _BLOCKS[0]],
+}
+NEMOTRON_H_OMNI: dict[str, Any] = {
+    "architectures": ["NemotronH_Omni_Reasoning_V3"],
+    "model_type": "nemotron_h_omni",
+    "tie_word_embeddings": False,
+    "text_config": {key: one for key, one in NEMOTRON_H.items() if key != "architectures"},
+}
+GIGACHAT3_5: dict[str, Any] = {
+    **PANGU_LIKE,
+    "architectures": ["GigaChat35ForCausalLM"],
+    "model_type": "gigachat3_5",
+    "layer_types": ["linear_attention", "attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "norm_type": "ZeroCenteredGatedNorm",
+    "layernorm_type": "pre_post",
+    "gated_attention": True,
+}
+PANGU_ULTRA_MOE: dict[str, Any] = PANGU_LIKE | {
+    "architectures": ["PanguUltraMoEForCausalLM"],
+    "model_type": "pangu_ultra_moe",
     "router_enable_expert_bias": True,
     "sandwich_norm": True,
 }
@@ -609,7 +687,13 @@ SMALL_CONFIGS: dict[str, dict[str, Any]] = {
     "bailing_moe_v2": BAILING_MOE_V2,
     "pangu_ultra_moe": PANGU_ULTRA_MOE,
     "qwen3_moe": QWEN3_MOE,
+    "inkling_mm_model": INKLING_MM_MODEL,
+    "inkling_model": INKLING_MODEL,
     "intern_s2_preview": INTERN_S2_PREVIEW,
+    "interns2_mobius": INTERNS2_MOBIUS,
+    "nemotron_h_puzzle": NEMOTRON_H_PUZZLE,
+    "nemotron_h_omni": NEMOTRON_H_OMNI,
+    "gigachat3_5": GIGACHAT3_5,
     "qwen3_next": QWEN3_NEXT,
     "qwen3_5": QWEN3_5,
     "qwen3_5_moe": QWEN3_5_MOE,

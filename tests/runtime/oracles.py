@@ -53,7 +53,7 @@ OTHER_CLASS: dict[str, Callable[[Config], Config]] = {
 # Parts that transformers has beside a model, by the names.
 BESIDE = (
     r"(model\.)?(visual|vision_model|vit_large_projector|multi_modal_projector"
-    r"|vision_encoder|audio_encoder|audio_adapter)\."
+    r"|vision_encoder|audio_encoder|audio_adapter|(vision|audio)_tower)\."
 )
 
 # Families whose MTP layers transformers' MtpModel loads, with the fields that it needs.
@@ -61,6 +61,7 @@ MTP_MODEL: dict[str, dict[str, Any]] = {
     "glm4_moe": {},
     "hy_v3": {"mtp_mlp_layer_types": ["sparse"]},
     "mellum": {},
+    "inkling_mm_model": {},
     "qwen3_moe": {},
     "bailing_hybrid": {
         "mtp_layer_types": ["full_attention"],

@@ -30,7 +30,9 @@ class Role(StrEnum):
     SHARED_EXPERT = "shared expert"
     ROUTED_EXPERT = "routed expert"
     MTP_PROJECTION = "mtp projection"
-    MTP_INPUT = "mtp input"  # projection of embedding or hidden state alone; never quantized
+    MTP_INPUT = (
+        "mtp input"  # of embedding or hidden state alone, or plain in engines: not quantized
+    )
     ATTENTION_GATES = "attention gates"  # one value per head; never quantized
     CONVOLUTION = "convolution"
     DELTA_GATES = "delta net gates"  # decay and write strength, by head; never quantized

@@ -11,12 +11,12 @@ from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.families.text_part import TextPart
 
-_TOWERS = ("model.visual.", "model.time_series.")
+TOWERS = ("model.visual.", "model.time_series.")
 
 
 def spec(fields: Fields) -> ModelSpec:
     """Describe a config.json with a text_config, which has experts or none."""
-    part = TextPart.of(fields, carried=_TOWERS)
+    part = TextPart.of(fields, carried=TOWERS)
     if part.fields.has("num_experts"):
         return qwen3_5_moe.decoder(part, is_fused=True)
     return qwen3_5.decoder(part)

@@ -6,6 +6,7 @@ Source: transformers' nemotron_h; vLLM's and SGLang's nemotron_h_mtp.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from mtp_checkpoints.families.base import Role
@@ -20,7 +21,7 @@ from mtp_checkpoints.families.spec import LayerSpec, ModelSpec, MtpModules, MtpS
 from mtp_checkpoints.families.text_part import TextPart
 
 _CONTRACT = MtpContract(source="vLLM and SGLang")
-_WORDS = {
+WORDS = {
     "M": "linear_attention",
     "*": "full_attention",
     "E": "moe",
@@ -28,25 +29,49 @@ _WORDS = {
     "mamba": "linear_attention",
     "attention": "full_attention",
 }
-_KINDS = frozenset(_WORDS.values())
+_KINDS = frozenset(WORDS.values())
+MTP_KINDS = ("full_attention", "moe")
 
 
 def spec(fields: Fields) -> ModelSpec:
     """Describe a config.json."""
-    kinds = _kinds(fields, "hybrid_override_pattern", "layers_block_type", main_layers(fields))
-    count = at_most_one_mtp_layer(fields, 0)
-    check_expert_count(fields, "n_routed_experts", kinds.count("moe") + count)
-    parts = {kind: _part(fields, kind) for kind in _KINDS}
-    layers = [_layer(f"backbone.layers.{at}", parts[kind]) for at, kind in enumerate(kinds)]
-    module = [_mtp(fields)] if count else []
-    described = listed_decoder(TextPart.whole(fields), layers, module, _CONTRACT, mtp_prefix="mtp")
+    return decoder(TextPart.whole(fields), main_parts(fields), mtp_parts(fields))
+
+
+def decoder(
+    part: TextPart, main: Sequence[Listed], module: Sequence[Listed], root: str = ""
+) -> ModelSpec:
+    """Describe a decoder by the parts of its main layers and of its MTP module, an attention and
+    experts behind it; root: what the names of all its tensors begin with."""
+    layers = [_layer(f"{root}backbone.layers.{at}", one) for at, one in enumerate(main)]
+    mtp = [_mtp(f"{root}mtp", *module)] if at_most_one_mtp_layer(part.fields, 0) else []
+    described = listed_decoder(part, layers, mtp, _CONTRACT, mtp_prefix=f"{root}mtp")
+    embedding = f"{root}backbone.embeddings"
     return replace(
         described,
-        embedding="backbone.embeddings",
-        norm="backbone.norm_f",
-        head="backbone.embeddings" if described.head != "lm_head" else "lm_head",
+        embedding=embedding,
+        norm=f"{root}backbone.norm_f",
+        head=embedding if part.is_tied else f"{root}lm_head",
         linear_projection=True,
     )
+
+
+def main_parts(fields: Fields) -> list[Listed]:
+    """Return the parts of the main layers, by a pattern or a list of their kinds."""
+    kinds = _kinds(fields, "hybrid_override_pattern", "layers_block_type", main_layers(fields))
+    check_expert_count(fields, "n_routed_experts", kinds.count("moe") + 1)
+    parts = {kind: part_of(fields, kind) for kind in _KINDS}
+    return [parts[kind] for kind in kinds]
+
+
+def mtp_parts(fields: Fields) -> list[Listed]:
+    """Return the parts of the MTP module."""
+    key = "mtp_hybrid_override_pattern"
+    if fields.has(key) or fields.has("mtp_layers_block_type"):
+        kinds = _kinds(fields, key, "mtp_layers_block_type", 2)
+        if kinds != [*MTP_KINDS]:
+            raise fields.unusable(key, "*E, as in every release")
+    return [part_of(fields, kind) for kind in MTP_KINDS]
 
 
 def _layer(prefix: str, part: Listed) -> LayerSpec:
@@ -57,22 +82,15 @@ def _kinds(fields: Fields, pattern: str, listed: str, layers: int) -> list[str]:
     """Return the kinds of layers, by the letters of a pattern or as words."""
     value = fields.values.get(pattern if fields.has(pattern) else listed)
     found = list(value) if isinstance(value, str | list) else []
-    kinds = [_WORDS.get(one, one) for one in found if isinstance(one, str)]
+    kinds = [WORDS.get(one, one) for one in found if isinstance(one, str)]
     if len(kinds) != layers or not _KINDS.issuperset(kinds):
         raise fields.unusable(pattern, f"M, *, E or - for each of {layers} layers")
     return kinds
 
 
-def _mtp(fields: Fields) -> MtpSpec:
-    """Return the MTP module: an attention, and experts behind it."""
-    key = "mtp_hybrid_override_pattern"
-    if fields.has(key) or fields.has("mtp_layers_block_type"):
-        kinds = _kinds(fields, key, "mtp_layers_block_type", 2)
-        if kinds != ["full_attention", "moe"]:
-            raise fields.unusable(key, "*E, as in every release")
-    attention, moe = (_part(fields, kind) for kind in ("full_attention", "moe"))
+def _mtp(prefix: str, attention: Listed, moe: Listed) -> MtpSpec:
     layer = LayerSpec(
-        "mtp.layers",
+        f"{prefix}.layers",
         replace(attention, name="0.mixer"),
         replace(moe, name="1.mixer"),
         attention_name="0.mixer",
@@ -80,17 +98,18 @@ def _mtp(fields: Fields) -> MtpSpec:
         norms=("0.norm", "1.norm"),
     )
     names = ("0.enorm", "0.hnorm", "0.eh_proj", "1.final_layernorm")
-    return MtpSpec(layer, MtpModules.without_copies("mtp.layers", names), prefix="mtp")
+    return MtpSpec(layer, MtpModules.without_copies(layer.prefix, names), prefix=prefix)
 
 
-def _part(fields: Fields, kind: str) -> Listed:
+def part_of(fields: Fields, kind: str) -> Listed:
+    """Return the part of a layer of a kind, by its word or letter."""
     make = {
         "linear_attention": _mamba,
         "full_attention": _attention,
         "moe": _experts,
         "mlp": _mlp,
     }
-    return make[kind](fields)
+    return make[WORDS.get(kind, kind)](fields)
 
 
 def _attention(fields: Fields) -> Listed:

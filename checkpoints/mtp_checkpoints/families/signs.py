@@ -19,7 +19,7 @@ COUNT_FIELDS = (
     *("num_mtp_layers", "mtp_num_layers"),
 )
 _NESTED = ("text_config", "llm_config", "language_config")
-_OWN_BLOCK = "mtp_config"  # announces modules without counting them
+_OWN_BLOCK = "mtp_config"  # announces modules, and may count them
 # Models whose config.json has no such field, with the number that engines take.
 USUAL_COUNTS = {
     "qwen3_next": 1,
@@ -113,6 +113,15 @@ def _configs(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]
             yield f"{name}.", inner
 
 
+def _counting(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield what may count MTP modules: the configs, and their blocks of such."""
+    for prefix, fields in _configs(config):
+        yield prefix, fields
+        block = fields.get(_OWN_BLOCK)
+        if isinstance(block, Mapping):
+            yield f"{prefix}{_OWN_BLOCK}.", block
+
+
 def text_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the fields of a config.json that describe the decoder: those of its text part, where
     it has one, whatever its family."""
@@ -132,12 +141,13 @@ def flattened(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def announced(config: Mapping[str, Any]) -> Announced | None:
     """Return what a config.json announces; None for no MTP module at all."""
-    for prefix, fields in _configs(config):
+    for prefix, fields in _counting(config):
         for name in COUNT_FIELDS:
             count = fields.get(name)
             if type(count) is int and count > 0:
                 one = str(fields.get("model_type")) in _ONE_MODULE
                 return Announced(1 if one else count, f"{prefix}{name}")
+    for prefix, fields in _configs(config):
         if isinstance(fields.get(_OWN_BLOCK), Mapping):
             return Announced(None, f"{prefix}{_OWN_BLOCK}")
     for prefix, fields in _configs(config):
@@ -151,7 +161,8 @@ def announced(config: Mapping[str, Any]) -> Announced | None:
 def with_counts_of(config: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config.json that counts MTP modules as another of the same model does, in the fields
     and parts of that."""
-    result = {**config, **{name: other[name] for name in COUNT_FIELDS if name in other}}
+    names = (*COUNT_FIELDS, _OWN_BLOCK)
+    result = {**config, **{name: other[name] for name in names if name in other}}
     for name in _NESTED:
         own, inner = config.get(name), other.get(name)
         if isinstance(own, Mapping) and isinstance(inner, Mapping):
@@ -161,7 +172,7 @@ def with_counts_of(config: Mapping[str, Any], other: Mapping[str, Any]) -> dict[
 
 def count_field(config: Mapping[str, Any]) -> str:
     """Return the field of a config.json that counts MTP modules, with what it says; "" for none."""
-    for prefix, own in _configs(config):
+    for prefix, own in _counting(config):
         for name in COUNT_FIELDS:
             if name in own:
                 return f"{prefix}{name} {str(own[name])[:100]!r}"

@@ -43,15 +43,12 @@ _USUAL = ".eh_proj"  # of most MTP layers' projections
 _OF_ONE_EXPERT = re.compile(r".*?\.experts(?=\.\d)", re.ASCII)
 _FUSED: dict[tuple[str, ...], tuple[str, ...]] = {("gate_proj", "up_proj"): ("gate_up_proj",)}
 
-
 Stored = TypeVar("Stored")
 
 
 class FeedForward(Protocol):
-    """The part of a decoder layer that takes every row by itself; a frozen dataclass.
-
-    patterns: module names of its linears, as engines' quantization configs refer to them.
-    """
+    """The part of a decoder layer that takes every row by itself; a frozen dataclass. patterns:
+    module names of its linears, as engines' quantization configs refer to them."""
 
     @property
     def patterns(self) -> ModulePatterns: ...
@@ -216,16 +213,17 @@ class ModelSpec:
     mtp_contract: inputs of the MTP modules, as config.json records them or else as is usual;
     usual_contract: as they were trained. mtp_names: names that engines have for the MTP layer
     besides its own. norm is "" in a model without a last one, head the embedding where both are one
-    tensor. count_field: that of config.json which counts the MTP layers. mtp_prefix: that of their
-    tensors, "" where they are the layers after the last. sglang_layer: SGLang's name of the decoder
-    layer of such, where it is another. quantized_fields: what config.json says beside a
-    quantization that this tool wrote. linear_projection: engines build the projections of MTP
-    modules as any linear. may_fuse: checkpoints store the experts of a layer one by one or fused.
-    uncomputed: why the runtime does not compute a model though it has a layer for every part, ""
-    where it does. engines: names of targets whose engines load its MTP layers, others of the
-    released layout do not. more: other tensors of the main part, by their full names. carried: what
-    names of tensors begin with that belong to the main part and are not described, such as those of
-    a vision tower; carried_modules are those that are stored.
+    tensor; head_rows: its rows where they are not the vocabulary. count_field: that of config.json
+    which counts the MTP layers. mtp_prefix: that of their tensors, "" where they are the layers
+    after the last. sglang_layer: SGLang's name of the decoder layer of such, where it is another.
+    quantized_fields: what config.json says beside a quantization that this tool wrote.
+    linear_projection: engines build the projections of MTP modules as any linear. may_fuse:
+    checkpoints store the experts of a layer one by one or fused. uncomputed: why the runtime does
+    not compute a model though it has a layer for every part. engines: names of targets whose
+    engines load its MTP layers, others of the released layout do not. more: other tensors of the
+    main part, by their full names. carried: what names of tensors begin with that belong to the
+    main part and are not described, such as those of a vision tower; carried_modules are those that
+    are stored.
     """
 
     facts: ModelFacts
@@ -237,6 +235,7 @@ class ModelSpec:
     embedding: str = "model.embed_tokens"
     norm: str = "model.norm"
     head: str = "lm_head"
+    head_rows: int = 0
     count_field: str = "num_nextn_predict_layers"
     mtp_prefix: str = ""
     sglang_layer: str = ""
@@ -329,7 +328,7 @@ class ModelSpec:
         if self.norm:
             yield make.norm(self.norm, facts.hidden)
         if self.head != self.embedding:
-            yield make.matrix(self.head, table, Role.HEAD)
+            yield make.matrix(self.head, (self.head_rows or facts.vocab, facts.hidden), Role.HEAD)
         for layer in self.layers:
             yield from layer.tensors(facts.hidden, make)
         yield from (one.tensor("", make) for one in self.more)
@@ -369,7 +368,8 @@ class ModelSpec:
     def _usual_matrices(self) -> Iterator[str]:
         """Yield names and patterns of matrices around layers that are not quantized, and of gates
         of experts."""
-        yield from (PLAIN_HEADS[0], "re:.*mlp.gate$")
+        head = {self.head} - {self.embedding}
+        yield from dict.fromkeys((PLAIN_HEADS[0], *head, "re:.*mlp.gate$"))
         joint = ((m, m.modules.projection) for m in self.mtp)
         own = {name: None for m, name in joint if name and (m.prefix or not name.endswith(_USUAL))}
         yield from (f"re:.*{projection}$" for projection in own)

@@ -1,5 +1,5 @@
-"""Models that are refused by name: without MTP tensors in their releases, drafts of their own, and
-those whose MTP layers no family describes."""
+"""Models that are refused by name: without MTP tensors in their releases, and drafts of their
+own."""
 
 from __future__ import annotations
 
@@ -25,21 +25,11 @@ SEPARATE_DRAFTS: dict[str, str] = {
     "gemma4_assistant": "Gemma-4's assistant",
     "gemma4_unified_assistant": "Gemma-4's assistant",
 }
-# Models whose MTP layers engines run, and that have no family.
-NOT_DESCRIBED: dict[str, str] = {
-    "inkling_model": "Inkling",
-    "inkling_mm_model": "Inkling",
-    "nemotron_h_puzzle": "Nemotron-H Puzzle",
-    "interns2_mobius": "Intern-S2 Mobius",
-    "gigachat3_5": "GigaChat-3.5",
-    "nemotron_h_omni": "Nemotron-3 Nano Omni",
-}
 
 
 def refuse_without_mtp(config: Mapping[str, Any], names: Collection[str] = ()) -> None:
-    """Raise UnsupportedError for a model whose release has no MTP tensors, for a draft that is no
-    MTP module by config.json or the names of tensors, and for a model whose MTP layers are not
-    described."""
+    """Raise UnsupportedError for a model whose release has no MTP tensors, and for a draft that is
+    no MTP module by config.json or the names of tensors."""
     model_type = str(config.get("model_type"))
     if model_type in SEPARATE_DRAFTS:
         raise UnsupportedError(
@@ -65,11 +55,4 @@ def refuse_without_mtp(config: Mapping[str, Any], names: Collection[str] = ()) -
             found=WITHOUT_MTP[model_type],
             todo="There is nothing to split: serve the release as it is, with a draft model of"
             " another kind",
-        )
-    if model_type in NOT_DESCRIBED:
-        raise UnsupportedError(
-            "The MTP layers of this model are not described",
-            expected="a model of docs/models.md",
-            found=f"{NOT_DESCRIBED[model_type]}, model_type {model_type}",
-            todo="Its names and shapes need a family; CONTRIBUTING.md says how to add one",
         )

@@ -27,8 +27,9 @@ BESIDES = {"step3p5": BESIDE}
 BESIDES["longcat_flash"] = r"model\.layers\.\d+\.mlp\.experts\.([89]|1[01])\.(gate|up)_proj\."
 # transformers has no class of them.
 UNCONFIRMED = {
-    *("mimo_v2", "pangu_ultra_moe"),
+    *("mimo_v2", "pangu_ultra_moe", "inkling_model"),
     *("bailing_moe", "bailing_moe_v2", "BailingMoeV2_5ForCausalLM"),
+    *("interns2_mobius", "nemotron_h_puzzle", "nemotron_h_omni", "gigachat3_5"),
 }
 # What it saves of them has other names than what it loads.
 LOADED = ("deepseek_v4", "hy_v4")
@@ -91,7 +92,9 @@ def test_the_mtp_layers_are_what_transformers_loads(
     own = [as_theirs(one.name) for one in of_layers if one.role is not Role.OWN_HEAD]
     ours = of_mtp(path, own)
     shared = {id(p) for p in reference.parameters()}
-    theirs = {n: p for n, p in module.state_dict(keep_vars=True).items() if id(p) not in shared}
+    state = module.state_dict(keep_vars=True)
+    state.pop("embed_tokens.weight", None)  # of Inkling's main model, of which it makes a copy
+    theirs = {name: one for name, one in state.items() if id(one) not in shared}
     assert total(theirs) == pytest.approx(total(ours))
 
 

@@ -23,6 +23,7 @@ _UNQUANTIZED = frozenset({Role.ROUTER, Role.CONVOLUTION, Role.DELTA_GATES, Role.
 _JOINED: dict[tuple[str, ...], tuple[str, ...]] = {
     ("q_proj", "k_proj", "v_proj"): ("qkv_proj",),
     ("gate_proj", "up_proj"): ("gate_up_proj",),
+    ("wq_du", "wk_dv", "wv_dv", "wr_du"): ("qkvr",),
     ("q_a_proj", "kv_a_proj_with_mqa"): (
         *("fused_qkv_a_proj", "fused_qkv_a_proj_with_mqa", "fused_qkv_a_g_proj_with_mqa"),
     ),

@@ -1,0 +1,46 @@
+"""Nemotron-H Puzzle: the layers and the MTP module of Nemotron-3, of sizes that differ from layer
+to layer.
+
+Source: vLLM's nemotron_h and nemotron_h_mtp; SGLang's NemotronHPuzzleConfig, which has the blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mtp_checkpoints.families.fields import Fields
+from mtp_checkpoints.families.moe_decoder import check_expert_count, main_layers
+from mtp_checkpoints.families.nemotron_h import MTP_KINDS, WORDS, decoder, mtp_parts, part_of
+from mtp_checkpoints.families.parts.listed import Listed
+from mtp_checkpoints.families.spec import ModelSpec
+from mtp_checkpoints.families.text_part import TextPart
+
+_OF_MODULE, _EXPERTS = "mtp_block_configs", "mtp_n_routed_experts"
+
+
+def spec(fields: Fields) -> ModelSpec:
+    """Describe a config.json."""
+    main = _blocks(fields, "block_configs", main_layers(fields))
+    if fields.has(_OF_MODULE):
+        module = _blocks(fields, _OF_MODULE, len(MTP_KINDS))
+    else:
+        known = fields.has(_EXPERTS)
+        own = fields.with_values(n_routed_experts=fields.whole(_EXPERTS)) if known else fields
+        module = mtp_parts(own)
+    return decoder(TextPart.whole(fields), main, module)
+
+
+def _blocks(fields: Fields, key: str, count: int) -> list[Listed]:
+    """Return the parts of layers whose own fields a list has."""
+    listed = fields.values.get(key)
+    blocks = listed if isinstance(listed, list) else []
+    kinds = [str(one.get("block_type")) if isinstance(one, Mapping) else "" for one in blocks]
+    if len(kinds) != count or not {*WORDS, *WORDS.values()}.issuperset(kinds):
+        raise fields.unusable(key, f"an object with a block_type for each of {count} layers")
+    parts = []
+    for kind, block in zip(kinds, blocks, strict=True):
+        own = fields.with_values(**block)
+        if WORDS.get(kind, kind) == "moe":
+            check_expert_count(own, "n_routed_experts", count)
+        parts.append(part_of(own, kind))
+    return parts
