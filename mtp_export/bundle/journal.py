@@ -35,6 +35,7 @@ from mtp_checkpoints.sources.files import (
 from mtp_export.bundle.options import Share
 from mtp_export.bundle.owner import OWNER_NAME, Owner, owner_of
 from mtp_export.plan import Facts
+from mtp_export.schemes.calibrated import TEXT_FACTS
 
 JOURNAL_NAME = ".mtp_export.journal"
 _SOURCE_FIELDS = ("source", "versions")  # fields of a run's identity
@@ -352,8 +353,8 @@ def _shard(line: Any) -> tuple[str, ShardFacts]:
         if len(bytes.fromhex(_typed(digest, str))) != _DIGEST_BYTES:
             raise ValueError("a checksum of another length")
     for figures in _typed(facts.facts, dict).values():
-        for figure in _typed(figures, dict).values():
-            _typed(figure, int, float, str, type(None))
+        for name, figure in _typed(figures, dict).items():
+            _typed(figure, *((str,) if name in TEXT_FACTS else (int, float, type(None))))
     return _typed(line["finished"], str), facts
 
 

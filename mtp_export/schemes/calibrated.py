@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 FOLDED = "folded"  # the fact of a tensor that was divided: its exponents, as letters
+TEXT_FACTS = frozenset({FOLDED, "rounding", "reason"})  # those that are no figures
 
 
 @dataclass(frozen=True)

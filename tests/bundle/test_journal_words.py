@@ -111,7 +111,7 @@ def test_damage_is_named_by_its_line() -> None:
         ({"size_bytes": 8, "xxh3_128": {"a": DIGEST + "00"}}, "ValueError: a checksum of another"),
         ({"size_bytes": 8, "facts": []}, "TypeError: list in place of dict"),
         ({"size_bytes": 8, "facts": {"a": 5}}, "TypeError: int in place of dict"),
-        ({"size_bytes": 8, "facts": {"a": {"b": ["c"]}}}, "TypeError: list in place of int"),
+        ({"size_bytes": 8, "facts": {"a": {"b": "c"}}}, "TypeError: str in place of int"),
     ],
 )
 def test_facts_that_this_tool_does_not_write(facts: dict[str, Any], says: str) -> None:
