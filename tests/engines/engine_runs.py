@@ -103,7 +103,6 @@ def process(script: Path, job: dict[str, object], folder: Path) -> tuple[int, st
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=900,
         check=False,
     )
     (folder / "log").write_text(run.stdout)
