@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence, Set
 from contextlib import closing
 from functools import lru_cache
-from itertools import accumulate, pairwise, repeat
+from itertools import accumulate, repeat
 from operator import attrgetter, mul
 from typing import Any
 
@@ -25,6 +25,7 @@ from mtp_checkpoints.containers.base import (
     check_tensor_name,
 )
 from mtp_checkpoints.dtypes import DType, OutputTensor, tensor_bytes
+from mtp_checkpoints.named_tuples import rows_of
 from mtp_checkpoints.sources import strict_json
 from mtp_checkpoints.sources.byte_source import ByteFile, OpenFile
 
@@ -85,23 +86,32 @@ def _as_usual(file: ByteFile, header: bytes, data: range) -> tuple[TensorInfo, .
     start = _USUAL_START.match(text)
     begin = start.end() if start else 0
     entries = _USUAL_TENSOR.findall(text, begin)
-    names = [name for name, _ in entries]
+    if not entries:
+        return ()
+    names, kinds = zip(*entries, strict=True)
     body, unique = text[begin:], set(names)
     are_plain = _are_plain(unique) and _METADATA not in unique and "\\" not in body
-    if not entries or len(unique) < len(names) or not are_plain:
+    if len(unique) < len(names) or not are_plain:
         return ()
     try:
-        dtypes, shapes, sizes = zip(*(_usual_kind(kind) for _, kind in entries), strict=True)
+        dtypes, shapes, sizes = zip(*map(_usual_kind, kinds), strict=True)
     except ValueError:
         return ()
     places = [*accumulate(sizes, initial=0)]
-    written = map(
-        _AS_WRITTEN.__mod__, ((*e, *s) for e, s in zip(entries, pairwise(places), strict=True))
-    )
+    written = map(_AS_WRITTEN.__mod__, zip(names, kinds, places, places[1:], strict=False))
     if body != ",".join(written) + "}" or places[-1] != len(data):
         return ()
-    offsets = accumulate(sizes, initial=data.start)
-    return tuple(map(TensorInfo, names, dtypes, shapes, repeat(file), offsets, sizes))
+    return tuple(
+        rows_of(
+            TensorInfo,
+            name=names,
+            dtype=dtypes,
+            shape=shapes,
+            file=repeat(file),
+            offset_bytes=accumulate(sizes, initial=data.start),
+            size_bytes=sizes,
+        )
+    )
 
 
 @lru_cache(maxsize=1 << 12)  # a model of 100,000 tensors has tens of kinds
