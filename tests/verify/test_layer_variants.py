@@ -14,15 +14,13 @@ from cases import export, nightly_but
 from faults.fault import Fault
 from faults.suspected_faults import SUSPECTED_LAYER_FAULTS
 from mtp_export.verify.check import Status
-from mtp_export.verify.diagnosis.halves import ATTENTION, FEED_FORWARD, AddedByHalves
 from mtp_export.verify.evidence.likelihood import Likelihood
-from mtp_export.verify.evidence.plain_text import CODE, PlainTexts
+from mtp_export.verify.evidence.plain_text import PlainTexts
 from mtp_export.verify.evidence.side_by_side import SideBySide
 from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.streaming import open_streamed
-from mtp_runtime.teacher_forcing import Text, Texts
 from mtp_runtime.tokenizer import Tokenizer
-from verify.test_likelihood import Logits, judged
+from verify.test_likelihood import judged
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 
@@ -52,20 +50,6 @@ def test_variants_side_by_side_are_those_that_run_alone() -> None:
     for one, other in ((found.own, Likelihood.of(streamed, plain)), (found.tried[0][1], alone)):
         torch.testing.assert_close(one.sums, other.sums, rtol=1e-4, atol=1e-3)
     assert not torch.allclose(found.own.sums, alone.sums, atol=0.1)
-
-
-@pytest.mark.parametrize("size", [0.25, 1.0, 4.0])
-def test_a_half_of_another_size_shows_in_the_last_state(size: float) -> None:
-    """Two halves add to the logits of one distribution."""
-    shares = torch.tensor([0.5, 0.25, 0.15, 0.1])
-    generator = torch.Generator().manual_seed(0)
-    tokens = shares.multinomial(4000, replacement=True, generator=generator)
-    plain = PlainTexts(Texts((Text(tuple(tokens.tolist()), 1),)), (CODE,))
-    one, other = (shares.log() * torch.tensor(mask) for mask in ([1, 0, 1, 0], [0, 1, 0, 1]))
-    rows = one.expand(1000, 4) * size, other.expand(1000, 4)
-    halves = AddedByHalves({(0, ATTENTION): [rows[0]], (0, FEED_FORWARD): [rows[1]]})
-    states = (one * size + other).expand(4000, 4)
-    assert halves.is_one_resized(plain, states, Logits()) == (size != 1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

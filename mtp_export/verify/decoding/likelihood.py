@@ -35,7 +35,7 @@ from mtp_runtime.streaming import StreamedModel, open_streamed
 from mtp_runtime.tokenizer import Tokenizer
 
 CONFIDENCE = 0.98
-# Of a model of more layers, those that lean to nothing are looked into alone.
+# Of a model of more layers, halves that lean to nothing are looked into alone.
 MOST_LAYERS = 8
 
 
@@ -107,10 +107,10 @@ def run(context: Context) -> Iterator[Item]:
     item = _none_better(own, _evidence(context, streamed, leanings), context)
     yield item
     if item.status is not Status.FAIL:  # of which a bad half would be the consequence
-        if not suspects and streamed.config.layers <= MOST_LAYERS:
-            is_resized = halves.is_one_resized(plain, own.states, streamed.rest().head)
-            suspects = layers.suspects(leanings) if is_resized or leanings.weak else []
-        yield layers.no_harm(suspects)
+        item = layers.no_harm(suspects)
+        if item.status is not Status.FAIL and streamed.config.layers <= MOST_LAYERS:
+            item = layers.no_harm(layers.suspects(leanings))
+        yield item
 
 
 def _evidence(context: Context, streamed: StreamedModel, leanings: Leanings) -> MainEvidence:

@@ -3,13 +3,11 @@ one leans towards that, or makes the text likelier by itself. One that does neit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from mtp_export.verify.evidence.likelihood import tempered_scores
 from mtp_export.verify.evidence.plain_text import PlainTexts
 from mtp_runtime.cache import CacheSpec, LayerCache
 from mtp_runtime.layers.decoder_layer import DecoderLayer
@@ -27,9 +25,6 @@ LEAST_LEANING = 0.05
 # What leaving a half out of the last state alone costs the text where it is of use, in nats per
 # token.
 LEAST_USE = 0.005
-# What half or twice of a half in the last state alone gains where it is of another size, in nats
-# per token, each at the temperature that fits it. At most 0.016 in the trained fixtures.
-LEAST_RESIZED = 0.03
 MOST_SUSPECTS = 2
 # Factors by which what a half of a layer adds is tried: one that does harm is better halved, too.
 SIZES = (0.5, 2.0)
@@ -75,15 +70,6 @@ class AddedByHalves:
             if cosine < LEAST_LEANING and scored.use_of(one) < LEAST_USE:
                 found.append(Suspect(layer, half, cosine))
         return sorted(found, key=lambda one: one.cosine)[:MOST_SUSPECTS]
-
-    @torch.inference_mode()
-    def is_one_resized(self, plain: PlainTexts, states: torch.Tensor, head: Head) -> bool:
-        """True where half or twice of what one adds makes the texts likelier in the last state
-        alone, which costs no pass through the layers. states [T, d]: as of suspects."""
-        scored = _Scored.of(plain, states, head)
-        changes = [one * (size - 1) for one in self._outputs().values() for size in SIZES]
-        own, *others = scored.fitted([torch.zeros_like(scored.states), *changes])
-        return max(others) - own > LEAST_RESIZED
 
     def _outputs(self) -> dict[tuple[int, str], torch.Tensor]:
         """Return what each half adds to the kept rows [n, d], float32."""
@@ -133,10 +119,3 @@ class _Scored:
             for each in (self.states, self.states - added)
         )
         return float((own - without).mean())
-
-    def fitted(self, changes: Sequence[torch.Tensor]) -> list[float]:
-        """The mean log-probability of the text with each change [n, d] of the states, at the
-        temperature that fits it best."""
-        states = torch.cat([(self.states + change)[self.rows] for change in changes])
-        scores = tempered_scores(self.head, states, self.wanted.repeat(len(changes)))
-        return [float(one.mean(dim=0).max()) for one in scores.chunk(len(changes))]

@@ -183,6 +183,12 @@ def _grouped(attention: Gqa) -> Iterator[Place]:
 
 
 def _delta(attention: GatedDeltaNet) -> Iterator[Place]:
+    channels = attention.sizes.channels
+    yield Place("in_proj_qkv", ("inputs",), (0, channels))
+    yield Place("in_proj_z", ("inputs",), (channels, None))
+    for name, path in (("conv1d", "convolution"), ("dt_bias", "bias")):
+        yield Place(f"{name} of the attention", (path,))
+    yield Place("the norm of the attention", ("norm", "weight"))
     yield Place("out_proj", ("output",), adds="the attention")
 
 
