@@ -65,6 +65,8 @@ def _oracles(model_type: str) -> tuple[str, str]:
     from runtime.oracles import MTP_MODEL
 
     main = "not confirmed" if model_type in names.UNCONFIRMED else "transformers' class"
+    if model_type in family_drafts.MAINS:
+        main = "vLLM's class"
     if model_type in names.OTHER_CLASS:
         main = "transformers' class of the same layers"
     mtp = "engines' loaders, read"

@@ -1,4 +1,4 @@
-"""Families whose MTP layers vLLM's own classes load on a CPU."""
+"""Families whose MTP layers, or main models, vLLM's own classes load on a CPU."""
 
 from __future__ import annotations
 
@@ -34,5 +34,20 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
         | {"swa_v_head_dim": 8, "add_swa_attention_sink_bias": True, "attention_value_scale": 0.7}
         | {"swa_rope_theta": 10000, "partial_rotary_factor": 0.5, "sliding_window_size": 32},
         3,
+    ),
+}
+# Of those that transformers has no class for: vLLM's of the main model, and fields that it reads.
+_LATENT = CASES["BailingMoeV2_5ForCausalLM"][1] | {"use_qkv_bias": False}
+_LING = {"embedding_dropout": 0.0, "use_qkv_bias": False, "use_rmsnorm": True, "rope_theta": 1e4}
+MAINS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bailing_moe": ("BailingMoeForCausalLM", _LING | {"first_k_dense_replace": 0}),
+    "bailing_moe_v2": ("BailingMoeV2ForCausalLM", _LING),
+    "BailingMoeV2_5ForCausalLM": ("BailingMoeV25ForCausalLM", _LATENT),
+    "pangu_ultra_moe": ("PanguUltraMoEForCausalLM", CASES["pangu_ultra_moe"][1]),
+    "mimo_v2": (
+        "MiMoV2ForCausalLM",
+        CASES["mimo_v2_flash"][1]
+        | {"attention_bias": False, "hidden_act": "silu", "n_group": 1, "topk_group": 1}
+        | {"routed_scaling_factor": 1.0, "n_shared_experts": None, "topk_method": "noaux_tc"},
     ),
 }

@@ -1,6 +1,6 @@
-"""vLLM's own classes over drafts of ours: `python vllm_drafts.py JOB.json RESULT.json`.
+"""vLLM's own classes over drafts of ours, and main models: `python vllm_drafts.py JOB RESULT`.
 
-Builds each draft as vLLM does, fills its parameters with a value that no weight has, loads the
+Builds each as vLLM does, fills its parameters with a value that no weight has, loads the
 folder, and notes the class, the parameters that kept the value, and those that were loaded.
 """
 
@@ -24,8 +24,8 @@ def register(main: str) -> None:
         AutoConfig.register(name, type("Config", (PretrainedConfig,), {"model_type": name}))
 
 
-def draft_of(main: str, draft: str, method: str) -> dict[str, Any]:
-    """The loading of one draft."""
+def loading_of(main: str, draft: str, method: str) -> dict[str, Any]:
+    """The loading of one draft, or of the main model where no method drafts."""
     import torch
     from safetensors.torch import load_file
     from vllm.config import set_current_vllm_config
@@ -33,14 +33,14 @@ def draft_of(main: str, draft: str, method: str) -> dict[str, Any]:
     from vllm.model_executor.model_loader.utils import initialize_model
 
     register(main)
-    speculation = {"method": method, "model": draft, "num_speculative_tokens": 3}
-    if method == "eagle":
-        speculation["num_speculative_tokens"] = 1
+    count = 1 if method == "eagle" else 3
+    speculation = {"method": method, "model": draft, "num_speculative_tokens": count}
     config = EngineArgs(
-        model=main, dtype="bfloat16", enforce_eager=True, speculative_config=speculation,
-        max_model_len=256, mamba_block_size=256, skip_tokenizer_init=True,
+        model=main, dtype="bfloat16", enforce_eager=True,
+        speculative_config=speculation if method else None, max_model_len=256,
+        mamba_block_size=256, skip_tokenizer_init=True,
     ).create_engine_config()  # fmt: skip
-    own = config.speculative_config.draft_model_config
+    own = config.speculative_config.draft_model_config if method else config.model_config
     with set_current_vllm_config(config):
         model = initialize_model(vllm_config=config, model_config=own)
     parameters = dict(model.named_parameters())
@@ -48,7 +48,7 @@ def draft_of(main: str, draft: str, method: str) -> dict[str, Any]:
         with torch.no_grad():
             parameter.fill_(UNTOUCHED)
     stored: dict[str, torch.Tensor] = {}
-    for path in sorted(Path(draft).glob("*.safetensors")):
+    for path in sorted(Path(draft if method else main).glob("*.safetensors")):
         stored |= load_file(path)
     model.load_weights(iter(stored.items()))
     untouched = [name for name, p in parameters.items() if bool((p == UNTOUCHED).any())]
@@ -60,4 +60,4 @@ def draft_of(main: str, draft: str, method: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run_job(draft_of)
+    run_job(loading_of)

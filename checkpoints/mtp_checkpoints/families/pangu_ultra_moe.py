@@ -12,28 +12,32 @@ from dataclasses import replace
 from mtp_checkpoints.families import deepseek_v3
 from mtp_checkpoints.families.contract import MtpContract
 from mtp_checkpoints.families.fields import Fields
-from mtp_checkpoints.families.parts.feed_forward import BIASED, GREEDY
+from mtp_checkpoints.families.parts.feed_forward import BIASED, GREEDY, Moe, MoeNames
 from mtp_checkpoints.families.spec import LayerSpec, ModelSpec
 
 _CONTRACT = MtpContract(zero_first_embedding=True, source="vLLM")
 _AROUND = ("pre_mlp_layernorm", "post_mlp_layernorm")
+_OF_MAIN = MoeNames(bias="e_score_correction_bias")  # vLLM's loader of the module has the usual one
 
 
 def spec(fields: Fields) -> ModelSpec:
     """Describe a config.json."""
     is_biased = fields.flag("router_enable_expert_bias", False)
     known = fields.with_values(topk_method=BIASED if is_biased else GREEDY)
+    around = _AROUND if fields.flag("sandwich_norm", False) else ()
     described = deepseek_v3.spec(known, _CONTRACT)
-    if not fields.flag("sandwich_norm", False):
-        return replace(described, engines=("vllm",))
     return replace(
         described,
-        layers=tuple(map(_between_norms, described.layers)),
-        mtp=tuple(replace(one, layer=_between_norms(one.layer)) for one in described.mtp),
-        uncomputed="norms surround attention and MLP",
+        layers=tuple(_layer(one, around, _OF_MAIN) for one in described.layers),
+        mtp=tuple(replace(one, layer=_layer(one.layer, around)) for one in described.mtp),
+        uncomputed="norms surround attention and MLP" if around else "",
         engines=("vllm",),
     )
 
 
-def _between_norms(layer: LayerSpec) -> LayerSpec:
-    return replace(layer, norms=(*layer.norms, *_AROUND))
+def _layer(layer: LayerSpec, around: tuple[str, ...], names: MoeNames | None = None) -> LayerSpec:
+    """Return a layer with norms around its parts, and with names of the mixture's modules."""
+    layer = replace(layer, norms=(*layer.norms, *around))
+    if names is not None and isinstance(layer.feed_forward, Moe):
+        return replace(layer, feed_forward=replace(layer.feed_forward, names=names))
+    return layer
