@@ -56,13 +56,16 @@ def _dtype(fields: Fields) -> DType:
 class UnreleasedField(UnsupportedError):
     """A field of config.json, by its name, that no release of the family sets."""
 
-    def __init__(self, field: str, model_type: object, found: object) -> None:
-        what = f"config.json sets {field}, which no released {model_type} does"
-        super().__init__(what, expected="false", found=found)
-        self.field = field
+    field = ""
 
 
 def refuse_set(fields: Fields, key: str) -> None:
     """Raise UnreleasedField for a key that no release sets."""
-    if found := fields.values.get(key):
-        raise UnreleasedField(key, fields.values.get("model_type"), found)
+    if fields.values.get(key):
+        error = UnreleasedField(
+            f"config.json sets {key}, which no released {fields.values.get('model_type')} does",
+            expected="false",
+            found=fields.values[key],
+        )
+        error.field = key
+        raise error
