@@ -16,6 +16,7 @@ from mtp_checkpoints.tensors.bundle_folder import open_checkpoint
 from mtp_checkpoints.tensors.experts_apart import experts_apart
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.bundle.bundle_plan import BundlePlan, Recipe
+from mtp_export.bundle.folded_scales import refuse_folded
 from mtp_export.bundle.gguf_parts import gguf_parts
 from mtp_export.bundle.links import guess_links, resolve_links
 from mtp_export.bundle.options import BundleOptions, Checksums, Part
@@ -116,6 +117,7 @@ def plan_bundle(
     nothing.
     """
     _check_engine(options, source[1].family)
+    refuse_folded(source[0].mtp_bundle, options.content.part)
     tuning = Tuning.of(source[0].mtp_bundle, options.content.part)
     shards = [shard.path for shard in (*source[0].shards, *tuning.shards)]
     find_links = guess_links if dry_run else resolve_links

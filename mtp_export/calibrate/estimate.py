@@ -140,7 +140,11 @@ def _memory_bytes(linears: Linears) -> int:
 def _searching(linears: Linears) -> tuple[float, int]:
     """Return the operations of a search of scales, and the bytes of weights that it holds."""
     shapes = linears.shapes
-    downs = [shapes[unit.down] for unit in linears.of_experts if unit.down]
+    units = [unit for unit in linears.of_experts if unit.down in linears.steps]
+    ups = [unit.weights[-1] for unit in units]
+    rounded = (up for up in ups if up in linears.steps)
+    searched = [up for up in rounded if linears.convert(up).format.of_whole_matrix]
+    downs = [shapes[name] for name in (*searched, *(unit.down for unit in units if unit.down))]
     some = [shapes[n] for unit in linears.of_experts[:SEARCHED] for n in unit.weights]
     operations = float(sum(_SEARCH * n * k**2 for n, k in (*downs, *some)))
     return operations, _FLOAT32 * sum(map(prod, some))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -140,7 +140,7 @@ class Rounder:
             both = torch.cat([values[name] for name in unit.weights]).t()
             made = (gated(x @ both, unit.limit) for x in pieces(parts))
             inner = Inputs.of(made, values[down].shape[1])
-        own = self._with_foldings(unit, values, inner, columns)
+        own = self._with_foldings(unit, values, (inputs, inner), columns)
         result = {
             name: self._weight(name, own, inputs)
             for name in unit.weights
@@ -154,29 +154,57 @@ class Rounder:
         """Return the exponents of scales, int8 [K], by which least is lost of what units make of
         one input."""
         names = [name for unit in units for name in unit.weights if name in self.linears.steps]
-        return self._exponents({name: self.linears.values(name) for name in names}, inputs)
+        values = {name: self.linears.values(name) for name in names}
 
-    def _exponents(self, values: Mapping[str, Tensor], inputs: Inputs) -> Tensor:
+        def folded(exponents: Tensor) -> dict[str, Folding]:
+            return dict.fromkeys(names, Folding(columns=exponents))
+
+        return self._exponents(values, dict.fromkeys(names, inputs), folded, names)
+
+    def _exponents(
+        self,
+        values: Mapping[str, Tensor],
+        inputs: Mapping[str, Inputs],
+        folded: Callable[[Tensor], Mapping[str, Folding]],
+        scaled: Sequence[str],
+    ) -> Tensor:
+        """Return the exponents by which weights lose least, all together, each beside what it makes
+        of its inputs; scaled are those whose columns are multiplied."""
+        energy = {name: output_energy(values[name], inputs[name].hessian) for name in values}
+
         def lost(exponents: Tensor) -> float:
-            own = _Values(self.linears, values, dict.fromkeys(values, Folding(columns=exponents)))
-            total = 0.0
+            own, total = _Values(self.linears, values, folded(exponents)), 0.0
             for name in values:
                 _, grid = own.grid(name)
-                total += own.lost(name, grid, own.nearest(name, grid), inputs)
+                loss = own.lost(name, grid, own.nearest(name, grid), inputs[name])
+                total += loss / max(energy[name], torch.finfo(torch.float32).tiny)
             return total
 
-        first = next(iter(values))
-        group_size = _Values(self.linears, values, {}).grid(first)[1].group_size
-        relative = relative_magnitude([*values.values()], group_size)
-        return best_exponents(inputs.magnitude, relative, MOST, lost)
+        group_size = _Values(self.linears, values, {}).grid(scaled[0])[1].group_size
+        relative = relative_magnitude([values[name] for name in scaled], group_size)
+        return best_exponents(inputs[scaled[0]].magnitude, relative, MOST, lost)
+
+    def _inner_exponents(
+        self, own: Mapping[str, Tensor], columns: Tensor, both: Mapping[str, Inputs]
+    ) -> Tensor:
+        """Return the exponents of an expert's inner values: what its down and, where the scale of a
+        row changes its codes, its up lose; both have their inputs, up first."""
+        up, down = both
+        kept = [up, down] if self.linears.convert(up).format.of_whole_matrix else [down]
+
+        def folded(rows: Tensor) -> dict[str, Folding]:
+            return {up: Folding(rows, columns), down: Folding(columns=rows)}
+
+        return self._exponents({name: own[name] for name in kept}, both, folded, [down])
 
     def _with_foldings(
         self,
         unit: Unit,
         values: Mapping[str, Tensor],
-        inner: Inputs | None,
+        summed: tuple[Inputs, Inputs | None],
         columns: Tensor | None,
     ) -> _Values:
+        inputs, inner = summed
         if columns is None:
             return _Values(self.linears, values, {}, _NO_FOLD)
         foldings = {name: Folding(columns=columns) for name in unit.weights}
@@ -184,7 +212,7 @@ class Rounder:
         if unit.limit:
             reason = _BOUNDED
         elif down is not None and inner is not None and up in self.linears.steps:
-            rows = self._exponents({down: values[down]}, inner)
+            rows = self._inner_exponents(values, columns, {up: inputs, down: inner})
             foldings |= {up: Folding(rows, columns), down: Folding(columns=rows)}
         return _Values(self.linears, values, foldings, reason)
 

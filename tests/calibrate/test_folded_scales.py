@@ -33,6 +33,14 @@ from cases import (
 )
 from faults import planting
 from fuzz.lab import CONFIG as IN_FP8
+from mtp_checkpoints.errors import UnsupportedError
+from mtp_checkpoints.weights.folding import Folding
+from mtp_export.bundle.folded_scales import refuse_folded
+from mtp_export.bundle.options import BundleOptions, Part
+from mtp_export.bundle.quantize import QuantizeOptions, plan_quantize
+from mtp_export.calibrate.linears import Linears
+from mtp_export.calibrate.options import Method
+from mtp_export.calibrate.rounding import Inputs, Rounder
 from mtp_runtime.models.load import LoadOptions, load_model
 from runtime.checkpoints import SMALL_CONFIGS, write_checkpoint
 
@@ -105,6 +113,58 @@ def test_verify_passes_it(scaled: tuple[Outcome, Path], source: Path) -> None:
     verify_weights(scaled[1], source)
 
 
+def test_no_bundle_is_made_of_its_layer(scaled: tuple[Outcome, Path]) -> None:
+    refuse_folded(scaled[1], Part.MAIN)
+    with pytest.raises(UnsupportedError) as caught:
+        refuse_folded(scaled[1], Part.BOTH)
+    assert "tensors that were divided" in str(caught.value)
+    assert "--method awq" in str(caught.value)
+
+
+@pytest.mark.nightly
+def test_scales_of_inner_values_cost_up_no_more_than_down_gains(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of nvfp4, where rows that are divided get other codes: both together lose less than with the
+    scales that are best for down."""
+    options = QuantizeOptions(
+        BundleOptions(source, tmp_path / "bundle"),
+        base_quant="weight_only_nvfp4",
+        mtp_quant="weight_only_nvfp4",
+    )
+    linears = Linears(plan_quantize(options, dry_run=True))
+    width, real = CONFIG["hidden_size"], Linears.values
+
+    def values(self: Linears, name: str) -> torch.Tensor:
+        """Of up some rows large, which make large inner values."""
+        own = real(self, name)
+        own[::9] *= 30 if "up_proj" in name else 1
+        return own
+
+    monkeypatch.setattr(Linears, "values", values)
+    x = torch.randn(512, width, generator=torch.Generator().manual_seed(3))
+    inputs, columns = Inputs.of(iter([x]), width), torch.zeros(width, dtype=torch.int8)
+
+    def lost() -> float:
+        rounder, total = Rounder(linears, Method.AWQ), 0.0
+        for unit in linears.of_experts:
+            found = rounder.rounded(unit, [x], inputs, columns)
+            own = (found[name]["facts"] for name in (unit.weights[-1], str(unit.down)))
+            total += sum(10 ** (-facts["outputs_sqnr_db"] / 10) for facts in own)
+        return total
+
+    def by_down(
+        self: Rounder, own: dict[str, torch.Tensor], columns: torch.Tensor, both: dict[str, Inputs]
+    ) -> torch.Tensor:
+        down = list(both)[-1]
+        weights = {down: own[down]}
+        return self._exponents(weights, both, lambda e: {down: Folding(columns=e)}, [down])
+
+    found = lost()
+    monkeypatch.setattr(Rounder, "_inner_exponents", by_down)
+    assert found < lost()
+
+
 @pytest.mark.parametrize("name", nightly_but([ROUTER], [NORM, ROUTER, SHARED]))
 def test_a_tensor_without_its_scales_is_named(
     name: str, scaled: tuple[Outcome, Path], source: Path, tmp_path: Path
@@ -144,9 +204,13 @@ def test_nvfp4_of_norms_with_an_offset(data: Path, tmp_path: Path) -> None:
     bundle = tmp_path / "bundle"
     outcome = quantize(source, bundle, *NVFP4, "--calibrate", data, *AWQ)
     assert outcome.code == 0, outcome.err
-    assert {own["rounding"] for own in chosen(bundle).values()} == {"awq", "nearest"}
+    facts = chosen(bundle)
+    assert {own["rounding"] for own in facts.values()} == {"awq", "nearest"}
     verify_weights(bundle, source)
     assert layer_db(bundle, source) > LEAST_DB
+    again = quantize(bundle, tmp_path / "again", *NVFP4)
+    assert again.code == 4 and "scales of AWQ folded in" in " ".join(again.err.split())
+    assert not (tmp_path / "again").exists()
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,11 @@ from mtp_checkpoints.families import family_of
 from mtp_checkpoints.families.folds import folds_of
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.quantization.stored import stored_model
-from mtp_checkpoints.tensors.bundle_folder import MTP
 from mtp_checkpoints.tensors.experts_apart import experts_apart
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_checkpoints.tensors.untied_head import with_untied_head
 from mtp_checkpoints.weights.weight_values import WeightOnDisk, weights_on_disk
-from mtp_export.schemes.calibrated import FOLDED
+from mtp_export.bundle.folded_scales import folded_scales
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,7 +49,7 @@ class SourceWeights:
             for one in ([whole] if apart is whole else [whole, apart])
             for weight in weights_on_disk(stored_model(one.config, one.tensors), one.tensors)
         }
-        if scales := _scales(manifest or {}):
+        if scales := folded_scales(manifest or {}):
             from mtp_checkpoints.weights.folding import folded
 
             weights = folded(weights, _foldings(family_of(apart.config, apart.tensors), scales))
@@ -67,14 +66,6 @@ class SourceWeights:
         if source is None or source.stored.weight.shape != weight.stored.weight.shape:
             return None
         return source
-
-
-def _scales(manifest: Mapping[str, Any]) -> dict[str, str]:
-    """Return the exponents of tensors that a calibration divided, by their names in the source."""
-    shards = manifest.get("parts", {}).get(MTP, {}).get("shards", {}).values()
-    entries = [one for shard in shards for one in shard.get("tensors", {}).values()]
-    found = [(one.get("sources"), one[FOLDED]) for one in entries if FOLDED in one]
-    return {str(own[0]): letters for own, letters in found if isinstance(own, list) and own}
 
 
 def _foldings(family: ModelSpec, scales: Mapping[str, str]) -> dict[str, Folding]:
