@@ -2,14 +2,16 @@
 
     python -m benchmarks.bench_real_sizes SCRATCH OUTPUT.json --llama-cpp FOLDER [--layers 8]
     python -m benchmarks.bench_real_sizes SCRATCH OUTPUT.json --llama-cpp FOLDER --model qwen3_5
+    python -m benchmarks.bench_real_sizes SCRATCH OUTPUT.json --layers 47 --only int4-linears
 
 Writes GLM-4.7-Flash's shapes with fewer layers and random weights to SCRATCH, or Qwen3.5-0.8B's,
 whose head is its embedding, as bundles and, by the package gguf, as GGUF files; runs each in a
 process of its own, in turn and several times, and keeps the best of each: neighbours on the machine
-disturb single runs. Bundles are run with both kinds of activations, as llama.cpp takes int8 alone.
-Two drafts of a step are accepted at the same rates in both, whatever the random weights say. FOLDER
-holds llama.cpp's llama-batched-bench and llama-server. Files that SCRATCH already holds are used
-again.
+disturb single runs. Beside each loading another process reads the same bytes into new memory.
+Bundles are run with both kinds of activations, as llama.cpp takes int8 alone. Two drafts of a step
+are accepted at the same rates in both, whatever the random weights say. FOLDER holds llama.cpp's
+llama-batched-bench and llama-server; without it, ours are run alone. Files that SCRATCH already
+holds are used again.
 """
 
 from __future__ import annotations
@@ -101,11 +103,13 @@ def config_of(model: str, layers: int | None) -> dict[str, Any]:
     return config | {"num_hidden_layers": layers}
 
 
-def models(scratch: Path, config: dict[str, Any], kinds: dict[str, str]) -> dict[str, Path]:
+def models(
+    scratch: Path, config: dict[str, Any], kinds: dict[str, str], programs: Path | None
+) -> dict[str, Path]:
     """Return the folders and files of both, made where they are not there."""
     made = {}
     for scheme, kind in kinds.items():
-        made[scheme], made[kind] = scratch / scheme, scratch / f"{kind}.gguf"
+        made[scheme] = scratch / scheme
         if not made[scheme].exists():
             source = make_checkpoint(
                 scratch / "source",
@@ -117,6 +121,9 @@ def models(scratch: Path, config: dict[str, Any], kinds: dict[str, str]) -> dict
             partial = scratch / "partial"
             shutil.rmtree(partial, ignore_errors=True)
             make_bundle(source, partial, scheme, random_content).rename(made[scheme])
+        if programs is None:
+            continue
+        made[kind] = scratch / f"{kind}.gguf"
         if not made[kind].exists():
             fields = config.get("text_config") or config
             write_gguf(scratch / "partial.gguf", fields, kind).rename(made[kind])
@@ -138,7 +145,17 @@ def run_ours(folder: Path, activations: str) -> dict[str, Any]:
         decode[str(batch)] = batch * TOKENS / took
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     found = {"load": load, "peak_bytes": peak, "prompt": PROMPT / prompt, "decode": decode}
+    del llm  # there may be no room for two
     return found | {"drafted": _drafted(folder, given)}
+
+
+def read_seconds(folder: Path) -> float:
+    """Return the seconds of reading the files of a bundle into new memory, one after the other."""
+    begun = time.perf_counter()
+    kept = [np.fromfile(file, np.uint8) for file in folder.glob("m*/*.safetensors")]
+    took = time.perf_counter() - begun
+    assert kept
+    return took
 
 
 def _drafted(folder: Path, given: dict[str, Any]) -> float:
@@ -182,13 +199,13 @@ def better(one: Any, other: Any, name: str = "") -> Any:
     """Return the better of two results, figure by figure: less time and memory, more speed."""
     if isinstance(one, dict):
         return {key: better(one[key], other[key], key) for key in one}
-    return (min if name in ("load", "peak_bytes") else max)(one, other)
+    return (min if name in ("load", "read", "peak_bytes") else max)(one, other)
 
 
-def cases(made: dict[str, Path], programs: Path) -> Iterator[tuple[str, Path, Run]]:
+def cases(made: dict[str, Path], programs: Path | None) -> Iterator[tuple[str, Path, Run]]:
     """Yield the name, the model and the call of every row."""
     for name, path in made.items():
-        if path.is_file():
+        if programs is not None and path.is_file():
             yield name, path, partial(run_llama_cpp, programs, path)
             continue
         for activations in ACTIVATIONS:
@@ -196,11 +213,15 @@ def cases(made: dict[str, Path], programs: Path) -> Iterator[tuple[str, Path, Ru
 
 
 def in_a_process(folder: Path, activations: str) -> dict[str, Any]:
-    """Return what run_ours does, from a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.bench_real_sizes", "--run", str(folder)]
-    command += ["--activations", activations]
-    found: dict[str, Any] = json.loads(subprocess.check_output(command, text=True).splitlines()[-1])
-    return found
+    """Return what read_seconds and run_ours do, each from a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.bench_real_sizes"]
+    read = _printed([*command, "--read", str(folder)])
+    ours: dict[str, Any] = _printed([*command, "--run", str(folder), "--activations", activations])
+    return {"read": read} | ours
+
+
+def _printed(command: list[str]) -> Any:
+    return json.loads(subprocess.check_output(command, text=True).splitlines()[-1])
 
 
 def in_turns(runs: Sequence[tuple[str, Path, Run]], turns: int) -> dict[str, Any]:
@@ -224,19 +245,24 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--only", help="one pair of precisions")
     parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--read", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--activations", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run:
         print(json.dumps(run_ours(options.run, options.activations)))
         return
-    if None in (options.scratch, options.output, options.llama_cpp):
-        parser.error("expected SCRATCH, OUTPUT and --llama-cpp")
+    if options.read:
+        print(json.dumps(read_seconds(options.read)))
+        return
+    if None in (options.scratch, options.output):
+        parser.error("expected SCRATCH and OUTPUT")
     pairs, layers = PAIRS[options.model], options.layers
     kinds = {options.only: pairs[options.only]} if options.only else pairs
     if layers is None and options.model == "glm4_moe_lite":
         layers = 8
     config = config_of(options.model, layers)
-    runs = [*cases(models(options.scratch, config, kinds), options.llama_cpp)]
+    made = models(options.scratch, config, kinds, options.llama_cpp)
+    runs = [*cases(made, options.llama_cpp)]
     rows = in_turns(runs, options.turns)
     for name, path, _ in runs:
         rows[name]["stored_bytes"] = stored_bytes(path)
