@@ -14,7 +14,7 @@ import random
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -245,14 +245,19 @@ def _accepted(corpus: Corpus) -> float:
     return float(torch.stack(drafts.hit).sum() / torch.stack(drafts.room).sum())
 
 
-def judged(bundle: Path) -> tuple[list[str], float]:
-    """Causes of what fails without a source, and the seconds that it took."""
+def judged(
+    bundle: Path, judges: Iterable[str] = JUDGES, prompts: Path | None = None
+) -> tuple[list[str], float]:
+    """Causes of what fails without a source, and the seconds that it took. prompts: a file of them,
+    in place of the built-in ones."""
     start = time.monotonic()
-    options = VerifyOptions(bundle, None, Level.RUN, max_new_tokens=TOKENS, ks=(2,))
+    options = VerifyOptions(
+        bundle, None, Level.RUN, max_new_tokens=TOKENS, ks=(2,), prompts=prompts
+    )
     context = Context.open(options, no_progress)
     said = []
-    for name, items in JUDGES.items():
-        found = tuple(items(context))
+    for name in judges:
+        found = tuple(JUDGES[name](context))
         context.note_failures(name, found)
         failed = [item for item in found if item.status is Status.FAIL]
         said += [f"{name}: {item.name}: {item.cause}" for item in failed]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cases import nightly_but, quantize
+from cases import export, nightly_but, quantize
 from faults.fault import Fault
 from faults.matrix import no_progress
 from faults.small_model import ROWS
@@ -70,13 +70,15 @@ def test_fault_of_a_main_model_is_named(fault: Fault, trained_bundle: Path, tmp_
     assert len(failed) == 1 and fault.cause in failed[0].cause
 
 
-def test_a_value_of_another_release_is_not_blamed(trained_bundle: Path, tmp_path: Path) -> None:
+def test_a_value_of_another_release_is_not_blamed(tmp_path: Path) -> None:
     """A value that no release has is only blamed where a release's makes plain text likelier."""
-    bundle = Path(shutil.copytree(trained_bundle, tmp_path / "bundle"))
-    config_value("rope_theta", 10100.0, bundle)
+    bundle = tmp_path / "bundle"
+    source = ROOT / "fixtures/glm4-moe-tiny"
+    assert export(source, bundle, "--link", "copy", "--quiet").code == 0
+    config_value("rope_theta", 1010000.0, bundle)
     items = judged(bundle)
     assert {item.status for item in items.values()} == {Status.PASS}
-    assert "when rope_theta is 10000.0, as in a release" in items[LIKELIER].figure
+    assert "when rope_theta is 1000000.0, as in a release" in items[LIKELIER].figure
 
 
 class Logits:

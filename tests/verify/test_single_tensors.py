@@ -27,6 +27,7 @@ from mtp_export.verify.diagnosis.tensor_variants import (
     Place,
     tensor_variants,
 )
+from mtp_export.verify.diagnosis.variants import layout_variants
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_kernels.sizes import ONE_EXPERT
 from mtp_runtime.drafters.base import ScoredVariant
@@ -195,3 +196,16 @@ def test_of_many_experts_those_are_exchanged_that_drafts_do_best_without(
     assert pairs == {f"experts {a} and {b} are exchanged" for a, b in combinations(few, 2)}
     assert "the router is negated" in gains
     assert {len(gain.sums) for gain in gains.values()} == {4}
+
+
+def test_gate_and_up_of_a_dense_module_are_tried_in_each_others_place() -> None:
+    """Of Qwen3.5's module, whose feed-forward is no mixture of experts."""
+    model = load_model(ROOT / "fixtures/qwen3-5-tiny", LoadOptions()).model
+    assert model.mtp is not None
+    (found,) = (one for one in layout_variants(model, model.mtp) if one.name == "gate and up")
+    own, other = model.mtp.layer.feed_forward, found.module.layer.feed_forward
+    assert isinstance(own, Mlp) and isinstance(other, Mlp)
+    gate, up = own.gate_up.weight.dequantize(torch.float32).chunk(2)
+    swapped = other.gate_up.weight.dequantize(torch.float32)
+    assert swapped.equal(torch.cat([up, gate])) and other.down is own.down
+    assert "the feed-forward of the MTP layer are swapped" in found.cause

@@ -11,7 +11,7 @@ import torch
 
 from mtp_runtime.layers.linear import Linear, Weight
 from mtp_runtime.layers.mla import Halves, StoredHalves
-from mtp_runtime.layers.moe import HeldExperts, Moe
+from mtp_runtime.layers.moe import HeldExperts, Mlp, Moe
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,12 @@ class InRows:
 def reordered(linear: Linear, order: torch.Tensor) -> Linear:
     """The linear with its outputs in another order [out]."""
     return Linear(ChangedWeight(linear.weight, rows=order))
+
+
+def gate_and_up_exchanged(mlp: Mlp) -> Mlp:
+    """The gated MLP with gate and up in each other's place."""
+    rows = mlp.gate_up.weight.shape[0]
+    return replace(mlp, gate_up=reordered(mlp.gate_up, torch.arange(rows).roll(rows // 2)))
 
 
 def halves_exchanged(linear: Linear) -> Linear:

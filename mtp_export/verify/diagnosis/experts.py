@@ -13,7 +13,7 @@ from math import comb
 import torch
 
 from mtp_export.verify.diagnosis.causes import decoding as causes
-from mtp_export.verify.diagnosis.changed_weight import reordered
+from mtp_export.verify.diagnosis.changed_weight import gate_and_up_exchanged
 from mtp_export.verify.diagnosis.tensor_variants import (
     OF_MATRICES,
     Place,
@@ -22,7 +22,6 @@ from mtp_export.verify.diagnosis.tensor_variants import (
 )
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_runtime.drafters.base import ScoredVariant
-from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.moe import Mlp, Moe, Router, SigmoidRouter, SoftmaxRouter
 from mtp_runtime.models.model import MtpModule
 from mtp_runtime.teacher_forcing import WORST_SCORE, DraftInputs, best_and_score, draft_states
@@ -188,7 +187,7 @@ def _of_each(moe: Moe, normed: torch.Tensor, weights: torch.Tensor) -> Iterator[
         rows = weights[:, expert].nonzero()[:, 0]
         x, share = normed[rows], weights[rows, expert, None]
         adds = share * one(x)
-        other = replace(one, gate_up=_output_halves_exchanged(one.gate_up))
+        other = gate_and_up_exchanged(one)
         moved = share * other(x) - adds
         every[rows] += moved
         cause = causes.gate_and_up_swapped(name)
@@ -255,8 +254,3 @@ def _of_pairs(
         where = share[:, 0].nonzero()[:, 0]
         change, cause = f"experts {a} and {b} are exchanged", causes.experts_swapped(a, b)
         yield _Moved(change, cause, rows[where], moved[where])
-
-
-def _output_halves_exchanged(linear: Linear) -> Linear:
-    rows = linear.weight.shape[0]
-    return reordered(linear, torch.arange(rows).roll(rows // 2))

@@ -12,10 +12,15 @@ import torch
 from mtp_checkpoints.families.contract import Hidden
 from mtp_checkpoints.families.parts import Rope
 from mtp_export.verify.diagnosis.causes import decoding as causes
-from mtp_export.verify.diagnosis.changed_weight import halves_exchanged, reordered
+from mtp_export.verify.diagnosis.changed_weight import (
+    gate_and_up_exchanged,
+    halves_exchanged,
+    reordered,
+)
 from mtp_runtime.layers.attention import Attention
 from mtp_runtime.layers.gqa import GatedGqa, Gqa, HeadGatedGqa, SlidingGqa
 from mtp_runtime.layers.mla import Mla
+from mtp_runtime.layers.moe import Mlp
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.rope import yarn_temperature
 from mtp_runtime.models.model import Model, MtpModule
@@ -86,6 +91,7 @@ def layout_variants(model: Model, module: MtpModule) -> Iterator[Variant]:
             module=norms_shifted(module, shift),
         )
     yield from _attention_variants(model, own)
+    yield from _feed_forward_variants(own)
     if module.embedding is not model.embedding:
         yield replace(
             own,
@@ -125,6 +131,20 @@ def _attention_variants(model: Model, own: Variant) -> Iterator[Variant]:
             name="query heads",
             change="the halves of q_proj's rows are exchanged",
             cause=causes.QUERY_HALVES_SWAPPED,
+        )
+
+
+def _feed_forward_variants(own: Variant) -> Iterator[Variant]:
+    """Yield the variant of a dense module; those of experts are in experts.py."""
+    layer = own.module.layer
+    if isinstance(layer.feed_forward, Mlp):
+        other = replace(layer, feed_forward=gate_and_up_exchanged(layer.feed_forward))
+        yield replace(
+            own,
+            name="gate and up",
+            change="gate_proj and up_proj are exchanged",
+            cause=causes.gate_and_up_swapped(f"the feed-forward of {causes.MTP_LAYER}"),
+            module=replace(own.module, layer=other),
         )
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _NAME, _ROUTERS = "norms of neurons go together", "experts answer to their rows of the router"
 _WHOLE = 1 << 20  # elements of a matrix that is read whole; of a larger one, a corner
 _CORNER = 256  # rows and columns of that: whole blocks of scales
-_MOST_EXPERTS = 16  # of a layer of the main model whose matrices are larger
+_MOST_EXPERTS = 16  # of a layer whose matrices are larger
 
 
 @dataclass(frozen=True)

@@ -145,6 +145,7 @@ def loaded_wrongly(item: str) -> str:
 
 
 def gate_and_up_swapped(expert: str) -> str:
+    """expert: or the feed-forward of a layer."""
     return f"gate_proj and up_proj of {expert} are swapped"
 
 
