@@ -33,7 +33,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny GLM-4.5 in int8, both parts, with the record of a calibration."""
     output = tmp_path_factory.mktemp("tune") / "bundle"
     assert quantize(GLM, output, *INT8, "--quiet").code == 0
-    record = {"calibrate": {"method": "gptq"}}
+    record = {"calibrate": {"method": "gptq", "parts": ["main", "mtp"]}}
     edit_json(output / "mtp_export.json", lambda manifest: manifest["options"].update(record))
     return output
 
