@@ -85,6 +85,7 @@ class MainCalibration:
         others = [job for job in work.jobs if last[job.key] < 0]
         make_shards(plan, replace(work, jobs=others), record, progress)
         if not waiting:
+            shutil.rmtree(self.folder, ignore_errors=True)  # of a run that ended just before
             return
 
         def write(layers: int) -> None:
