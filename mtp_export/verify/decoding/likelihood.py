@@ -29,6 +29,7 @@ from mtp_export.verify.gates import (
     LEAST_HARM_NATS,
     LEAST_KNOWN_NATS,
     LEAST_LIKELIER_NATS,
+    LEAST_RESIZED_NATS,
     TEMPERATURES,
 )
 from mtp_runtime.streaming import StreamedModel, open_streamed
@@ -192,11 +193,12 @@ class _Layers:
     context: Context
 
     def suspects(self, leanings: Leanings) -> list[Suspect]:
-        """Halves of any layer of which more or less is better, or whose experts are better without
-        one of those that lean little."""
+        """Halves of any layer of which more or less is far better, or whose experts are better
+        without one of those that lean little."""
         title = "likelihood, with halves of layers multiplied"
-        better = (one for one in self._tried(whole_variants(leanings.weak), title) if one.better)
-        found = dict.fromkeys((one.variant.layer, one.variant.half) for one in better)
+        better = [one for one in self._tried(whole_variants(leanings.weak), title) if one.better]
+        far = [o for o in better if o.variant.is_left_out or o.gain.value > LEAST_RESIZED_NATS]
+        found = dict.fromkeys((one.variant.layer, one.variant.half) for one in far)
         return [Suspect(*one, cosine=0.0) for one in found][:MOST_SUSPECTS]
 
     def no_harm(self, suspects: Sequence[Suspect]) -> Item:
