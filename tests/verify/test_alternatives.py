@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from mtp_export.verify.decoding import differential
 from mtp_export.verify.diagnosis.alternatives import CONFIDENCE, Alternative, Gain, best_of
 from mtp_export.verify.diagnosis.variants import Variant
 from mtp_export.verify.evidence.statistics import Estimate, ratio
@@ -80,3 +82,29 @@ def test_what_betters_first_drafts_is_named_alone() -> None:
     later = replace(second, variant=replace(EXCHANGED, change="second", depth=2))
     assert best_of([later, first]) == [first]
     assert best_of([later]) == [later]
+
+
+@pytest.mark.parametrize(
+    ("crossed", "cause"),
+    [
+        (9, "precision: the MTP part loses it, 0.60 against the 0.90 of the source's module"),
+        (6, "the main part: layer 3"),
+    ],
+)
+def test_a_loss_is_that_of_the_part_which_makes_it(
+    crossed: int, cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The source's module on this main model has its drafts accepted, or loses as many."""
+    hits = {"source": crossed, "export": 6}
+    monkeypatch.setattr(
+        differential, "_hits", lambda corpus, main, own: [(torch.arange(10) < hits[own]).double()]
+    )
+    texts = SimpleNamespace(room=lambda anchors, depth: slice(None))
+    pair: Any = SimpleNamespace(
+        corpus=SimpleNamespace(texts=texts, anchors=None),
+        source=SimpleNamespace(model="source"),
+        export=SimpleNamespace(model="export"),
+        where_it_starts=lambda: "layer 3",
+    )
+    change = Estimate(value=-0.3, low=-0.4, high=-0.2, count=10)
+    assert differential._losing_part(pair, change, depth=1).startswith(cause)
