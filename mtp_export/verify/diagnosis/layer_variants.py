@@ -60,12 +60,17 @@ class _Times:
 
 
 def whole_variants(weak: Sequence[Leaning]) -> VariantsOf[LayerVariant]:
-    """Return what yields a layer with each half halved and doubled, and without each expert that
-    leans little to the others."""
+    """Return what yields a layer with each half halved and doubled, with each known mix-up of its
+    attention undone, and without each expert that leans little to the others."""
 
     def variants(number: int, layer: DecoderLayer) -> Named:
+        where = causes.main_layer(number)
         for half in WORDS:
             yield from _scaled(number, layer, half, SIZES)
+        for done, cause, attention in mixed_up(layer.attention):
+            done, cause = f"{done} in {where}", cause.format(layer=where)
+            variant = LayerVariant(number, done, cause, half=ATTENTION)
+            yield variant, replace(layer, attention=attention)
         experts = (expert for one in weak if one.layer == number for expert in one.experts)
         yield from _without(number, layer, experts)
 

@@ -18,6 +18,7 @@ from mtp_export.verify.diagnosis.changed_weight import (
     reordered,
 )
 from mtp_runtime.layers.attention import Attention
+from mtp_runtime.layers.gated_delta_net import GatedDeltaNet
 from mtp_runtime.layers.gqa import GatedGqa, Gqa, HeadGatedGqa, SlidingGqa
 from mtp_runtime.layers.mla import Mla
 from mtp_runtime.layers.moe import Mlp
@@ -183,6 +184,29 @@ def _gated(attention: Gqa) -> Iterator[MixedUp]:
         yield "q_norm and k_norm are exchanged", causes.QUERY_AND_KEY_NORMS_SWAPPED, swapped
 
 
+def _delta(attention: GatedDeltaNet) -> Iterator[MixedUp]:
+    keys = attention.sizes.key_heads * attention.sizes.key
+    rows = torch.arange(attention.inputs.weight.shape[0])
+    queries, values = (
+        torch.cat([rows[:start], rows[start:end].roll((end - start) // 2), rows[end:]])
+        for start, end in ((0, 2 * keys), (2 * keys, len(rows)))
+    )
+    for change, cause, order in (
+        ("queries and keys are exchanged", causes.QUERIES_AND_KEYS_SWAPPED, queries),
+        ("values and output gates are exchanged", causes.VALUES_AND_GATES_SWAPPED, values),
+    ):
+        yield change, cause, replace(attention, inputs=reordered(attention.inputs, order))
+    gates = torch.arange(2 * attention.sizes.value_heads).roll(attention.sizes.value_heads)
+    gates_first = replace(attention, gate_inputs=reordered(attention.gate_inputs, gates))
+    yield "in_proj_a and in_proj_b are exchanged", causes.DECAYS_AND_BETAS_SWAPPED, gates_first
+    taps = attention.convolution
+    for change, cause, other in (
+        ("the taps of conv1d are put a token later", causes.TAPS_EARLY, taps.roll(1, -1)),
+        ("the taps of conv1d are put a token earlier", causes.TAPS_LATE, taps.roll(-1, -1)),
+    ):
+        yield change, cause, replace(attention, convolution=other.contiguous())
+
+
 MixedUp = tuple[str, str, Attention]
 _MIXED_UP: dict[type, Callable[[Any], Iterator[MixedUp]]] = {
     Mla: _latent,
@@ -190,6 +214,7 @@ _MIXED_UP: dict[type, Callable[[Any], Iterator[MixedUp]]] = {
     GatedGqa: _gated,
     SlidingGqa: _grouped,
     HeadGatedGqa: _grouped,
+    GatedDeltaNet: _delta,
 }
 
 

@@ -57,6 +57,11 @@ QUERY_HALVES_SWAPPED = (
 )
 KEYS_AND_VALUES_SWAPPED = "k_proj and v_proj of {layer} are swapped"
 QUERY_AND_KEY_NORMS_SWAPPED = "q_norm and k_norm of {layer} are swapped"
+QUERIES_AND_KEYS_SWAPPED = "queries and keys of in_proj_qkv of {layer} are swapped"
+VALUES_AND_GATES_SWAPPED = "values of in_proj_qkv and in_proj_z of {layer} are swapped"
+DECAYS_AND_BETAS_SWAPPED = "in_proj_a and in_proj_b of {layer} are swapped"
+TAPS_EARLY = "the taps of conv1d of {layer} stand for a token earlier each"
+TAPS_LATE = "the taps of conv1d of {layer} stand for a token later each"
 YARN_SCALE_DROPPED = "yarn's attention scale was dropped: rope_scaling lacks mscale_all_dim"
 EMBEDDING_OF_ANOTHER_CHECKPOINT = "the draft's embedding is of another checkpoint"
 HEAD_OF_ANOTHER_CHECKPOINT = "the draft's head is of another checkpoint"
