@@ -79,9 +79,11 @@ def mlps(*, trained: bool, count: int = 6, size: int = 64) -> list[list[torch.Te
     return found
 
 
-def told(of: Sequence[Sequence[torch.Tensor]]) -> list[str]:
+def told(of: Sequence[Sequence[torch.Tensor]], *, across: bool = False) -> list[str]:
+    """Names and words that are told of experts of a layer, or of MLPs across layers."""
     alike = [Neurons.of((f"{n}.gate", f"{n}.up", f"{n}.down"), one) for n, one in enumerate(of)]
-    return [f"{name}: {words}" for name, words in problems([alike])]
+    found = problems([], [alike]) if across else problems([alike], [])
+    return [f"{name}: {words}" for name, words in found]
 
 
 ORDERS = {
@@ -114,6 +116,16 @@ def test_nothing_is_told_of_good_untrained_or_few_models() -> None:
     for found in (mlps(trained=False), mlps(trained=True, count=4)):
         found[1][1] = found[1][1].flip(0)
         assert not told(found)
+
+
+def test_layers_may_differ_in_size_and_in_how_far_norms_go_together() -> None:
+    """But none of a trained model has norms that do not go together at all."""
+    found = mlps(trained=True, size=1024)
+    found[2][2] *= 4
+    found[4][1] *= torch.randn(1024, 1).exp()
+    assert not told(found, across=True)
+    found[4][1] = found[4][1][torch.randperm(1024)]
+    assert [one.split(":")[0] for one in told(found, across=True)] == ["4.up"]
 
 
 def test_a_router_is_told_by_what_experts_answer_to_most() -> None:

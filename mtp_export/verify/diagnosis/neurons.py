@@ -27,8 +27,10 @@ _ROWS, _COLUMNS = ([pair[end] for pair in _PAIRS] for end in range(2))
 # of random weights have none, those of the trained fixtures 0.7 to 0.9 of up and down.
 LEAST_ALIKE, LEAST_USUAL = 5, 0.5
 # Standard errors that the correlations of a tensor with both others lie below the medians in sum,
-# in Fisher's transform: 4.7 and less in the trained fixtures. Each lies below half of its median.
-_MOST_ERRORS = 6.5
+# in Fisher's transform: 4.7 and less in the trained fixtures. Each lies below half of its median,
+# and no farther from none than in any other order: layers of a good model may differ in how far
+# theirs go together, but none has neurons that do not at all.
+_MOST_ERRORS, _CHANCE_ERRORS = 6.5, 4.0
 # Where the sum is more than this, an order that makes it less by that is the cause.
 _SUSPICIOUS_ERRORS, _MENDED_ERRORS = 3.0, 8.0
 # Octaves between the sizes of two matrices beyond the median, and beyond its spread: 0.1 and less
@@ -109,8 +111,10 @@ class _Usual:
         return float(errors[_of(place)].sum())
 
     def is_odd(self, one: Neurons, place: int) -> bool:
-        """True for a tensor that goes with the others far less than is usual."""
-        is_low = one.agreements < self.agreement / 2
+        """True for a tensor that goes with the others no more than by chance, where that is far
+        less than is usual."""
+        found = one.agreements
+        is_low = (found < self.agreement / 2) & (found.abs() < _CHANCE_ERRORS)
         return bool(is_low[_of(place)].all()) and self.behind(one, place) >= _MOST_ERRORS
 
     def off(self, one: Neurons) -> list[float]:
@@ -144,7 +148,7 @@ class _Suspect:
 
     @property
     def is_odd(self) -> bool:
-        """True where the tensor goes with the others far less than is usual."""
+        """True where the tensor goes with the others by chance alone."""
         return self.usual.is_odd(self.neurons, self.place)
 
     def mended(self, logs: torch.Tensor) -> float:
@@ -178,15 +182,19 @@ def are_trained(alike: Sequence[Neurons]) -> bool:
     return len(alike) >= LEAST_ALIKE and _Usual.of(alike).is_trained
 
 
-def problems(kinds: Sequence[Sequence[Neurons]]) -> Iterator[tuple[str, str]]:
-    """Yield names of tensors and sentences on what is wrong with them. kinds: MLPs that are alike
-    in size and use."""
+def problems(
+    siblings: Sequence[Sequence[Neurons]], others: Sequence[Sequence[Neurons]]
+) -> Iterator[tuple[str, str]]:
+    """Yield names of tensors and sentences on what is wrong with them. siblings: experts of each
+    layer, whose sizes are alike too; others: MLPs of several layers that are alike in size and
+    use."""
     suspects = list[_Suspect]()
-    for alike in kinds:
+    for number, alike in enumerate((*siblings, *others)):
         if len(alike) < LEAST_ALIKE:
             continue
         usual = _Usual.of(alike)
-        resized = [(one, *found) for one in alike if (found := _resized(usual.off(one)))]
+        sized = alike if number < len(siblings) else ()
+        resized = [(one, *found) for one in sized if (found := _resized(usual.off(one)))]
         if len(resized) <= max(1, _MOST_RESIZED * len(alike)):
             for one, place, factor in resized:
                 yield one.names[place], causes.times(one.names[place], factor)

@@ -94,7 +94,11 @@ def _items(mlps: Sequence[_Mlp], workers: int) -> Iterator[Item]:
                 routers[mlp.router.weight.name] = mlp.router
                 answers[mlp.router.weight.name].append(one.answer)
     figure = counted(sum(map(len, kinds.values())), "gated MLP")
-    wrong = [Problem(name, words) for name, words in problems([*kinds.values()])]
+    siblings, others = (
+        [alike for kind, alike in kinds.items() if isinstance(kind[0], Role) is across]
+        for across in (False, True)
+    )
+    wrong = [Problem(name, words) for name, words in problems(siblings, others)]
     yield verdict(_NAME, wrong, figure, bound="as far as in their like")
     if answers:
         wrong = [
