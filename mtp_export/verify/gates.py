@@ -81,8 +81,9 @@ LEAST_LIKELIER_NATS = 0.001
 # The same of a model without half of a layer, or with a change in it undone.
 LEAST_HARM_NATS = 0.03
 
-# The same of a half of a layer in half or twice its size, where nothing else makes it suspected:
-# up to 0.041 in good bundles of the trained fixtures, 0.986 where a norm of it is another layer's.
+# The same of a half of a layer in half or twice its size, or with a mix-up undone, where nothing
+# else makes it suspected: sizes gain up to 0.041 in good bundles of the trained fixtures, and 0.986
+# where a norm of it is another layer's.
 LEAST_RESIZED_NATS = 0.1
 
 

@@ -193,9 +193,9 @@ class _Layers:
     context: Context
 
     def suspects(self, leanings: Leanings) -> list[Suspect]:
-        """Halves of any layer of which more or less is far better, or whose experts are better
-        without one of those that lean little."""
-        title = "likelihood, with halves of layers multiplied"
+        """Halves of any layer that are far better multiplied or with a mix-up undone, or whose
+        experts are better without one of those that lean little."""
+        title = "likelihood, with halves of layers changed"
         better = [one for one in self._tried(whole_variants(leanings.weak), title) if one.better]
         far = [o for o in better if o.variant.is_left_out or o.gain.value > LEAST_RESIZED_NATS]
         found = dict.fromkeys((one.variant.layer, one.variant.half) for one in far)

@@ -64,13 +64,9 @@ def whole_variants(weak: Sequence[Leaning]) -> VariantsOf[LayerVariant]:
     attention undone, and without each expert that leans little to the others."""
 
     def variants(number: int, layer: DecoderLayer) -> Named:
-        where = causes.main_layer(number)
         for half in WORDS:
             yield from _scaled(number, layer, half, SIZES)
-        for done, cause, attention in mixed_up(layer.attention):
-            done, cause = f"{done} in {where}", cause.format(layer=where)
-            variant = LayerVariant(number, done, cause, half=ATTENTION)
-            yield variant, replace(layer, attention=attention)
+        yield from _undone(number, _mix_ups(layer), ATTENTION)
         experts = (expert for one in weak if one.layer == number for expert in one.experts)
         yield from _without(number, layer, experts)
 
@@ -133,13 +129,28 @@ def variants_of(suspects: Sequence[Suspect]) -> VariantsOf[LayerVariant]:
                 done = change.done.format(f"{place.name} of {where}")
                 cause = causes.of_tensor(place.name, where, change.wrong)
                 yield LayerVariant(number, done, cause), other
-        for done, cause, other in _exchanges(layer) if halves else ():
-            yield LayerVariant(number, f"{done} in {where}", cause.format(layer=where)), other
+        yield from _undone(number, _exchanges(layer) if halves else ())
 
     return variants
 
 
-def _exchanges(layer: DecoderLayer) -> Iterator[tuple[str, str, DecoderLayer]]:
+Exchanged = tuple[str, str, DecoderLayer]
+
+
+def _undone(number: int, changes: Iterable[Exchanged], half: str = "") -> Named:
+    """Yield the variants of a layer that change, cause and layer stand for."""
+    where = causes.main_layer(number)
+    for done, cause, other in changes:
+        yield LayerVariant(number, f"{done} in {where}", cause.format(layer=where), half), other
+
+
+def _mix_ups(layer: DecoderLayer) -> Iterator[Exchanged]:
+    """Yield change, cause and layer of the known mix-ups of its attention."""
+    for done, cause, attention in mixed_up(layer.attention):
+        yield done, cause, replace(layer, attention=attention)
+
+
+def _exchanges(layer: DecoderLayer) -> Iterator[Exchanged]:
     """Yield change, cause and layer of what takes more than one tensor."""
     if layer.input_norm is not None:
         yield (
@@ -147,8 +158,7 @@ def _exchanges(layer: DecoderLayer) -> Iterator[tuple[str, str, DecoderLayer]]:
             causes.LAYER_NORMS_SWAPPED,
             replace(layer, input_norm=layer.post_norm, post_norm=layer.input_norm),
         )
-    for done, cause, attention in mixed_up(layer.attention):
-        yield done, cause, replace(layer, attention=attention)
+    yield from _mix_ups(layer)
     if isinstance(layer.feed_forward, Moe):
         for done, cause, router in router_variants(layer.feed_forward.router):
             yield done, cause, replaced(layer, ("feed_forward", "router"), router)

@@ -18,6 +18,7 @@ from itertools import combinations
 import torch
 
 from mtp_export.verify.diagnosis.causes import balance as causes
+from mtp_export.verify.diagnosis.causes import decoding
 from mtp_export.verify.diagnosis.reorderings import reorderings
 
 GATE, UP, DOWN = range(3)
@@ -207,7 +208,7 @@ def problems(
             yield first.name, causes.exchanged(first.name, second.name)
     for suspect in (one for one in suspects if one.name not in exchanged):
         if order := suspect.order:
-            yield suspect.name, causes.reordered(suspect.name, order)
+            yield suspect.name, decoding.of_tensor(suspect.name, "", order)
         elif suspect.is_odd:
             yield suspect.name, causes.does_not_go_together(suspect.name, suspect.axis)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.containers.gguf_restored import held
 from mtp_checkpoints.sources.byte_source import OpenFile, Place
+from mtp_checkpoints.weights.weight_values import WeightOnDisk, weights_on_disk
 from mtp_export.verify.evidence.parts import PartLayout
 
 _LEAST_TENSORS = 3  # of zeros in a row, which no tool leaves at the end of a file by chance
@@ -43,6 +44,16 @@ def unwritten(layouts: Iterable[PartLayout], main: str) -> tuple[Unwritten, ...]
             of_main |= layout.checkpoint.tensors.keys()
     found = (_unwritten(sorted(own, key=_offset)) for own in tensors.values())
     return tuple(one for one in found if one is not None and not one.tensors.isdisjoint(of_main))
+
+
+def written_weights(layout: PartLayout, lost: frozenset[str]) -> list[WeightOnDisk]:
+    """Return the weights of a part, but for those with a tensor among the lost ones, of which
+    `value_checks` says that they were not written."""
+    return [
+        weight
+        for weight in weights_on_disk(layout.stored, layout.checkpoint.tensors)
+        if lost.isdisjoint(tensor.name for tensor in weight.tensors)
+    ]
 
 
 def _offset(tensor: TensorInfo) -> int:

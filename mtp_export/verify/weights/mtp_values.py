@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 from mtp_checkpoints.families.base import Role, weight_name
 from mtp_checkpoints.formats.base import BLOCK
 from mtp_checkpoints.tensors.bundle_folder import MTP
-from mtp_checkpoints.weights.weight_values import WeightOnDisk, weights_on_disk
+from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.progress import counted
 from mtp_export.verify import gates
 from mtp_export.verify.check import Item, Problem, Status, judged, not_tested, verdict
 from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.evidence.part_walk import in_threads
+from mtp_export.verify.evidence.unwritten import written_weights
 from mtp_export.verify.weights.unnamed_values import norms_as_main
 
 if TYPE_CHECKING:
@@ -37,12 +38,7 @@ def run(context: Context) -> Iterator[Item]:
     layout = next((layout for layout in context.layouts if layout.name == MTP), None)
     if layout is None:
         return
-    lost = context.unwritten_tensors  # which `value_checks` names
-    weights = [
-        weight
-        for weight in weights_on_disk(layout.stored, layout.checkpoint.tensors)
-        if lost.isdisjoint(tensor.name for tensor in weight.tensors)
-    ]
+    weights = written_weights(layout, context.unwritten_tensors)
     norms = [w for w in weights if w.stored.weight.role is Role.NORM]
     if layout.stored.family.facts.norm_offset:
         yield norms_as_main(context, [norm.tensors[0] for norm in norms])

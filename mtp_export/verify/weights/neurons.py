@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from mtp_checkpoints.families.base import Role, weight_name
 from mtp_checkpoints.families.parts.feed_forward import GatedMlp, MlpModules, Moe, MoeModules
-from mtp_checkpoints.weights.weight_values import WeightOnDisk, weights_on_disk
+from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.progress import counted
 from mtp_export.verify.check import Item, Problem, verdict
 from mtp_export.verify.diagnosis.causes import decoding
 from mtp_export.verify.evidence.part_walk import in_threads
+from mtp_export.verify.evidence.unwritten import written_weights
 
 if TYPE_CHECKING:
     import torch
@@ -67,11 +68,7 @@ def run(context: Context) -> Iterator[Item]:
     mlps = [
         mlp
         for layout in context.read_layouts
-        for mlp in _mlps(
-            layout.stored.family,
-            weights_on_disk(layout.stored, layout.checkpoint.tensors),
-            context.unwritten_tensors,
-        )
+        for mlp in _mlps(layout.stored.family, written_weights(layout, context.unwritten_tensors))
     ]
     if mlps:
         yield from _items(mlps, context.options.workers)
@@ -109,16 +106,9 @@ def _items(mlps: Sequence[_Mlp], workers: int) -> Iterator[Item]:
         yield verdict(_ROUTERS, wrong, counted(len(answers), "router"))
 
 
-def _mlps(
-    family: ModelSpec, weights: Iterable[WeightOnDisk], unwritten: Iterable[str]
-) -> Iterator[_Mlp]:
+def _mlps(family: ModelSpec, weights: Iterable[WeightOnDisk]) -> Iterator[_Mlp]:
     """Yield the MLPs that are stored matrix by matrix; of a layer of large experts, some."""
-    lost = frozenset(unwritten)
-    stored = {
-        weight.stored.weight.name: weight
-        for weight in weights
-        if lost.isdisjoint(tensor.name for tensor in weight.tensors)
-    }
+    stored = {weight.stored.weight.name: weight for weight in weights}
     for number, layer in enumerate(family.every_layer):
         part, prefix = layer.feed_forward, layer.feed_forward_prefix
         if isinstance(part, GatedMlp):

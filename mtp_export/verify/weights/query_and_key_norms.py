@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 
 from mtp_checkpoints.families.base import weight_name
 from mtp_checkpoints.families.parts.gqa import Gqa
-from mtp_checkpoints.weights.weight_values import WeightOnDisk, weights_on_disk
+from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.progress import counted
 from mtp_export.verify.check import Item, Problem, verdict
 from mtp_export.verify.diagnosis.causes import balance as causes
 from mtp_export.verify.diagnosis.causes import decoding
+from mtp_export.verify.evidence.unwritten import written_weights
 
 if TYPE_CHECKING:
     import torch
@@ -77,11 +78,7 @@ def run(context: Context) -> Iterator[Item]:
 def _pairs(layout: PartLayout, lost: frozenset[str]) -> Iterator[_Pair]:
     """Yield the norms of a part whose tensors are written."""
     family = layout.stored.family
-    stored = {
-        weight.stored.weight.name: weight
-        for weight in weights_on_disk(layout.stored, layout.checkpoint.tensors)
-        if lost.isdisjoint(tensor.name for tensor in weight.tensors)
-    }
+    stored = {one.stored.weight.name: one for one in written_weights(layout, lost)}
     for layer in family.every_layer:
         part = layer.attention
         if not isinstance(part, Gqa) or not part.sizes.has_norms:

@@ -13,11 +13,6 @@ def moved(axis: str, by: int) -> str:
     return f"has its {axis} moved {'on' if by > 0 else 'back'} by {abs(by)}"
 
 
-def reordered(tensor: str, wrong: str) -> str:
-    """wrong: one of the above."""
-    return f"{tensor} {wrong}"
-
-
 def exchanged(one: str, other: str) -> str:
     return f"{one} and {other} are exchanged"
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mtp_export.verify.diagnosis.causes import balance
+
 _MOST_EQUAL = 3
 # The layer of a module, where sentences on layers of both parts have {layer}.
 MTP_LAYER = "the MTP layer"
@@ -31,12 +33,10 @@ ROUTER_NEGATED = "{layer}'s router has the wrong sign: the worst experts are pic
 # Of one tensor, behind its name.
 WRONG_SIGN = "has the wrong sign"
 DOES_HARM = "does harm: its weights are damaged, in another order or of another layer"
-ROWS_REVERSED = "has its rows in reverse order"
-ROW_HALVES = "has the halves of its rows exchanged"
-ROWS_BY_TURNS = "has its rows interleaved: they come by turns from two halves"
-ROWS_APART = "has its rows de-interleaved: the even ones come first, then the odd ones"
-COLUMNS_REVERSED = "has its columns in reverse order"
-COLUMN_HALVES = "has the halves of its columns exchanged"
+ROWS_REVERSED, COLUMNS_REVERSED = map(balance.REVERSED.format, ("rows", "columns"))
+ROW_HALVES, COLUMN_HALVES = map(balance.HALVES.format, ("rows", "columns"))
+ROWS_BY_TURNS = balance.INTERLEAVED.format("rows")
+ROWS_APART = balance.APART.format("rows")
 LAST_NORM = "the last norm (model.norm)"
 LACKS_ONE = "lacks the 1 of 1 + w, or 1 was taken from it when it was converted"
 ONE_TOO_MUCH = "has 1 too much: 1 was added to it when it was converted"
