@@ -6,6 +6,7 @@ take a builder and emit at its place. Addresses are int64.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from llvmlite import ir
@@ -115,6 +116,19 @@ def added(builder: Any, a: Any, b: Any) -> Any:
 
 def larger(builder: Any, a: Any, b: Any) -> Any:
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+def by_count(builder: Any, count: Any, counts: Iterable[int], code: Callable[[int], None]) -> None:
+    """`code(n)` for the one of `counts` that `count` is."""
+    done = builder.append_basic_block("done")
+    chosen = builder.switch(count, done)
+    for number in counts:
+        block = builder.append_basic_block(f"count_{number}")
+        chosen.add_case(integer(number), block)
+        builder.position_at_end(block)
+        code(number)
+        builder.branch(done)
+    builder.position_at_end(done)
 
 
 def loop(builder: Any, count: Any, starts: list[Any], step: Any) -> list[Any]:

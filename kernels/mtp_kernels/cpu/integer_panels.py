@@ -9,20 +9,23 @@ CPUs multiply; a group's sum starts at what this adds, the offset times its inpu
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic, register_jitable
 
+from mtp_kernels.cpu.byte_dots import HAS_DOTS, add_dots
 from mtp_kernels.cpu.code import (
     FLOAT,
     FLOAT_BYTES,
     LANES,
     PAIRS,
     VECTOR,
+    by_count,
     bytes_of,
     every_word,
     fma,
@@ -46,7 +49,7 @@ from mtp_kernels.cpu.panel_forms import (
     kind_of,
     row_bytes,
 )
-from mtp_kernels.cpu.panels import AHEAD
+from mtp_kernels.cpu.panels import AHEAD, WHOLE, Panels, old_or_zeros
 from mtp_kernels.cpu.vectors import address, bytes_at, float_of, floats, octets, words
 
 GROUP = 128  # inputs that share a scale, at most, and never more than those of the weight
@@ -55,8 +58,8 @@ LEAST = np.float32(1e-30)  # groups of smaller numbers become zeros
 _STEP_BYTES = 4 * PANEL
 _INFINITY = np.uint32(0x7F800000)
 _WORD = ir.IntType(32)
-_BYTES = ir.VectorType(ir.IntType(8), 4 * LANES)
-_TAKES_BYTES = (22, 0, 0)  # LLVM whose dot product takes bytes; before, words
+# Rows whose sums stay in registers, and of these, those with both columns of a panel.
+_MOST_ROWS, _MOST_WHOLE = (8, 8) if HAS_DOTS else (4, 2)
 
 
 class Codes(NamedTuple):
@@ -173,112 +176,89 @@ def _words_of_int4(builder: Any, word: Any) -> list[Any]:
 class _Stored(NamedTuple):
     """Code that takes words apart into four unsigned bytes each, and the rows of a step.
 
-    prefetches: later rows are prefetched. On an AMD EPYC, one row of int8 takes 1.6 times as long
-    so, since the CPU prefetches enough by itself, and four rows of int4 three quarters.
+    small: the bytes are below 16. prefetches: later rows are prefetched. On an AMD EPYC, one row of
+    int8 takes 1.6 times as long so, since the CPU prefetches enough by itself, and four rows of
+    int4 three quarters.
     """
 
     unsigned: Callable[[Any, Any], list[Any]]
     rows: int
+    small: bool
     prefetches: bool
 
 
 # How rows are stored, by the type of a product's `kind`.
 _INT8, _INT4 = np.int8(0), np.int16(0)
 _STORED = {
-    types.int8: _Stored(_words_of_int8, STEP_ROWS[INT8], False),
-    types.int16: _Stored(_words_of_int4, STEP_ROWS[INT4], True),
+    types.int8: _Stored(_words_of_int8, STEP_ROWS[INT8], small=False, prefetches=False),
+    types.int16: _Stored(_words_of_int4, STEP_ROWS[INT4], small=True, prefetches=True),
 }
 
 
-def _dot(builder: Any, total: Any, unsigned: Any, signed: Any) -> Any:
-    """total + the sum of products of four bytes of each word."""
-    if not binding.get_host_cpu_features().get("avx512vnni", False):
-        return _plain_dot(builder, total, unsigned, signed)
-    taken = _BYTES if binding.llvm_version_info >= _TAKES_BYTES else PAIRS
-    kind = ir.FunctionType(PAIRS, [PAIRS, taken, taken])
-    name = "llvm.x86.avx512.vpdpbusd.512"
-    function = cgutils.get_or_insert_function(builder.module, kind, name)
-    given = [builder.bitcast(vector, taken) for vector in (unsigned, signed)]
-    return builder.call(function, [total, *given])
-
-
-def _plain_dot(builder: Any, total: Any, unsigned: Any, signed: Any) -> Any:
-    """_dot without instructions of its own."""
-    for byte in range(4):
-        left = builder.and_(builder.lshr(unsigned, every_word(8 * byte)), every_word(0xFF))
-        right = builder.ashr(builder.shl(signed, every_word(24 - 8 * byte)), every_word(24))
-        total = builder.add(total, builder.mul(left, right))
-    return total
-
-
-class _Step(NamedTuple):
-    """Code that multiplies a number of rows of a weight in one step of a loop."""
-
-    rows: int
-    code: Callable[[Any, list[Any]], list[Any]]
-
-
-def _step(builder: Any, rows: int, kind: Any, x: Any, x_bytes: Any, w: Any) -> _Step:
-    """Code that adds a step's products to the sums [rows, 2] of all rows."""
-    stored = _STORED[kind]
+def _step(builder: Any, stored: _Stored, rows: int, x: Any, w: Panels) -> Any:
+    """Code that adds a step's products to the sums of all rows, each with those of every column."""
+    codes, x_bytes = x
 
     def step(number: Any, sums: list[Any]) -> list[Any]:
-        at = builder.add(w, builder.mul(number, integer(_STEP_BYTES)))
-        ahead = row_at(builder, at, integer(_STEP_BYTES), AHEAD)
-        parts = []
-        for c in (0, LANES):
+        at = builder.add(w.at[0], builder.mul(number, w.step_bytes))
+        ahead = row_at(builder, at, w.step_bytes, AHEAD)
+        columns = []
+        for column in w.columns:
+            place = integer(column * LANES * FLOAT_BYTES)
             if stored.prefetches:
-                prefetch(builder, builder.add(ahead, integer(c * FLOAT_BYTES)))
-            word = load(builder, builder.add(at, integer(c * FLOAT_BYTES)), PAIRS)
-            parts.append(stored.unsigned(builder, word))
-        entry, sums = builder.add(x, builder.mul(number, integer(stored.rows))), [*sums]
-        for k, columns in enumerate(zip(*parts, strict=True)):
-            for r in range(rows):
-                place = builder.add(row_at(builder, entry, x_bytes, r), integer(4 * k))
-                codes = splat(builder, load(builder, place, _WORD))
-                for c, column in enumerate(columns):
-                    sums[2 * r + c] = _dot(builder, sums[2 * r + c], column, codes)
+                prefetch(builder, builder.add(ahead, place))
+            columns.append(stored.unsigned(builder, load(builder, builder.add(at, place), PAIRS)))
+        entry, sums = builder.add(codes, builder.mul(number, integer(stored.rows))), [*sums]
+        for r in range(rows):
+            places = [
+                builder.add(row_at(builder, entry, x_bytes, r), integer(4 * k))
+                for k in range(len(columns[0]))
+            ]
+            signed = [splat(builder, load(builder, place, _WORD)) for place in places]
+            for c, unsigned in enumerate(columns):
+                own = len(columns) * r + c
+                sums[own] = add_dots(builder, sums[own], unsigned, signed, small=stored.small)
         return sums
 
-    return _Step(stored.rows, step)
+    return step
 
 
-def _product(rows: int) -> Any:
+def _rows_product(builder: Any, stored: _Stored, given: Any, rows: int) -> None:
+    """Code of _product for a number of rows."""
+    x, w = (cgutils.unpack_tuple(builder, given[place]) for place in (0, 3))
+    codes, scales, starts, depth, groups, _ = x
+    stride, steps = bytes_of(builder, groups), builder.udiv(w[3], integer(stored.rows))
+    adds, out_bytes = builder.icmp_signed("!=", w[2], integer(0)), bytes_of(builder, given[5])
+    first, factors = (
+        [splat(builder, load(builder, row_at(builder, at, stride, r), kind)) for r in range(rows)]
+        for at, kind in ((starts, _WORD), (scales, FLOAT))
+    )
+    for columns in (WHOLE,) if rows <= _MOST_WHOLE else ((0,), (1,)):
+        panels = Panels([w[0]], columns, integer(_STEP_BYTES))
+        step = _step(builder, stored, rows, (codes, depth), panels)
+        sums = loop(builder, steps, [start for start in first for _ in columns], step)
+        for c, column in enumerate(columns):
+            line = load(builder, row_at(builder, w[1], integer(0), 0, column * LANES), VECTOR)
+            for r, factor in enumerate(factors):
+                at = row_at(builder, given[4], out_bytes, r, column * LANES)
+                (old,) = old_or_zeros(builder, [at], adds)
+                made = builder.fmul(builder.sitofp(sums[len(columns) * r + c], VECTOR), factor)
+                store(builder, fma(builder, made, line, old), at)
+
+
+@intrinsic
+def _product(typing: Any, x: Any, rows: Any, kind: Any, w: Any, out: Any, stride: Any) -> Any:
     """out[r, :PANEL] = sum over k of x[r, k] * w[k, :PANEL] for Codes x and a Group w, times the
-    scales of both; added to what is there but for the first group."""
+    scales of both, for 1, 2, 4, .. _MOST_ROWS rows; added to what is there but for the first group.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        x, w = (cgutils.unpack_tuple(builder, arguments[place]) for place in (0, 2))
-        codes, scales, starts, depth, groups, _ = x
-        step = _step(builder, rows, signature.args[1], codes, depth, w[0])
-        stride, steps = bytes_of(builder, groups), builder.udiv(w[3], integer(step.rows))
-        first = [
-            splat(builder, load(builder, row_at(builder, starts, stride, r), _WORD))
-            for r in range(rows)
-        ]
-        sums = loop(builder, steps, [start for start in first for _ in range(2)], step.code)
-        factors = [
-            splat(builder, load(builder, row_at(builder, scales, stride, r), FLOAT))
-            for r in range(rows)
-        ]
-        adds = builder.icmp_signed("!=", w[2], integer(0))
-        out_bytes = bytes_of(builder, arguments[4])
-        for c in (0, 1):
-            line = load(builder, row_at(builder, w[1], integer(0), 0, c * LANES), VECTOR)
-            for r, factor in enumerate(factors):
-                at = row_at(builder, arguments[3], out_bytes, r, c * LANES)
-                old = builder.select(adds, load(builder, at, VECTOR), ir.Constant(VECTOR, None))
-                made = builder.fmul(builder.sitofp(sums[2 * r + c], VECTOR), factor)
-                store(builder, fma(builder, made, line, old), at)
+        counts = [1 << power for power in range(_MOST_ROWS.bit_length())]
+        stored = _STORED[signature.args[2]]
+        by_count(builder, arguments[1], counts, partial(_rows_product, builder, stored, arguments))
         return context.get_dummy_value()
 
-    def product(typing: Any, x: Any, kind: Any, w: Any, out: Any, stride: Any) -> Any:
-        return types.void(x, kind, w, types.int64, types.int64), codegen
-
-    return intrinsic(product)
-
-
-_PRODUCT_1, _PRODUCT_2, _PRODUCT_4, _PRODUCT_8 = (_product(rows) for rows in (1, 2, 4, 8))
+    return types.void(x, types.int64, kind, w, types.int64, types.int64), codegen
 
 
 @inner
@@ -300,22 +280,13 @@ def multiply_codes(x: Any, panel: Any, out: Any, out_stride: Any) -> None:
 
 @inner
 def _multiply_group(x: Any, kind: Any, w: Any, out: Any, stride: Any) -> None:
-    """Multiply a group of all rows, up to eight together."""
-    row = 0
+    """Multiply a group of all rows, up to _MOST_ROWS together."""
+    row, rows = 0, _MOST_ROWS
     while row < x.count:
         past, left = FLOAT_BYTES * (row * x.groups + w.number), x.count - row
         at = x.at + row * x.depth + w.first
         part = Codes(at, x.scales + past, x.starts + past, x.depth, x.groups, left)
-        place = out + FLOAT_BYTES * row * stride
-        if left >= 8:
-            _PRODUCT_8(part, kind, w, place, stride)
-            row += 8
-        elif left >= 4:
-            _PRODUCT_4(part, kind, w, place, stride)
-            row += 4
-        elif left >= 2:
-            _PRODUCT_2(part, kind, w, place, stride)
-            row += 2
-        else:
-            _PRODUCT_1(part, kind, w, place, stride)
-            row += 1
+        while rows > left:
+            rows //= 2
+        _product(part, rows, kind, w, out + FLOAT_BYTES * row * stride, stride)
+        row += rows

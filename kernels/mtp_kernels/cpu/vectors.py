@@ -171,6 +171,12 @@ def from_row(rows: Any, first: Any) -> Any:
 
 
 @inner
+def from_column(rows: Any, first: Any) -> Any:
+    """Return the rows from a column on."""
+    return Rows(rows.at + FLOAT_BYTES * first, rows.stride, rows.count)
+
+
+@inner
 def first_rows(rows: Any, count: Any) -> Any:
     """Return the first `count` rows."""
     return Rows(rows.at, rows.stride, count)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from llvmlite import binding
 from numba import types
 from numba.extending import intrinsic
 
 from kernels.cpu.test_panels import DEPTH, STORED, Stored, error_of, values
 from mtp_kernels import quantize
-from mtp_kernels.cpu import integer_panels
-from mtp_kernels.cpu.code import PAIRS, load, store
+from mtp_kernels.cpu import byte_dots
+from mtp_kernels.cpu.code import PAIRS, integer, load, row_at, store
 from mtp_kernels.cpu.integer_panels import GROUP
 from mtp_kernels.cpu.jit import compiled
 from mtp_kernels.cpu.memory import Arena
@@ -93,12 +95,16 @@ def test_numbers_too_small_for_a_scale_are_zeros() -> None:
     assert torch.equal(projection(torch.full((1, DEPTH), 1e-42)), torch.zeros(1, len(values())))
 
 
-def _sums(dot: Callable[..., Any]) -> Any:
-    """Code that writes dot of 16 words at each of two addresses, added to those at a third."""
+def _sums(dot: Callable[..., Any], count: int) -> Any:
+    """Code that adds dot of `count` times 16 words at each of two addresses to those at a third."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        first, second, total = (load(builder, at, PAIRS) for at in arguments)
-        store(builder, dot(builder, total, first, second), arguments[2])
+        unsigned, signed = (
+            [load(builder, row_at(builder, at, integer(64), k), PAIRS) for k in range(count)]
+            for at in arguments[:2]
+        )
+        total = load(builder, arguments[2], PAIRS)
+        store(builder, dot(builder, total, unsigned, signed), arguments[2])
         return context.get_dummy_value()
 
     def sums(typing: Any, first: Any, second: Any, total: Any) -> Any:
@@ -107,7 +113,14 @@ def _sums(dot: Callable[..., Any]) -> Any:
     return intrinsic(sums)
 
 
-_OWN, _PLAIN = _sums(integer_panels._dot), _sums(integer_panels._plain_dot)
+def by_pairs(dot: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda builder, total, unsigned, signed: dot(builder, total, *unsigned, *signed)
+
+
+_OWN = _sums(partial(byte_dots.add_dots, small=False), 1)
+_PLAIN = _sums(by_pairs(byte_dots.plain_dot), 1)
+_EVEN_AND_ODD = _sums(by_pairs(byte_dots.even_and_odd_dot), 1)
+_SMALL = _sums(byte_dots.small_dots, 8)
 
 
 @compiled
@@ -120,14 +133,47 @@ def plain_dot(member: Any, first: Any, second: Any, total: Any) -> None:
     _PLAIN(address(first), address(second), address(total))
 
 
-def test_cpus_without_the_instruction_have_the_same_sums() -> None:
+@compiled
+def even_and_odd_dot(member: Any, first: Any, second: Any, total: Any) -> None:
+    _EVEN_AND_ODD(address(first), address(second), address(total))
+
+
+@compiled
+def small_dots(member: Any, first: Any, second: Any, total: Any) -> None:
+    _SMALL(address(first), address(second), address(total))
+
+
+def wanted_sums(unsigned: np.ndarray, signed: np.ndarray, start: np.ndarray) -> np.ndarray:
+    products = unsigned.astype(np.int32) * signed
+    return start + products.reshape(-1, 16, 4).sum(axis=(0, 2))
+
+
+needs_avx2 = pytest.mark.skipif(
+    not binding.get_host_cpu_features().get("avx2"), reason="AVX2's own instructions"
+)
+
+
+@pytest.mark.parametrize(
+    "dot", [own_dot, plain_dot, pytest.param(even_and_odd_dot, marks=needs_avx2)]
+)
+def test_every_instruction_has_the_same_sums(dot: Callable[..., None]) -> None:
     generator = np.random.default_rng(0)
     unsigned = generator.integers(0, 256, 64, dtype=np.uint8)
     signed = generator.integers(-128, 128, 64, dtype=np.int8)
+    unsigned[:8], signed[:8] = 255, [127] * 4 + [-128] * 4
     start = generator.integers(-1000, 1000, 16, dtype=np.int32)
-    products = unsigned.astype(np.int32) * signed
-    wanted = start + products.reshape(16, 4).sum(axis=1)
-    for dot in (own_dot, plain_dot):
-        found = start.copy()
-        dot(0, unsigned.view(np.int32), signed.view(np.int32), found)
-        assert np.array_equal(found, wanted)
+    found = start.copy()
+    dot(0, unsigned.view(np.int32), signed.view(np.int32), found)
+    assert np.array_equal(found, wanted_sums(unsigned, signed, start))
+
+
+@needs_avx2
+@pytest.mark.parametrize("extreme", [127, -127])
+def test_eight_products_of_small_bytes_stay_within_16_bits(extreme: int) -> None:
+    unsigned = np.full(8 * 64, 15, np.uint8)
+    signed = np.full(8 * 64, extreme, np.int8)
+    signed[::5] = 1
+    start = np.arange(16, dtype=np.int32)
+    found = start.copy()
+    small_dots(0, unsigned.view(np.int32), signed.view(np.int32), found)
+    assert np.array_equal(found, wanted_sums(unsigned, signed, start))

@@ -111,6 +111,16 @@ def project_codes(x: Any, weight: Any, panels: Any, out: Any, out_stride: Any) -
     groups = groups_in(weight.form, weight.count)
     codes = np.empty((x.count, weight.count), np.int8)
     scales, starts = np.empty((x.count, groups), np.float32), np.empty((x.count, groups), np.int32)
+    _project_codes(x, weight, panels, (codes, scales, starts), out, out_stride)
+
+
+@inner
+def _project_codes(
+    x: Any, weight: Any, panels: Any, arrays: Any, out: Any, out_stride: Any
+) -> None:
+    """Project rows as codes in arrays that the caller keeps for as long as this runs: its own would
+    be freed after they are last named, which is before their addresses are last used."""
+    codes, scales, starts = arrays
     encoded = encode_rows(x, weight, codes, scales, starts)
     for panel in range(panels[0], panels[1]):
         own = panel_of(weight.at, weight.form, panel, weight.count)

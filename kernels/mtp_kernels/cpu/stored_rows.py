@@ -1,0 +1,106 @@
+"""Rows of packed weights in vector registers, as they are stored: floats, bf16, or codes.
+
+A panel has two vectors of columns, which are read apart from each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+
+from mtp_kernels.cpu.code import (
+    FLOAT_BYTES,
+    LANES,
+    PAIRS,
+    VECTOR,
+    every_word,
+    integer,
+    load,
+    widened,
+)
+from mtp_kernels.cpu.nibbles import E2M1_FACTOR, e2m1_numbers, int4_numbers
+from mtp_kernels.cpu.panel_forms import E2M1, FP8, INT4, INT8, PANEL, STEP_ROWS
+
+_BYTES = ir.VectorType(ir.IntType(8), LANES)
+_E4M3_BITS = 0x87F00000  # sign, exponent and mantissa where float32 has them
+_E4M3_FACTOR = 2.0**120  # between the biases of both exponents
+
+Column = list[Any]  # a vector of each row
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """Code that reads a column of vectors, 0 or 1, of the `rows` of a step of `bytes` bytes.
+
+    has_scales: the sums of products are multiplied by a factor, which is a power of two, and by
+    scales.
+    """
+
+    rows: int
+    bytes: int
+    read: Callable[[Any, Any, int], Column]
+    has_scales: bool = True
+    factor: float = 1.0
+
+
+def _half(builder: Any, at: Any, column: int, kind: Any) -> Any:
+    """A column's vector of two that follow each other."""
+    return load(builder, builder.add(at, integer(column * LANES * FLOAT_BYTES)), kind)
+
+
+def _read_floats(builder: Any, at: Any, column: int) -> Column:
+    return [_half(builder, at, column, VECTOR)]
+
+
+def _read_bf16(builder: Any, at: Any, column: int) -> Column:
+    return [widened(builder, load(builder, at, PAIRS))[column]]
+
+
+def _e4m3(builder: Any, codes: Any) -> Any:
+    """Values of codes: the factor comes before any sum, which subnormal numbers would not bear."""
+    bits = builder.and_(builder.shl(codes, every_word(20)), every_word(_E4M3_BITS))
+    factor = ir.Constant(VECTOR, [_E4M3_FACTOR] * LANES)
+    return builder.fmul(builder.bitcast(bits, VECTOR), factor)
+
+
+def _read_int8(builder: Any, at: Any, column: int) -> Column:
+    """Read four rows, whose codes are the bytes of words, the first in the lowest bits."""
+    word, top = _half(builder, at, column, PAIRS), every_word(24)
+    moved = [builder.shl(word, every_word(24 - 8 * row)) if row < 3 else word for row in range(4)]
+    return [builder.sitofp(builder.ashr(codes, top), VECTOR) for codes in moved]
+
+
+def _read_fp8(builder: Any, at: Any, column: int) -> Column:
+    """Read four rows of bytes."""
+    starts = range(column * LANES, 4 * PANEL, PANEL)
+    codes = [load(builder, builder.add(at, integer(start)), _BYTES) for start in starts]
+    return [_e4m3(builder, builder.sext(code, PAIRS)) for code in codes]
+
+
+def _read_nibbles(
+    numbers: Callable[[Any, Any], Column], builder: Any, at: Any, column: int
+) -> Column:
+    """Read eight rows, whose codes are the nibbles of words, the first in the lowest bits."""
+    return numbers(builder, _half(builder, at, column, PAIRS))
+
+
+# How rows are stored, by the type of a product's argument `kind`.
+OF_FLOATS, OF_PAIRS, OF_INT8, OF_FP8, OF_INT4, OF_E2M1 = (
+    np.float32(0), np.uint16(0), np.int8(0), np.uint8(0), np.int16(0), np.uint32(0)
+)  # fmt: skip
+STORED = {
+    types.float32: StoredRows(1, 4 * PANEL, _read_floats, has_scales=False),
+    types.uint16: StoredRows(1, 2 * PANEL, _read_bf16, has_scales=False),
+    types.int8: StoredRows(STEP_ROWS[INT8], 4 * PANEL, _read_int8),
+    types.uint8: StoredRows(STEP_ROWS[FP8], 4 * PANEL, _read_fp8),
+    types.int16: StoredRows(STEP_ROWS[INT4], 4 * PANEL, partial(_read_nibbles, int4_numbers)),
+    types.uint32: StoredRows(
+        STEP_ROWS[E2M1], 4 * PANEL, partial(_read_nibbles, e2m1_numbers), factor=E2M1_FACTOR
+    ),
+}
