@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -18,7 +18,7 @@ from urllib.parse import quote, urljoin, urlsplit
 
 import httpcore2
 import httpx2
-from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+from huggingface_hub import constants
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -49,6 +49,12 @@ _NETWORK = (
 )
 _UNREACHABLE = (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.ProxyError)
 NO_ACCESS = (401, 403, 404)
+# Headers by which the Hub says of which file it gives a link.
+_FACTS = {
+    "commit": constants.HUGGINGFACE_HEADER_X_REPO_COMMIT,
+    "size": constants.HUGGINGFACE_HEADER_X_LINKED_SIZE,
+    "checksum": constants.HUGGINGFACE_HEADER_X_LINKED_ETAG,
+}
 # Gated and private come before what they are kinds of.
 _ANSWERS: dict[type[HfHubHTTPError], of.Failure] = {
     GatedRepoError: of.GATED,
@@ -292,15 +298,22 @@ class HubClient:
         transfer(partial(self._stream, file), span, sink=sink, pause=pause)
 
     def _stream(self, file: RepositoryFile, span: range) -> Iterator[bytes]:
-        """Yield the bytes of a span as they come (AttemptFailed)."""
+        """Yield the bytes of a span as they come (AttemptFailed).
+
+        Without a link to the storage the Hub is asked, which says what the file is and leads there.
+        """
         where = self.address / file.path
         with _attempt(where):
-            location = self._location(file)
-            headers = self._headers(location) | {"Range": f"bytes={span.start}-{span.stop - 1}"}
+            link = self.locations.get(file.path)
+            url = link or self._url(file.path)
+            headers = self._headers(url) | {"Range": f"bytes={span.start}-{span.stop - 1}"}
             left = len(span)
-            with get_session().stream(
-                "GET", location, headers=headers, timeout=_timeout()
-            ) as response:
+            with get_session().stream("GET", url, headers=headers, timeout=_timeout()) as response:
+                if link is None:
+                    if self._is_hub(str(response.url)):
+                        hf_raise_for_status(response)
+                    self._check_facts(file, [*response.history, response])
+                    self.locations[file.path] = str(response.url)
                 if response.status_code >= 400:
                     if response.status_code not in _TRANSIENT:
                         self.locations.pop(file.path, None)
@@ -315,44 +328,37 @@ class HubClient:
             if left:
                 raise _Cut("the body ended early")
 
-    def _location(self, file: RepositoryFile) -> str:
-        """Return the link to a file's storage, and compare what the Hub says of the file."""
-        known = self.locations.get(file.path)
-        if known is not None:
-            return known
-        facts = get_hf_file_metadata(
-            self._url(file.path), timeout=_timeout(), headers=self._user_agent
-        )
-        listed = {"commit": self.commit, "size": file.size, "checksum": file.sha256 or facts.etag}
-        found = {"commit": facts.commit_hash, "size": facts.size, "checksum": facts.etag}
-        for name, value in found.items():
-            if value is not None and value != listed[name]:
+    def _check_facts(self, file: RepositoryFile, answers: Sequence[httpx2.Response]) -> None:
+        """Refuse a file that an answer says to be another than the Hub listed."""
+        listed = {"commit": self.commit, "size": str(file.size), "checksum": file.sha256}
+        for name, header in _FACTS.items():
+            told = next((one.headers[header] for one in answers if header in one.headers), "")
+            found, expected = told.removeprefix("W/").strip('"'), listed[name]
+            if found and expected and found != expected:
                 raise of.CONTRADICTION.at(
                     self.address / file.path,
-                    f"{name} {value}",
-                    expected=f"{name} {listed[name]}, as it listed",
+                    f"{name} {found}",
+                    expected=f"{name} {expected}, as it listed",
                 )
-        self.locations[file.path] = facts.location
-        return facts.location
 
     def _url(self, path: str) -> str:
-        url = hf_hub_url(self.repo, path, revision=self.commit, endpoint=self.endpoint)
-        return str(url)
+        return f"{self.endpoint}/{self.repo}/resolve/{quote(self.commit, safe='')}/{quote(path)}"
 
     def _headers(self, url: str) -> dict[str, str]:
-        """Return the headers of a request; the token goes to the Hub alone."""
-        to_hub = urlsplit(url)[:2] == urlsplit(self.endpoint)[:2]
-        own = self._own_headers if to_hub else self._user_agent
+        """Return the headers of a request; the token goes to the Hub alone, and a redirection to
+        another host leaves it out."""
+        own = self._own_headers
+        if not self._is_hub(url):
+            own = {"user-agent": own["user-agent"]}
         return own | {"Accept-Encoding": "identity"}
+
+    def _is_hub(self, url: str) -> bool:
+        return urlsplit(url)[:2] == urlsplit(self.endpoint)[:2]
 
     @cached_property
     def _own_headers(self) -> dict[str, str]:
         headers = build_hf_headers(library_name="mtp-export", library_version=__version__)
         return dict(headers)
-
-    @property
-    def _user_agent(self) -> dict[str, str]:
-        return {"user-agent": self._own_headers["user-agent"]}
 
     def patiently(self, request: Callable[[], T], where: Address) -> T:
         """Return what a request returns, made again while waiting helps.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
-from typing import Any
 
 import httpcore2
 import httpx2
@@ -27,6 +25,7 @@ BLOB = hashlib.sha1(b"blob 100\0" + DATA).hexdigest()
 LARGE = RepositoryFile(path="a/b.bin", size=100, blob_id="p0inter", sha256=SHA256)
 SMALL = RepositoryFile(path="a/b.json", size=100, blob_id=BLOB)
 Handler = Callable[[httpx2.Request], httpx2.Response]
+LINKS: dict[int, Handler] = {}  # what the Hub answers who asks it for a range
 
 
 @pytest.fixture
@@ -44,24 +43,29 @@ def serve(patch: pytest.MonkeyPatch, *handlers: Handler) -> list[httpx2.Request]
     left, asked = list(handlers), list[httpx2.Request]()
 
     def handle(request: httpx2.Request) -> httpx2.Response:
+        if "/resolve/" in request.url.path and "Range" in request.headers:
+            return LINKS[0](request)
         asked.append(request)
         return (left.pop(0) if len(left) > 1 else left[0])(request)
 
-    session = httpx2.Client(transport=httpx2.MockTransport(handle))
+    session = httpx2.Client(transport=httpx2.MockTransport(handle), follow_redirects=True)
     patch.setattr(hub_client, "get_session", lambda: session)
     return asked
 
 
-def located(patch: pytest.MonkeyPatch, **changes: object) -> list[tuple[Any, ...]]:
-    """Have the Hub say where a file's bytes are, and of which file they are."""
-    asked = list[tuple[Any, ...]]()
-    plain = {"commit_hash": "c0ffee", "size": 100, "etag": SHA256, "location": STORAGE}
+def located(patch: pytest.MonkeyPatch, **changes: str | None) -> list[httpx2.Request]:
+    """Have the Hub say where a file's bytes are, and of which file they are; return the requests
+    for it. changes are headers, None one that is not there."""
+    asked = list[httpx2.Request]()
+    plain = {"x-repo-commit": "c0ffee", "x-linked-size": "100", "x-linked-etag": f'"{SHA256}"'}
+    changed = {name.replace("_", "-"): value for name, value in changes.items()}
+    headers = plain | {"location": STORAGE} | changed
 
-    def metadata(url: str, **options: Any) -> Any:
-        asked.append((url, options))
-        return SimpleNamespace(**(plain | changes))
+    def redirect(request: httpx2.Request) -> httpx2.Response:
+        asked.append(request)
+        return httpx2.Response(302, headers={k: v for k, v in headers.items() if v is not None})
 
-    patch.setattr(hub_client, "get_hf_file_metadata", metadata)
+    patch.setitem(LINKS, 0, redirect)
     return asked
 
 
@@ -114,17 +118,16 @@ def test_the_storage_is_asked_for_a_range_without_the_token(
     asked, links = serve(monkeypatch, partial_answer()), located(monkeypatch)
     for _ in range(2):
         assert fetch(client, waits) == DATA[20:60]
-    ((url, options),) = links
-    assert url == f"{ENDPOINT}/acme/tiny/resolve/c0ffee/a/b.bin"
-    assert options["timeout"] == float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
-    assert options["headers"].keys() == {"user-agent"}
-    assert f"mtp-export/{__version__}" in options["headers"]["user-agent"]
-    for request in asked:
-        assert (request.method, str(request.url)) == ("GET", STORAGE)
+    (link,) = links
+    assert str(link.url) == f"{ENDPOINT}/acme/tiny/resolve/c0ffee/a/b.bin"
+    assert link.headers["Authorization"] == "Bearer hf_secret"
+    assert [str(request.url) for request in asked] == [STORAGE] * 2
+    for request in (link, *asked):
+        assert request.method == "GET"
         assert request.headers["Range"] == "bytes=20-59"
         assert request.headers["Accept-Encoding"] == "identity"
         assert f"mtp-export/{__version__}" in request.headers["User-Agent"]
-        assert "Authorization" not in request.headers
+    assert not any("Authorization" in request.headers for request in asked)
     assert client.locations == {"a/b.bin": STORAGE} and waits == []
 
 
@@ -145,13 +148,13 @@ def test_the_hub_itself_is_given_the_token(
 @pytest.mark.parametrize(
     ("changes", "expected", "found"),
     [
-        ({"commit_hash": "beef"}, "commit c0ffee, as it listed", "commit beef"),
-        ({"size": 99}, "size 100, as it listed", "size 99"),
-        ({"etag": "x"}, f"checksum {SHA256}, as it listed", "checksum x"),
+        ({"x_repo_commit": "beef"}, "commit c0ffee, as it listed", "commit beef"),
+        ({"x_linked_size": "99"}, "size 100, as it listed", "size 99"),
+        ({"x_linked_etag": 'W/"x"'}, f"checksum {SHA256}, as it listed", "checksum x"),
     ],
 )
 def test_a_link_to_another_file_is_not_taken(
-    changes: dict[str, object],
+    changes: dict[str, str],
     expected: str,
     found: str,
     client: HubClient,
@@ -163,7 +166,7 @@ def test_a_link_to_another_file_is_not_taken(
     error = refusal(lambda: fetch(client, waits))
     assert (error.where, error.expected, error.found) == (WHERE / "a/b.bin", expected, found)
     assert client.locations == {}
-    located(monkeypatch, **dict.fromkeys(changes))  # a server that does not say it
+    located(monkeypatch, **dict.fromkeys(changes, None))  # a server that does not say it
     assert fetch(client, waits) == DATA[20:60]
 
 
@@ -171,7 +174,7 @@ def test_the_etag_of_a_small_file_says_nothing(
     client: HubClient, waits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serve(monkeypatch, partial_answer())
-    located(monkeypatch, etag="whatever the mirror makes")
+    located(monkeypatch, x_linked_etag="whatever the mirror makes")
     assert fetch(client, waits, SMALL) == DATA[20:60]
 
 
@@ -246,6 +249,18 @@ def test_a_link_that_has_expired_is_signed_anew(
     assert (error.where, error.found) == (WHERE / "a/b.bin", f"HTTP {code}")
     assert waits == [0.5, 1.0, 2.0, 4.0, 8.0]
     assert len(asked) == links
+
+
+def test_the_hub_s_own_refusal_of_a_file_is_final(
+    client: HubClient, waits: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(request: httpx2.Request) -> httpx2.Response:
+        return httpx2.Response(403, headers={"x-error-code": "GatedRepo"}, request=request)
+
+    serve(monkeypatch, partial_answer())
+    monkeypatch.setitem(LINKS, 0, refuse)
+    assert refusal(lambda: fetch(client, waits)).what == "The repository is gated"
+    assert client.locations == {} and waits == []
 
 
 @pytest.mark.parametrize("file", [SMALL, LARGE])
@@ -323,8 +338,8 @@ def test_every_request_gives_up_after_as_long_as_the_library_s(
     fetch(client, waits)
     client.whole(LARGE)
     client.answer(f"{ENDPOINT}/api/models")
-    seconds = [set(request.extensions["timeout"].values()) for request in asked]
-    assert seconds == [{7.0}] * 3 and links[0][1]["timeout"] == 7.0
+    seconds = [set(request.extensions["timeout"].values()) for request in (*links, *asked)]
+    assert seconds == [{7.0}] * 4
 
 
 def test_a_read_of_a_socket_is_larger_than_the_library_s() -> None:
