@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import carray, types
 from numba.extending import intrinsic
 
@@ -100,7 +100,9 @@ def _block(combine: Any) -> Any:
     return intrinsic(block)
 
 
-_DOTS_4_4, _DOTS_4_1, _DOTS_1_4, _DOTS_1_1 = (_dots(r, t) for r in (4, 1) for t in (4, 1))
+# Rows and tokens whose sums stay in registers: AVX2 has 16 of half the size of AVX-512's.
+_MANY = 4 if binding.get_host_cpu_features().get("avx512f", False) else 2
+_DOTS, _ROWS_DOTS, _TOKENS_DOTS, _DOTS_1 = (_dots(r, t) for r in (_MANY, 1) for t in (_MANY, 1))
 block_max = _block(larger)
 block_sum = _block(added)
 
@@ -188,7 +190,7 @@ def dot_rows(x: Any, y: Any, width: Any, out: Any, out_stride: Any) -> None:
     vectors = width // LANES
     done = 0 if vectors else y.count
     while done < y.count:
-        step = 4 if y.count - done >= 4 else 1
+        step = _MANY if y.count - done >= _MANY else 1
         tokens = first_rows(from_row(y, done), step)
         _dot_tokens(x, tokens, vectors, out + FLOAT_BYTES * done, out_stride)
         done += step
@@ -200,25 +202,25 @@ def dot_rows(x: Any, y: Any, width: Any, out: Any, out_stride: Any) -> None:
 def dot_row(x: Any, y: Any, width: Any, out: Any) -> None:
     """Write the sum of x[:width] * y[:width], as dot_rows adds it; all three are addresses."""
     if width >= LANES:
-        _DOTS_1_1(x, 0, y, 0, width // LANES, out, 1)
+        _DOTS_1(x, 0, y, 0, width // LANES, out, 1)
     if width % LANES:
         _add_remainders(Rows(x, 0, 1), Rows(y, 0, 1), width, out, 1)
 
 
 @inner
 def _dot_tokens(x: Any, y: Any, vectors: Any, out: Any, out_stride: Any) -> None:
-    """Dot all rows of x with four rows of y or one, which stay in cache meanwhile."""
-    while x.count >= 4:
-        if y.count == 4:
-            _DOTS_4_4(x.at, x.stride, y.at, y.stride, vectors, out, out_stride)
+    """Dot all rows of x with _MANY rows of y or one, which stay in cache meanwhile."""
+    while x.count >= _MANY:
+        if y.count == _MANY:
+            _DOTS(x.at, x.stride, y.at, y.stride, vectors, out, out_stride)
         else:
-            _DOTS_4_1(x.at, x.stride, y.at, y.stride, vectors, out, out_stride)
-        x, out = from_row(x, 4), out + FLOAT_BYTES * 4 * out_stride
+            _ROWS_DOTS(x.at, x.stride, y.at, y.stride, vectors, out, out_stride)
+        x, out = from_row(x, _MANY), out + FLOAT_BYTES * _MANY * out_stride
     while x.count >= 1:
-        if y.count == 4:
-            _DOTS_1_4(x.at, x.stride, y.at, y.stride, vectors, out, out_stride)
+        if y.count == _MANY:
+            _TOKENS_DOTS(x.at, x.stride, y.at, y.stride, vectors, out, out_stride)
         else:
-            _DOTS_1_1(x.at, x.stride, y.at, y.stride, vectors, out, out_stride)
+            _DOTS_1(x.at, x.stride, y.at, y.stride, vectors, out, out_stride)
         x, out = from_row(x, 1), out + FLOAT_BYTES * out_stride
 
 
