@@ -62,6 +62,7 @@ def _oracles(model_type: str) -> tuple[str, str]:
     from checkpoints.families import test_names as names
     from engines import family_drafts
     from runtime import test_family_oracles as runs
+    from runtime import test_nemotron_module as modules
     from runtime.oracles import MTP_MODEL
 
     main = "not confirmed" if model_type in names.UNCONFIRMED else "transformers' class"
@@ -74,6 +75,8 @@ def _oracles(model_type: str) -> tuple[str, str]:
         mtp = "vLLM's loader"
     if model_type in MTP_MODEL:
         mtp = "transformers' `MtpModel`"
+    if model_type in modules.OF_LAYERS:
+        mtp = "transformers' layers, put together as vLLM's, run"
     if model_type in runs.ORACLES or model_type == "deepseek_v3":
         mtp = "transformers' `use_mtp`, run"
     return main, mtp

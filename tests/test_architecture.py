@@ -34,7 +34,12 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "mtp_kernels.tensor_checks",
     ),
     ("mtp_kernels.quantize", "mtp_kernels.verify_attention", "mtp_kernels.gated_delta"),
-    ("mtp_kernels.decoder", "mtp_kernels.weight_statistics", "mtp_kernels.stored_linear"),
+    (
+        "mtp_kernels.decoder",
+        "mtp_kernels.state_space",
+        "mtp_kernels.weight_statistics",
+        "mtp_kernels.stored_linear",
+    ),
     ("mtp_checkpoints",),
     (
         "mtp_checkpoints.errors",

@@ -112,6 +112,7 @@ WHOLE = (
     "kernels/mtp_kernels/gated_delta/state.py",
     "kernels/mtp_kernels/quantize/block_floats.py",
     "kernels/mtp_kernels/quantize/gptq.py",
+    "kernels/mtp_kernels/state_space.py",
     "kernels/mtp_kernels/stored_linear/weights.py",
     "kernels/mtp_kernels/weight_statistics/figures.py",
 )

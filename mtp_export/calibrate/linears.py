@@ -13,6 +13,7 @@ from torch import Tensor
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.base import FLOATS
 from mtp_checkpoints.families.folds import Fold, folds_of
+from mtp_checkpoints.families.parts import UngatedMoe
 from mtp_checkpoints.families.spec import LayerSpec
 from mtp_checkpoints.formats import FORMATS
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
@@ -148,6 +149,14 @@ class Linears:
         return (step for part in parts for shard in part.written for step in shard.steps)
 
     def _experts(self, layer: LayerSpec) -> Iterator[Unit]:
+        if isinstance(layer.feed_forward, UngatedMoe):
+            raise UnsupportedError(
+                "Experts without gates are not calibrated",
+                where=layer.prefix,
+                expected="experts of gate, up and down projections",
+                found=layer.feed_forward.title,
+                todo="Leave --calibrate out",
+            )
         prefix, experts = experts_of(layer)
         for expert in experts:
             if not self.steps.keys().isdisjoint(expert[:3]):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.base import Role, TensorSpec
 from mtp_checkpoints.families.contract import MtpContract
-from mtp_checkpoints.families.parts import HeadGatedGqa, Moe, SlidingGqa
+from mtp_checkpoints.families.parts import HeadGatedGqa, Moe, SlidingGqa, UngatedMoe
 from mtp_checkpoints.formats.base import ReadOnlyFormat
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.tune.draft import DraftType, Sizes
@@ -118,7 +118,9 @@ def _sizes(options: TuneOptions, source: SourceBundle) -> Sizes:
     _check(source)
     (mtp,) = family.mtp
     moe = mtp.layer.feed_forward
-    experts = moe.router.routing.experts_per_token / moe.experts if isinstance(moe, Moe) else 1.0
+    experts = 1.0
+    if isinstance(moe, Moe | UngatedMoe):
+        experts = moe.router.routing.experts_per_token / moe.experts
     specs = [spec for spec in family.tensors.values() if is_trained(spec)]
     shares = (experts if spec.role is Role.ROUTED_EXPERT else 1.0 for spec in specs)
     return Sizes(

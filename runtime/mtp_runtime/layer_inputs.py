@@ -131,7 +131,7 @@ def input_names(parts: Iterable[object]) -> dict[str, str]:
     return {
         name: names[0]
         for part in parts
-        for linear in _linears(part)
+        for linear in linears_of(part)
         for names in [_tensor_names(linear.weight)]
         for name in names
     }
@@ -162,12 +162,13 @@ def experts_of(layer: LayerSpec) -> tuple[str, list[ExpertWeights]]:
     ]
 
 
-def _linears(part: object) -> Iterator[Linear]:
+def linears_of(part: object) -> Iterator[Linear]:
+    """Yield the linears of a part of a layer, but for those of experts."""
     if isinstance(part, Linear):
         yield part
     elif is_dataclass(part):
         for field in fields(part):
-            yield from _linears(getattr(part, field.name))
+            yield from linears_of(getattr(part, field.name))
 
 
 def _tensor_names(weight: Weight) -> list[str]:

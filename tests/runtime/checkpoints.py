@@ -708,13 +708,11 @@ COMPUTED = tuple(
 )
 # Families whose attention the kernels divide among ranks: without states of requests, sliding
 # windows and gates of heads.
+UNDIVIDED = parts.GatedDeltaNet | parts.Mamba2 | parts.SlidingGqa | parts.HeadGatedGqa
 DIVIDED = tuple(
     name
     for name in COMPUTED
-    if not any(
-        isinstance(part, parts.GatedDeltaNet | parts.SlidingGqa | parts.HeadGatedGqa)
-        for part in family_of(SMALL_CONFIGS[name]).parts
-    )
+    if not any(isinstance(part, UNDIVIDED) for part in family_of(SMALL_CONFIGS[name]).parts)
 )
 # Families whose modules trainings take: one module, without a sliding window.
 TRAINED = tuple(

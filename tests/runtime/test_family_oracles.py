@@ -78,6 +78,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5_text", {}),
     "qwen3_5, not tied": ("qwen3_5_text", {"tie_word_embeddings": False}),
     "qwen3_5_moe": ("qwen3_5_moe_text", {}),
+    "nemotron_h": ("nemotron_h", {}),
+    "nemotron_h, experts of latents": ("nemotron_h", {"moe_latent_size": 32, "n_group": 2}),
 }
 
 

@@ -1,5 +1,6 @@
-"""Qwen3-Next's and Qwen3.5's models, whose gated delta nets keep a state per request: tokens equal
-transformers', and rejected drafts leave no trace in the states."""
+"""Models whose layers keep a state per request, gated delta nets of Qwen3-Next and Qwen3.5 and
+Mamba-2 of Nemotron-3: tokens equal transformers', and rejected drafts leave no trace in the states.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +29,7 @@ TOLERANCE = 1e-4
 ONE_EXPERT = "mtp.layers.0.mlp.experts.0.gate_proj.weight"
 FUSED = "mtp.layers.0.mlp.experts.gate_up_proj"
 MODELS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+WITH_STATES = (*MODELS, "nemotron_h")
 
 
 def small(name: str, folder: Path, names: tuple[str, ...] = (), **changes: Any) -> Path:
@@ -67,7 +69,7 @@ def test_the_module_computes_what_transformers_does(
     assert float((found - expected).abs().max() / expected.abs().max()) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", nightly_but(["qwen3_next", "nemotron_h"], WITH_STATES))
 def test_greedy_tokens(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers' tokens, plain and with drafts of which some are accepted, eight requests at
     once whose prompts come in chunks, one at a time, and taken back for want of pages."""

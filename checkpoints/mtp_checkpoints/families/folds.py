@@ -30,7 +30,7 @@ def folds_of(layer: LayerSpec) -> tuple[Fold, ...]:
     """
     moe, why = layer.feed_forward, ""
     if not isinstance(moe, Moe):
-        why = "no experts"
+        why = "no experts with gates"
     elif layer.norms_after:
         why = "norms after its parts, and none before"
     if why or not isinstance(moe, Moe):

@@ -9,18 +9,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.families.contract import MtpContract
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.gated_delta_decoder import at_most_one_mtp_layer
 from mtp_checkpoints.families.listed_decoder import listed_decoder
 from mtp_checkpoints.families.moe_decoder import check_expert_count, main_layers
-from mtp_checkpoints.families.parts.feed_forward import Router
-from mtp_checkpoints.families.parts.listed import NOTHING, Entry, Listed, grouped, matrix, norm
+from mtp_checkpoints.families.parts.listed import NOTHING
+from mtp_checkpoints.families.parts.mamba2 import Mamba2
+from mtp_checkpoints.families.parts.plain_gqa import PlainGqa
+from mtp_checkpoints.families.parts.ungated import UngatedMlp, UngatedMoe
 from mtp_checkpoints.families.spec import LayerSpec, ModelSpec, MtpModules, MtpSpec
 from mtp_checkpoints.families.text_part import TextPart
 
 _CONTRACT = MtpContract(source="vLLM and SGLang")
+Part = Mamba2 | PlainGqa | UngatedMoe | UngatedMlp
+_PARTS: dict[str, type[Part]] = {
+    "linear_attention": Mamba2,
+    "full_attention": PlainGqa,
+    "moe": UngatedMoe,
+    "mlp": UngatedMlp,
+}
 WORDS = {
     "M": "linear_attention",
     "*": "full_attention",
@@ -29,8 +37,16 @@ WORDS = {
     "mamba": "linear_attention",
     "attention": "full_attention",
 }
-_KINDS = frozenset(WORDS.values())
 MTP_KINDS = ("full_attention", "moe")
+# What config.json says of what parts compute, in every release.
+_USUAL = {
+    "use_conv_bias": True,
+    **dict.fromkeys(("use_bias", "mamba_proj_bias", "attention_bias", "mlp_bias"), False),
+    "mlp_hidden_act": "relu2",
+    "mamba_hidden_act": "silu",
+    "n_shared_experts": 1,
+}
+_NORM_EPS = 1e-5  # transformers' default
 
 
 def spec(fields: Fields) -> ModelSpec:
@@ -39,10 +55,12 @@ def spec(fields: Fields) -> ModelSpec:
 
 
 def decoder(
-    part: TextPart, main: Sequence[Listed], module: Sequence[Listed], root: str = ""
+    part: TextPart, main: Sequence[Part], module: Sequence[Part], root: str = ""
 ) -> ModelSpec:
     """Describe a decoder by the parts of its main layers and of its MTP module, an attention and
     experts behind it; root: what the names of all its tensors begin with."""
+    named = part.fields.named(rms_norm_eps="layer_norm_epsilon")
+    part = replace(part, fields=named.with_defaults(rms_norm_eps=_NORM_EPS))
     layers = [_layer(f"{root}backbone.layers.{at}", one) for at, one in enumerate(main)]
     mtp = [_mtp(f"{root}mtp", *module)] if at_most_one_mtp_layer(part.fields, 0) else []
     described = listed_decoder(part, layers, mtp, _CONTRACT, mtp_prefix=f"{root}mtp")
@@ -53,18 +71,19 @@ def decoder(
         norm=f"{root}backbone.norm_f",
         head=embedding if part.is_tied else f"{root}lm_head",
         linear_projection=True,
+        uncomputed=_uncomputed(part.fields),
     )
 
 
-def main_parts(fields: Fields) -> list[Listed]:
+def main_parts(fields: Fields) -> list[Part]:
     """Return the parts of the main layers, by a pattern or a list of their kinds."""
     kinds = _kinds(fields, "hybrid_override_pattern", "layers_block_type", main_layers(fields))
     check_expert_count(fields, "n_routed_experts", kinds.count("moe") + 1)
-    parts = {kind: part_of(fields, kind) for kind in _KINDS}
+    parts = {kind: part_of(fields, kind) for kind in dict.fromkeys(kinds)}
     return [parts[kind] for kind in kinds]
 
 
-def mtp_parts(fields: Fields) -> list[Listed]:
+def mtp_parts(fields: Fields) -> list[Part]:
     """Return the parts of the MTP module."""
     key = "mtp_hybrid_override_pattern"
     if fields.has(key) or fields.has("mtp_layers_block_type"):
@@ -74,8 +93,11 @@ def mtp_parts(fields: Fields) -> list[Listed]:
     return [part_of(fields, kind) for kind in MTP_KINDS]
 
 
-def _layer(prefix: str, part: Listed) -> LayerSpec:
-    return LayerSpec(prefix, part, NOTHING, part.name, feed_forward_name="", norms=("norm",))
+def _layer(prefix: str, part: Part) -> LayerSpec:
+    names, norms = (part.name, ""), ("norm",)
+    if isinstance(part, Mamba2 | PlainGqa):
+        return LayerSpec(prefix, part, NOTHING, *names, norms=norms)
+    return LayerSpec(prefix, NOTHING, part, *names[::-1], norms=norms)
 
 
 def _kinds(fields: Fields, pattern: str, listed: str, layers: int) -> list[str]:
@@ -83,12 +105,12 @@ def _kinds(fields: Fields, pattern: str, listed: str, layers: int) -> list[str]:
     value = fields.values.get(pattern if fields.has(pattern) else listed)
     found = list(value) if isinstance(value, str | list) else []
     kinds = [WORDS.get(one, one) for one in found if isinstance(one, str)]
-    if len(kinds) != layers or not _KINDS.issuperset(kinds):
+    if len(kinds) != layers or not _PARTS.keys() >= set(kinds):
         raise fields.unusable(pattern, f"M, *, E or - for each of {layers} layers")
     return kinds
 
 
-def _mtp(prefix: str, attention: Listed, moe: Listed) -> MtpSpec:
+def _mtp(prefix: str, attention: Part, moe: Part) -> MtpSpec:
     layer = LayerSpec(
         f"{prefix}.layers",
         replace(attention, name="0.mixer"),
@@ -101,74 +123,14 @@ def _mtp(prefix: str, attention: Listed, moe: Listed) -> MtpSpec:
     return MtpSpec(layer, MtpModules.without_copies(layer.prefix, names), prefix=prefix)
 
 
-def part_of(fields: Fields, kind: str) -> Listed:
+def part_of(fields: Fields, kind: str) -> Part:
     """Return the part of a layer of a kind, by its word or letter."""
-    make = {
-        "linear_attention": _mamba,
-        "full_attention": _attention,
-        "moe": _experts,
-        "mlp": _mlp,
-    }
-    return make[WORDS.get(kind, kind)](fields)
+    return _PARTS[WORDS.get(kind, kind)].of(fields, "mixer")
 
 
-def _attention(fields: Fields) -> Listed:
-    hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
-    own = grouped(hidden, heads, fields.whole("num_key_value_heads"), fields.whole("head_dim"))
-    return Listed("attention without positions", "mixer", own)
-
-
-def _mlp(fields: Fields) -> Listed:
-    hidden, inner = fields.whole("hidden_size"), fields.whole("intermediate_size")
-    return Listed("an MLP of squared rectifiers", "mixer", _up_down("", hidden, inner, _DENSE))
-
-
-def _experts(fields: Fields) -> Listed:
-    hidden, experts = fields.whole("hidden_size"), fields.whole("n_routed_experts")
-    Router.of(fields, experts)  # refuses groups that experts do not fill, and the like
-    inner = fields.whole("moe_intermediate_size")
-    latent = fields.without_nulls().whole("moe_latent_size", hidden)
-    shared = fields.whole("moe_shared_expert_intermediate_size")
-    entries = [
-        matrix("gate", experts, hidden, Role.ROUTER),
-        Entry("gate.e_score_correction_bias", (experts,), Role.ROUTER),
-        *_up_down("shared_experts.", hidden, shared, Role.SHARED_EXPERT),
-    ]
-    if fields.has("moe_latent_size"):
-        entries.append(matrix("fc1_latent_proj", latent, hidden, Role.SHARED_EXPERT))
-        entries.append(matrix("fc2_latent_proj", hidden, latent, Role.SHARED_EXPERT))
-    for expert in range(experts):
-        entries += _up_down(f"experts.{expert}.", latent, inner, Role.ROUTED_EXPERT)
-    return Listed("experts without gates", "mixer", tuple(entries))
-
-
-_DENSE = Role.DENSE_MLP
-
-
-def _up_down(prefix: str, hidden: int, inner: int, role: Role) -> tuple[Entry, Entry]:
-    return (
-        matrix(f"{prefix}up_proj", inner, hidden, role),
-        matrix(f"{prefix}down_proj", hidden, inner, role),
-    )
-
-
-def _mamba(fields: Fields) -> Listed:
-    hidden, heads = fields.whole("hidden_size"), fields.whole("mamba_num_heads")
-    inner = heads * fields.whole("mamba_head_dim")
-    channels = inner + 2 * fields.whole("n_groups") * fields.whole("ssm_state_size")
-    width = fields.whole("conv_kernel")
-    gates = Role.DELTA_GATES
-    return Listed(
-        "Mamba-2",
-        "mixer",
-        (
-            matrix("in_proj", inner + channels + heads, hidden, Role.ATTENTION),
-            Entry("conv1d.weight", (channels, 1, width), Role.CONVOLUTION),
-            Entry("conv1d.bias", (channels,), Role.CONVOLUTION),
-            Entry("A_log", (heads,), gates),
-            Entry("D", (heads,), gates),
-            Entry("dt_bias", (heads,), gates),
-            norm("norm", inner),
-            matrix("out_proj", hidden, inner, Role.ATTENTION),
-        ),
-    )
+def _uncomputed(fields: Fields) -> str:
+    """Return what config.json has of parts as no release does, which the runtime does not compute;
+    "" for none."""
+    known = fields.without_nulls().values
+    others = (name for name, usual in _USUAL.items() if known.get(name, usual) != usual)
+    return ", ".join(f"{fields.prefix}{name} is {known[name]!r:.40}" for name in others)

@@ -10,8 +10,14 @@ from collections.abc import Mapping
 
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.moe_decoder import check_expert_count, main_layers
-from mtp_checkpoints.families.nemotron_h import MTP_KINDS, WORDS, decoder, mtp_parts, part_of
-from mtp_checkpoints.families.parts.listed import Listed
+from mtp_checkpoints.families.nemotron_h import (
+    MTP_KINDS,
+    WORDS,
+    Part,
+    decoder,
+    mtp_parts,
+    part_of,
+)
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.families.text_part import TextPart
 
@@ -30,7 +36,7 @@ def spec(fields: Fields) -> ModelSpec:
     return decoder(TextPart.whole(fields), main, module)
 
 
-def _blocks(fields: Fields, key: str, count: int) -> list[Listed]:
+def _blocks(fields: Fields, key: str, count: int) -> list[Part]:
     """Return the parts of layers whose own fields a list has."""
     listed = fields.values.get(key)
     blocks = listed if isinstance(listed, list) else []

@@ -70,7 +70,7 @@ class LayerSpec:
     """One decoder layer, main or MTP: its parts, and the names of its modules under a prefix.
 
     The name of a part is "" where its modules lie in the layer itself. norms are those of the
-    stream; a layer that the runtime computes has two, one before each part, or after each where
+    stream; a layer that the runtime computes has one before each part, or after each where
     norms_after is True. It has no more than these: more are other tensors, by their names under the
     prefix.
     """
@@ -94,7 +94,7 @@ class LayerSpec:
 
     @property
     def post_norm(self) -> str:
-        return f"{self.prefix}.{self.norms[1]}"
+        return f"{self.prefix}.{self.norms[-1]}"
 
     @property
     def feed_forward_prefix(self) -> str:

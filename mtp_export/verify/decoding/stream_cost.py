@@ -19,9 +19,11 @@ from mtp_export.progress import format_bytes
 from mtp_export.verify.context import Context
 from mtp_export.verify.diagnosis.alternatives import sampling_step
 from mtp_runtime.cache import elements_per_token
+from mtp_runtime.layer_inputs import linears_of
 from mtp_runtime.layers.attention import Attention
+from mtp_runtime.layers.decoder_layer import Nothing
 from mtp_runtime.layers.linear import Linear
-from mtp_runtime.layers.moe import Mlp, Moe
+from mtp_runtime.layers.moe import Moe
 from mtp_runtime.loading.on_demand import PANEL_ROWS, READERS
 from mtp_runtime.streaming import StreamedModel
 from mtp_runtime.teacher_forcing import BRANCH_ROWS, CHUNK_TOKENS, LOGIT_ELEMENTS, Texts
@@ -164,7 +166,8 @@ class Sizes:
     @classmethod
     def of(cls, context: Context, streamed: StreamedModel) -> Sizes:
         """Add up the weights of both parts."""
-        routers = (p.router for p in streamed.config.parts if isinstance(p, parts.Moe))
+        kinds = parts.Moe | parts.UngatedMoe
+        routers = (part.router for part in streamed.config.parts if isinstance(part, kinds))
         per_token = next((router.routing.experts_per_token for router in routers), None)
         layers: dict[str, Layer] = {}
         module, ends, compared = Layer(per_token), dict[Role, WeightOnDisk](), 0
@@ -241,9 +244,10 @@ def _memory(
 
 
 def probed(streamed: StreamedModel, sizes: Sizes) -> tuple[Rates, Attention]:
-    """Read a part of the last layer and multiply with a matrix of it; return the rates, and the
-    layer's attention."""
-    index = len(sizes.layers) - 1
+    """Read a part of the last layer with attention and multiply with a matrix of it; return the
+    rates, and the layer's attention."""
+    layers = streamed.opened.spec.layers
+    index = max(at for at, one in enumerate(layers) if one.attention != parts.NOTHING)
     size, start = sizes.layers[index], time.perf_counter()
     layer, read_bytes = streamed.layer(index), size.fixed_bytes
     mlp = layer.feed_forward
@@ -252,9 +256,9 @@ def probed(streamed: StreamedModel, sizes: Sizes) -> tuple[Rates, Attention]:
         read_bytes += count * size.expert_bytes
         (mlp,) = deque(mlp.experts.each(range(count)), maxlen=1)
     rate = read_bytes / max(1e-6, time.perf_counter() - start)
-    assert isinstance(mlp, Mlp), "layers are dense or sparse"
-    few, many = (_seconds_of(mlp.gate_up, rows) for rows in PROBE_ROWS)
-    elements = math.prod(mlp.gate_up.weight.shape)
+    linear = next(linears_of(layer.attention if isinstance(mlp, Nothing) else mlp))
+    few, many = (_seconds_of(linear, rows) for rows in PROBE_ROWS)
+    elements = math.prod(linear.weight.shape)
     multiply = max(0.0, many - few) / (elements * (PROBE_ROWS[1] - PROBE_ROWS[0]))
     expand = max(0.0, few / elements - PROBE_ROWS[0] * multiply)
     return Rates(rate, expand=expand, multiply=multiply, read_bytes=read_bytes), layer.attention

@@ -13,7 +13,7 @@ from mtp_export.verify.diagnosis.changed_weight import with_parts
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.mla import StoredHalves
-from mtp_runtime.layers.moe import Mlp, Moe
+from mtp_runtime.layers.moe import LatentMoe, Mlp, Moe
 from mtp_runtime.loading.on_demand import StoredExperts
 from mtp_runtime.models.execution import TorchExecution
 from mtp_runtime.models.model import MtpModule
@@ -28,7 +28,7 @@ def by_torch(corpus: Corpus) -> Corpus:
     whose experts are read as they are picked is run by torch as it is."""
     module = corpus.module
     forward = module.layer.feed_forward
-    if isinstance(forward, Moe) and isinstance(forward.experts, StoredExperts):
+    if isinstance(forward, Moe | LatentMoe) and isinstance(forward.experts, StoredExperts):
         return corpus
     if _expanded_bytes(module) > MOST_EXPANDED_BYTES:
         return corpus
@@ -52,7 +52,7 @@ def _in_float32(part: Any) -> Any:
 
 def _expanded_bytes(module: MtpModule) -> int:
     forward = module.layer.feed_forward
-    if isinstance(forward, Moe):
+    if isinstance(forward, Moe | LatentMoe):
         one, count = next(iter(forward.experts.each([0]))), len(forward.experts)
     else:
         assert isinstance(forward, Mlp), "the feed-forwards that there are"

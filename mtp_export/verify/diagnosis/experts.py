@@ -22,6 +22,7 @@ from mtp_export.verify.diagnosis.tensor_variants import (
 )
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_runtime.drafters.base import ScoredVariant
+from mtp_runtime.layers.decoder_layer import Nothing
 from mtp_runtime.layers.moe import Mlp, Moe, Router, SigmoidRouter, SoftmaxRouter
 from mtp_runtime.models.model import MtpModule
 from mtp_runtime.teacher_forcing import WORST_SCORE, DraftInputs, best_and_score, draft_states
@@ -54,14 +55,6 @@ class _Moved:
         return cls(change, cause, rows, difference[rows])
 
 
-@dataclass(frozen=True)
-class _AddsNothing:
-    """A feed-forward that adds nothing, so that the input of the real one shows."""
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(x)
-
-
 def mixture(module: MtpModule) -> Moe | None:
     """Return the experts of a module; None for a dense one."""
     moe = module.layer.feed_forward
@@ -80,10 +73,11 @@ def expert_variant_count(module: MtpModule) -> int:
     if moe is None:
         return 0
     routers = sum(1 for _ in router_variants(moe.router))
-    of_one = 2 + len(SCALES)
+    gated = int(next(moe.experts.each([0])).is_gated)
+    of_one = 1 + gated + len(SCALES)
     pairs = comb(min(moe.routed_experts, MOST_EXPERTS), 2)
     of_shared = sum(1 for one in _shared(moe) for _ in tensor_variants(one, _places_of(one)))
-    return routers + of_one * len(moe.experts) + 1 + of_shared + pairs
+    return routers + of_one * len(moe.experts) + gated + of_shared + pairs
 
 
 @torch.inference_mode()
@@ -96,7 +90,7 @@ def expert_variants(
     moe = mixture(module)
     if moe is None:
         return
-    bare = replace(module, layer=replace(module.layer, feed_forward=_AddsNothing()))
+    bare = replace(module, layer=replace(module.layer, feed_forward=Nothing()))
     stream = draft_states([bare], DraftInputs(corpus.texts, corpus.hidden, anchors), 1)[0]
     normed = module.layer.post_norm(stream)
     added = moe(normed)
@@ -187,12 +181,14 @@ def _of_each(moe: Moe, normed: torch.Tensor, weights: torch.Tensor) -> Iterator[
         rows = weights[:, expert].nonzero()[:, 0]
         x, share = normed[rows], weights[rows, expert, None]
         adds = share * one(x)
-        other = gate_and_up_exchanged(one)
-        moved = share * other(x) - adds
-        every[rows] += moved
-        cause = causes.gate_and_up_swapped(name)
-        yield _Moved(f"gate and up of {name} are exchanged", cause, rows, moved)
+        if one.is_gated:
+            moved = share * gate_and_up_exchanged(one)(x) - adds
+            every[rows] += moved
+            cause = causes.gate_and_up_swapped(name)
+            yield _Moved(f"gate and up of {name} are exchanged", cause, rows, moved)
         yield from _scaled(name, expert, rows, adds)
+    if not every.any():
+        return
     cause = causes.gate_and_up_swapped("every expert")
     yield _Moved.of("gate and up of every expert are exchanged", cause, every)
 

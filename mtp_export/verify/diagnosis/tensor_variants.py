@@ -137,9 +137,10 @@ def layer_places(layer: Any) -> Iterator[Place]:
 
 
 def mlp_places(mlp: Mlp, name: str) -> Iterator[Place]:
-    """Yield the tensors of a gated MLP of this name."""
-    middle = mlp.gate_up.weight.shape[0] // 2
-    yield Place("gate_proj", ("gate_up",), (0, middle))
+    """Yield the tensors of an MLP of this name."""
+    middle = mlp.gate_up.weight.shape[0] // 2 if mlp.is_gated else 0
+    if mlp.is_gated:
+        yield Place("gate_proj", ("gate_up",), (0, middle))
     yield Place("up_proj", ("gate_up",), (middle, None))
     yield Place("down_proj", ("down",), adds=name)
 

@@ -138,7 +138,7 @@ def _attention_variants(model: Model, own: Variant) -> Iterator[Variant]:
 def _feed_forward_variants(own: Variant) -> Iterator[Variant]:
     """Yield the variant of a dense module; those of experts are in experts.py."""
     layer = own.module.layer
-    if isinstance(layer.feed_forward, Mlp):
+    if isinstance(layer.feed_forward, Mlp) and layer.feed_forward.is_gated:
         other = replace(layer, feed_forward=gate_and_up_exchanged(layer.feed_forward))
         yield replace(
             own,

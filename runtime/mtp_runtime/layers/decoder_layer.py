@@ -21,8 +21,29 @@ class FeedForward(Protocol):
 
 
 @dataclass(frozen=True)
+class Nothing(Attention):
+    """Half of a layer that has the other one alone, in the place of attention or of the
+    feed-forward: it adds nothing to the stream."""
+
+    @property
+    def row_elements(self) -> int:
+        """Nothing is computed."""
+        return 0
+
+    def new_cache(self, spec: CacheSpec) -> LayerCache:
+        """Nothing is kept."""
+        return ()
+
+    def __call__(
+        self, x: torch.Tensor, cache: LayerCache = (), forward: ForwardPass | None = None
+    ) -> torch.Tensor:
+        """Return zeros for rows x [T, d]."""
+        return torch.zeros_like(x)
+
+
+@dataclass(frozen=True)
 class DecoderLayer:
-    """Pre-norm decoder layer of any attention and any feed-forward.
+    """Pre-norm decoder layer of any attention and any feed-forward, either of which may be Nothing.
 
     input_norm: None where attention is given rows [T, w] of their own beside the stream.
     """

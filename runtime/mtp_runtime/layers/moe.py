@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,8 @@ class Mlp:
     down: Linear
     limit: float | None = None
 
+    is_gated: ClassVar[bool] = True
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if x.shape[0] > MLP_ROWS:
             return torch.cat([self(rows) for rows in torch.split(x, MLP_ROWS)])
@@ -44,6 +46,20 @@ class Mlp:
     def inner(self, x: torch.Tensor) -> torch.Tensor:
         """Return the inner values [T, i] of rows x [T, d]."""
         return gated(self.gate_up(x), self.limit)
+
+
+@dataclass(frozen=True)
+class UngatedMlp(Mlp):
+    """down(relu(up(x))^2); gate_up is up alone, and nothing bounds its values.
+
+    Source: transformers' nemotron_h.
+    """
+
+    is_gated: ClassVar[bool] = False
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the inner values [T, i] of rows x [T, d]."""
+        return F.relu(self.gate_up(x)).square()
 
 
 class Experts(Protocol):
@@ -169,6 +185,30 @@ class Moe:
         for expert in self.experts.each(range(self.routed_experts, len(self.experts))):
             total += expert(x) if share is None else expert(x) * share
         return total.to(x.dtype)
+
+
+@dataclass(frozen=True)
+class LatentMoe:
+    """Routed experts that take a projection of a row, into(x) [T, l], and whose weighted sum [T, l]
+    out projects back; the shared experts behind them take the row, with weight 1.
+
+    Source: transformers' nemotron_h.
+    """
+
+    router: Router
+    experts: Experts
+    shared: int
+    into: Linear
+    out: Linear
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Transform x [T, d] to [T, d]."""
+        picked, weights = self.router(x)
+        total = self.out(self.experts.routed(self.into(x), picked, weights).to(x.dtype))
+        count = len(self.experts)
+        for expert in self.experts.each(range(count - self.shared, count)):
+            total = total + expert(x)
+        return total
 
 
 def expert_by_expert(

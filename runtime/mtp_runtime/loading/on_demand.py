@@ -7,11 +7,10 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
-from mtp_checkpoints.families.parts.feed_forward import MlpModules
 from mtp_checkpoints.formats import EncodedWeight
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_runtime.layers.moe import Mlp, expert_by_expert
@@ -23,6 +22,7 @@ READERS = 8  # reads at a time that a disk of today needs to be busy
 
 Item = TypeVar("Item")
 Read = TypeVar("Read")
+Modules = TypeVar("Modules", bound=tuple[str, ...])  # of an expert; down is the last
 
 
 def read_ahead(
@@ -46,15 +46,15 @@ def read_ahead(
 
 
 @dataclass(frozen=True)
-class StoredExperts:
+class StoredExperts(Generic[Modules]):
     """Routed experts on disk, and shared ones in memory behind them.
 
-    kept: experts that were read stay in memory, for a layer that runs many times; None drops each
-    when the next is asked for.
+    names: modules of each routed one, which load takes. kept: experts that were read stay in
+    memory, for a layer that runs many times; None drops each when the next is asked for.
     """
 
-    names: Sequence[MlpModules]
-    load: Callable[[MlpModules], Mlp]
+    names: Sequence[Modules]
+    load: Callable[[Modules], Mlp]
     shared: tuple[Mlp, ...]
     pool: Executor
     kept: dict[int, Mlp] | None = None

@@ -16,7 +16,6 @@ from mtp_checkpoints.dtypes import DType
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.families.base import TensorSpec
 from mtp_checkpoints.families.contract import MtpContract
-from mtp_checkpoints.families.parts.feed_forward import MlpModules
 from mtp_checkpoints.formats import EncodedWeight, unquantized
 from mtp_checkpoints.quantization.stored import StoredWeight
 from mtp_checkpoints.tensors.tensor_reader import TensorReader
@@ -39,6 +38,7 @@ from mtp_runtime.loading.model_folders import ModelFolder
 from mtp_runtime.loading.on_demand import (
     READERS,
     EmbeddingOnDemand,
+    Modules,
     StoredExperts,
     WeightOnDemand,
 )
@@ -217,8 +217,8 @@ class WeightSource:
 
     def experts(
         self,
-        names: Sequence[MlpModules],
-        load: Callable[[MlpModules], Mlp],
+        names: Sequence[Modules],
+        load: Callable[[Modules], Mlp],
         shared: tuple[Mlp, ...],
     ) -> Experts:
         """Return routed experts, which `load` loads, and shared ones behind them."""
@@ -226,7 +226,7 @@ class WeightSource:
             held = HeldExperts((*map(load, names), *shared))
             grouped = GroupedExperts.of(held, len(names)) if self.group_experts else None
             return grouped or held
-        in_mtp = self._spec(f"{names[0].down}.weight").mtp_layer is not None
+        in_mtp = self._spec(f"{names[0][-1]}.weight").mtp_layer is not None
         return StoredExperts(names, load, shared, self.readers, kept={} if in_mtp else None)
 
     def elsewhere(self, modules: Iterable[str]) -> None:

@@ -14,10 +14,12 @@ from mtp_checkpoints.families.parts.gated_delta import GatedDeltaNetModules
 from mtp_checkpoints.families.parts.sparse_mla import IndexerModules
 from mtp_checkpoints.families.spec import LayerSpec
 from mtp_kernels.sizes import LatentSizes
+from mtp_kernels.state_space import StateSpaceWeights
 from mtp_runtime.layers.attention import Attention
 from mtp_runtime.layers.gated_delta_net import GatedDeltaNet, GatedNorm
 from mtp_runtime.layers.gqa import GatedGqa, Gqa, HeadGatedGqa, SlidingGqa
 from mtp_runtime.layers.linear import Linear, UnreadWeight, Weight, dense
+from mtp_runtime.layers.mamba2 import GatedGroupNorm, Mamba2
 from mtp_runtime.layers.mla import Halves, Mla, StoredHalves
 from mtp_runtime.layers.norm import LayerNorm
 from mtp_runtime.layers.rope import rotate_first_pairs, rotate_halves, softmax_scale
@@ -185,13 +187,7 @@ def load_gated_delta_net(
 ) -> GatedDeltaNet:
     """Load a gated delta net, rows of its projections in the order in which it takes them."""
     source, sizes, names = loader.source, part.sizes, part.modules(prefix)
-    if source.split.size > 1:
-        raise UnsupportedError(
-            "Ranks do not divide a gated delta net",
-            where=prefix,
-            expected="one process",
-            found=f"{source.split.size} ranks",
-        )
+    loader.refuse_ranks(prefix, "a gated delta net")
     inputs, gate_inputs = _delta_inputs(source, part, names)
     convolution = source.tensor(weight_name(names.convolution)).flatten(1)  # [channels, width]
     return GatedDeltaNet(
@@ -204,6 +200,38 @@ def load_gated_delta_net(
         output=source.linear(names.output),
         sizes=sizes,
     )
+
+
+def load_mamba2(loader: LayerLoader, part: parts.Mamba2, prefix: str) -> Mamba2:
+    """Load a Mamba-2 layer, with the channels of its convolution in the order in which they are
+    taken: queries and keys, which the checkpoint has behind the values, first."""
+    loader.refuse_ranks(prefix, "a Mamba-2 layer")
+    source, sizes, names = loader.source, part.sizes, part.modules(prefix)
+    values, keys = sizes.output, sizes.key_heads * sizes.key
+
+    def channels(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat(torch.split(tensor, [values, keys, keys])[::-1])
+
+    return Mamba2(
+        inputs=source.linear(names.inputs),
+        weights=StateSpaceWeights(
+            channels(source.tensor(weight_name(names.convolution)).flatten(1)),
+            channels(source.tensor(f"{names.convolution}.bias")),
+            skip=source.raw(names.skip).float(),
+        ),
+        rate=-source.raw(names.rate).float().exp(),
+        bias=source.raw(names.bias).float(),
+        norm=GatedGroupNorm(
+            source.raw(weight_name(names.norm)).float(), loader.facts.norm_eps, sizes.key_heads
+        ),
+        output=source.linear(names.output),
+        sizes=sizes,
+    )
+
+
+def load_plain_gqa(loader: LayerLoader, part: parts.PlainGqa, prefix: str) -> Gqa:
+    """Load grouped-query attention without positions."""
+    return load_gqa(loader, part.gqa, prefix)
 
 
 def mla_stacks(part: parts.Mla, prefix: str, max_positions: int) -> Stacks:
@@ -267,7 +295,11 @@ def _of_key_heads(
     ]
 
 
-def delta_state(part: parts.GatedDeltaNet) -> int:
+def plain_slot(part: parts.PlainGqa) -> int:
+    return slot(part.gqa)
+
+
+def delta_state(part: parts.GatedDeltaNet | parts.Mamba2) -> int:
     sizes = part.sizes
     return sizes.value_heads * sizes.value * sizes.key + (sizes.width - 1) * sizes.channels
 

@@ -282,6 +282,8 @@ def kind_of(layer: DecoderLayer) -> kernels.LayerKind:
         kinds[1] = f"{kinds[1]} with shared experts of another width"
     if any(mlp.limit is not None for mlp in mlps):
         kinds[1] = f"{kinds[1]} with limits of inner values"
+    if not all(mlp.is_gated for mlp in mlps):
+        kinds[1] = f"{kinds[1]} without gates"
     return kernels.LayerKind(*kinds)
 
 

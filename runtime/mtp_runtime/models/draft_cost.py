@@ -113,13 +113,13 @@ def _touched(
 
 
 def _is_sparse(layer: LayerSpec) -> bool:
-    return isinstance(layer.feed_forward, parts.Moe)
+    return isinstance(layer.feed_forward, parts.Moe | parts.UngatedMoe)
 
 
 def _routed(layer: LayerSpec, matrices: Mapping[str, MatrixMemory]) -> Routed:
     part = layer.feed_forward
-    assert isinstance(part, parts.Moe)
+    assert isinstance(part, parts.Moe | parts.UngatedMoe)
     modules = part.modules(layer.feed_forward_prefix)
-    names = [weight_name(module) for module in chain.from_iterable(modules.experts)]
+    names = map(weight_name, chain.from_iterable(modules.experts))
     held = sum(matrices[name].held_bytes for name in names)
     return Routed(held, part.router.routing.experts_per_token / part.experts)

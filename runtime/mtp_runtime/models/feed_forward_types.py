@@ -8,7 +8,6 @@ from functools import partial
 
 import torch
 
-from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families import parts
 from mtp_checkpoints.families.base import weight_name
 from mtp_checkpoints.families.parts.feed_forward import (
@@ -18,13 +17,16 @@ from mtp_checkpoints.families.parts.feed_forward import (
     MlpModules,
     MoeModules,
 )
+from mtp_checkpoints.families.parts.ungated import UngatedModules, UngatedMoeModules
 from mtp_runtime.config import refuse_other_values
 from mtp_runtime.layers.moe import (
+    LatentMoe,
     Mlp,
     Moe,
     Router,
     SigmoidRouter,
     SoftmaxRouter,
+    UngatedMlp,
 )
 from mtp_runtime.layers.tensor_parallel import ParallelMoe
 from mtp_runtime.loading.weight_source import WeightSource
@@ -63,12 +65,7 @@ def load_moe(loader: LayerLoader, part: parts.Moe, prefix: str) -> Moe | Paralle
     if parallel.group.is_one:
         return Moe(router, experts, len(shared), _shared_gate(source, names))
     if names.shared_gate is not None:
-        raise UnsupportedError(
-            "Ranks do not divide shared experts behind a gate",
-            where=prefix,
-            expected="one process",
-            found=f"{source.split.size} ranks",
-        )
+        loader.refuse_ranks(prefix, "shared experts behind a gate")
     for number, expert in enumerate(names.experts):
         if number not in local:
             source.elsewhere(expert)
@@ -95,7 +92,28 @@ def _shared_gate(source: WeightSource, names: MoeModules) -> torch.Tensor | None
     return source.raw(weight_name(names.shared_gate)).float().flatten()
 
 
-def _router(loader: LayerLoader, part: parts.Router, names: MoeModules) -> Router:
+def load_ungated_mlp(loader: LayerLoader, part: parts.UngatedMlp, prefix: str) -> UngatedMlp:
+    """Load a dense layer's MLP without a gate."""
+    loader.refuse_ranks(prefix, "MLPs without gates")
+    return loader.ungated_mlp(UngatedModules.under(prefix))
+
+
+def load_ungated_moe(loader: LayerLoader, part: parts.UngatedMoe, prefix: str) -> Moe | LatentMoe:
+    """Load a mixture of experts without gates, routed ones first."""
+    loader.refuse_ranks(prefix, "experts without gates")
+    source, names = loader.source, part.modules(prefix)
+    shared = (loader.ungated_mlp(names.shared),)
+    experts = source.experts(names.experts, loader.ungated_mlp, shared)
+    router = _router(loader, part.router, names)
+    if names.latent is None:
+        return Moe(router, experts, len(shared))
+    into, out = map(source.linear, names.latent)
+    return LatentMoe(router, experts, len(shared), into=into, out=out)
+
+
+def _router(
+    loader: LayerLoader, part: parts.Router, names: MoeModules | UngatedMoeModules
+) -> Router:
     source = loader.source
     weight = source.raw(weight_name(names.router)).float().t().contiguous()
     if names.router_bias is None:

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar, cast
 
+from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families import parts
 from mtp_checkpoints.families.base import weight_name
 from mtp_checkpoints.families.facts import ModelFacts
 from mtp_checkpoints.families.parts.feed_forward import MlpModules
+from mtp_checkpoints.families.parts.ungated import UngatedModules
 from mtp_runtime.layers.linear import Linear, Weight, stack
-from mtp_runtime.layers.moe import Mlp
+from mtp_runtime.layers.moe import Mlp, UngatedMlp
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.rope import Rope
 from mtp_runtime.loading.weight_source import WeightSource
@@ -32,6 +34,16 @@ class LayerLoader:
     source: WeightSource
     facts: ModelFacts
     max_positions: int
+
+    def refuse_ranks(self, prefix: str, part: str) -> None:
+        """Raise UnsupportedError where several ranks would divide a part that none divides."""
+        if self.source.split.size > 1:
+            raise UnsupportedError(
+                f"Ranks do not divide {part}",
+                where=prefix,
+                expected="one process",
+                found=f"{self.source.split.size} ranks",
+            )
 
     def norm(self, module: str) -> RmsNorm:
         """Load an RMS norm."""
@@ -63,6 +75,10 @@ class LayerLoader:
     def mlp(self, names: MlpModules, limit: float | None = None) -> Mlp:
         """Load a whole gated MLP."""
         return Mlp(self.stacked(names.gate, names.up), self.source.linear(names.down), limit)
+
+    def ungated_mlp(self, names: UngatedModules) -> UngatedMlp:
+        """Load an MLP without a gate."""
+        return UngatedMlp(self.source.linear(names.up), self.source.linear(names.down))
 
     def split_mlp(self, names: MlpModules, inner: range, *, joins: bool = True) -> Mlp:
         """Load some inner values of a gated MLP, of which every rank has a part.

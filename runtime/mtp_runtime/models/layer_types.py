@@ -11,7 +11,7 @@ from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families import parts
 from mtp_checkpoints.families.spec import LayerSpec, ModelSpec
 from mtp_runtime.config import ModelConfig
-from mtp_runtime.layers.decoder_layer import DecoderLayer, PostNormLayer
+from mtp_runtime.layers.decoder_layer import DecoderLayer, Nothing, PostNormLayer
 from mtp_runtime.models import attention_types as attention
 from mtp_runtime.models import feed_forward_types as feed_forward
 from mtp_runtime.models.layer_loader import LayerLoader, Stacks
@@ -33,6 +33,14 @@ def _nothing(part: Any) -> int:
 
 def _by_torch(part: Any, prefix: str, max_positions: int) -> None:
     """Have torch run layers with such a part."""
+
+
+def _load_nothing(loader: LayerLoader, part: parts.Nothing, prefix: str) -> Nothing:
+    return Nothing()
+
+
+def _no_stacks(part: parts.Nothing, prefix: str, max_positions: int) -> Stacks:
+    return ()
 
 
 @dataclass(frozen=True)
@@ -78,10 +86,15 @@ LAYERS: dict[type, LayerType] = {
     parts.GatedDeltaNet: LayerType(
         attention.load_gated_delta_net, attention.delta_stacks, state=attention.delta_state
     ),
+    parts.Mamba2: LayerType(attention.load_mamba2, state=attention.delta_state),
+    parts.PlainGqa: LayerType(attention.load_plain_gqa, cached=attention.plain_slot),
     parts.GatedMlp: LayerType(
         feed_forward.load_mlp, feed_forward.mlp_stacks, feed_forward.check_mlp
     ),
     parts.Moe: LayerType(feed_forward.load_moe, feed_forward.moe_stacks, feed_forward.check_moe),
+    parts.UngatedMlp: LayerType(feed_forward.load_ungated_mlp),
+    parts.UngatedMoe: LayerType(feed_forward.load_ungated_moe),
+    parts.Nothing: LayerType(_load_nothing, _no_stacks),
 }
 
 
@@ -104,7 +117,7 @@ def load_part(loader: LayerLoader, part: object, prefix: str) -> Any:
 def why_not_computed(spec: ModelSpec) -> str:
     """Return why the runtime does not compute a model, "" where it has a layer for every part."""
     unknown = (part for part in spec.parts if type(part) not in LAYERS)
-    lacking = sorted(_title(part) for part in unknown if part != parts.NOTHING)
+    lacking = sorted(map(_title, unknown))
     if lacking:
         return f"it has no layer for {', '.join(lacking)}"
     return spec.uncomputed

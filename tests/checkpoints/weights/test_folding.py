@@ -20,7 +20,10 @@ from runtime.checkpoints import COMPUTED, SMALL_CONFIGS, write_checkpoint
 
 ORACLES = {"deepseek_v3": "DeepseekV3ForCausalLM", "qwen3_next": "Qwen3NextForCausalLM"}
 # Without experts in their MTP layers, or with norms after their parts alone.
-REFUSED = {"mimo", "qwen3_5", "qwen3_5_text", "exaone_moe", "exaone4_5", "step3p5", "step3p7"}
+REFUSED = {
+    *("mimo", "qwen3_5", "qwen3_5_text", "exaone_moe", "exaone4_5", "step3p5", "step3p7"),
+    *("nemotron_h", "nemotron_h_puzzle", "nemotron_h_omni"),  # no gates
+}
 LAYER = 2  # has experts in both
 
 

@@ -16,6 +16,7 @@ SIZES = DeltaSizes(key_heads=1, value_heads=2, key=16, value=6, width=4)
 WIDE = DeltaSizes(key_heads=2, value_heads=6, key=32, value=40, width=4)
 EQUAL = DeltaSizes(key_heads=4, value_heads=4, key=16, value=16, width=3)
 DRAFTS = 3
+BATCH = 16
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,11 @@ class Layer:
         for part in (state.states, state.inputs, state.gates):
             part.fill_(torch.nan)
         return state
+
+    def passed(self, rows: Rows, state: DeltaState, layout: StateLayout) -> torch.Tensor:
+        """Return the outputs of a pass [T, Hv, V]."""
+        inputs, gates, backend = rows.inputs, rows.gates, self.backend
+        return gated_delta(inputs, gates, self.weight, state, layout, self.sizes, backend=backend)
 
 
 @dataclass(frozen=True)
@@ -93,10 +99,7 @@ def run_pass(layer: Layer, state: DeltaState, turns: Sequence[Turn]) -> list[tor
         replayed=torch.tensor([turn.replayed for turn in turns], dtype=torch.int32),
         certain=torch.tensor([turn.certain for turn in turns], dtype=torch.int32),
     )
-    out = gated_delta(
-        rows.inputs, rows.gates, layer.weight, state, layout, layer.sizes, backend=layer.backend
-    )
-    return list(out.split(lengths))
+    return list(layer.passed(rows, state, layout).split(lengths))
 
 
 def decode_plainly(layer: Layer, requests: Sequence[Rows]) -> tuple[DeltaState, list[torch.Tensor]]:
@@ -152,3 +155,24 @@ def _next_turn(slot: int, rows: Rows, done: int, accepted: int, random: Random) 
     wrong = Rows(wrong.inputs.flip(-1), wrong.gates.flip(-1))
     turn = Turn(slot, joined([rows.part(done, stop), wrong]), accepted, certain)
     return turn, right
+
+
+def unequal(layer: Layer, batches: int, seed: int, run: Pass = run_pass) -> int:
+    """Decode requests with drafts; count those that differ from plain decoding in any bit of their
+    outputs, or of what later rows depend on."""
+    random, before, found = Random(seed), layer.sizes.width - 1, 0
+    for batch in range(batches):
+        requests = [
+            random_rows(layer.sizes, random.randint(1, 14), seed=seed + batch * BATCH + number)
+            for number in range(BATCH)
+        ]
+        plain, wanted = decode_plainly(layer, requests)
+        state, out = decode_with_drafts(layer, requests, random, run)
+        for slot in range(BATCH):
+            same = (
+                torch.equal(out[slot], wanted[slot])
+                and torch.equal(state.states[slot], plain.states[slot])
+                and torch.equal(state.inputs[slot, :before], plain.inputs[slot, :before])
+            )
+            found += not same
+    return found

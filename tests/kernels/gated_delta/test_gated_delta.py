@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from random import Random
 
 import pytest
 import torch
 from delta_cases import (
+    BATCH,
     DRAFTS,
     EQUAL,
     SIZES,
@@ -18,11 +18,10 @@ from delta_cases import (
     Pass,
     Rows,
     Turn,
-    decode_plainly,
-    decode_with_drafts,
     make_layer,
     random_rows,
     run_pass,
+    unequal,
 )
 from transformers.models.qwen3_next import modeling_qwen3_next as transformers_layer
 
@@ -32,8 +31,7 @@ from mtp_kernels.gated_delta import BACKENDS, DeltaState, gated_delta
 from mtp_kernels.sizes import DeltaSizes
 
 # Sequences of accepted and rejected drafts that each backend decodes, in batches.
-SEQUENCES = {"compiled_cpu": 2000, "reference": 240}
-BATCH = 16
+SEQUENCES = {"compiled_cpu": 2000, "reference": 96}
 
 
 def theirs(layer: Layer, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,27 +120,6 @@ def test_batch_and_threads_do_not_change_bits(
         assert torch.equal(read, wanted)
         assert torch.equal(state.states[slot], own.states[1])
     assert not state.states[2].any(), "the slot of no request is left alone"
-
-
-def unequal(layer: Layer, batches: int, seed: int, run: Pass = run_pass) -> int:
-    """Decode requests with drafts; count those that differ from plain decoding in any bit of their
-    outputs, or of what later rows depend on."""
-    random, before, found = Random(seed), layer.sizes.width - 1, 0
-    for batch in range(batches):
-        requests = [
-            random_rows(layer.sizes, random.randint(1, 14), seed=seed + batch * BATCH + number)
-            for number in range(BATCH)
-        ]
-        plain, wanted = decode_plainly(layer, requests)
-        state, out = decode_with_drafts(layer, requests, random, run)
-        for slot in range(BATCH):
-            same = (
-                torch.equal(out[slot], wanted[slot])
-                and torch.equal(state.states[slot], plain.states[slot])
-                and torch.equal(state.inputs[slot, :before], plain.inputs[slot, :before])
-            )
-            found += not same
-    return found
 
 
 @pytest.mark.parametrize("backend", sorted(BACKENDS))

@@ -7,11 +7,14 @@ from mtp_checkpoints.families.parts.feed_forward import GatedMlp, Moe, Router
 from mtp_checkpoints.families.parts.gated_delta import GatedDeltaNet
 from mtp_checkpoints.families.parts.gqa import Gqa
 from mtp_checkpoints.families.parts.head_gated_gqa import HeadGatedGqa
-from mtp_checkpoints.families.parts.listed import NOTHING, Entry, Listed
+from mtp_checkpoints.families.parts.listed import NOTHING, Entry, Listed, Nothing
+from mtp_checkpoints.families.parts.mamba2 import Mamba2
 from mtp_checkpoints.families.parts.mla import Mla
+from mtp_checkpoints.families.parts.plain_gqa import PlainGqa
 from mtp_checkpoints.families.parts.rope import PLAIN, Rope, Yarn
 from mtp_checkpoints.families.parts.sliding_gqa import SlidingGqa
 from mtp_checkpoints.families.parts.sparse_mla import Indexer, SparseMla
+from mtp_checkpoints.families.parts.ungated import UngatedMlp, UngatedMoe
 
 __all__ = [
     "NOTHING",
@@ -23,11 +26,16 @@ __all__ = [
     "HeadGatedGqa",
     "Indexer",
     "Listed",
+    "Mamba2",
     "Mla",
     "Moe",
+    "Nothing",
+    "PlainGqa",
     "Rope",
     "Router",
     "SlidingGqa",
     "SparseMla",
+    "UngatedMlp",
+    "UngatedMoe",
     "Yarn",
 ]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from mtp_checkpoints.dtypes import DType
 from mtp_checkpoints.families.base import (
@@ -147,5 +147,20 @@ def _with_fused(modules: Sequence[str]) -> Iterator[str]:
                 yield from (f"{parent}.{name}".lstrip(".") for name in names)
 
 
-NOTHING = Listed("nothing", "", ())
-"""The second part of layers that have one alone."""
+@dataclass(frozen=True)
+class Nothing:
+    """Half of a layer that has the other one alone."""
+
+    patterns: ClassVar[ModulePatterns] = ModulePatterns(linears={})
+
+    @property
+    def rope(self) -> None:
+        """There are no positions."""
+        return None
+
+    def tensors(self, prefix: str, make: TensorMaker) -> Iterator[TensorSpec]:
+        """Yield no tensor."""
+        return iter(())
+
+
+NOTHING = Nothing()
