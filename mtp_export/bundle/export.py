@@ -117,7 +117,7 @@ def plan_bundle(
     nothing.
     """
     _check_engine(options, source[1].family)
-    refuse_folded(source[0].mtp_bundle, options.content.part)
+    refuse_folded(source[0], options.content.part)
     tuning = Tuning.of(source[0].mtp_bundle, options.content.part)
     shards = [shard.path for shard in (*source[0].shards, *tuning.shards)]
     find_links = guess_links if dry_run else resolve_links

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -15,7 +16,8 @@ from mtp_checkpoints.tensors.bundle_folder import MAIN
 from mtp_export.calibrate.linears import Linears
 from mtp_export.calibrate.main_model import MainCalibration
 from mtp_export.calibrate.options import Method
-from mtp_export.calibrate.run import SEARCHED, TEXT_TOKENS, Calibration
+from mtp_export.calibrate.run import TEXT_TOKENS, Calibration
+from mtp_export.calibrate.scales import SEARCHED
 from mtp_export.progress import format_bytes
 from mtp_export.tune.estimate import operations_per_second
 from mtp_export.tune.row_store import row_bytes
@@ -63,10 +65,7 @@ class Estimate:
         inputs, _ = _columns(linears)
         codes = sum(step.size_bytes for step in linears.steps.values())
         of_inputs = rows * sum(inputs.values()) * ROW_DTYPE.itemsize
-        operations, memory_bytes = _operations(linears, rows), _memory_bytes(linears)
-        if calibration.options.method is Method.AWQ:
-            searching, searched_bytes = _searching(linears)
-            operations, memory_bytes = operations + searching, memory_bytes + searched_bytes
+        operations, memory_bytes = _rounding(linears, rows, calibration.options.method)
         kept = tokens * row_bytes(linears.plan.family.facts.hidden)
         return cls._made(linears, rows, operations, memory_bytes, kept + of_inputs + codes)
 
@@ -75,12 +74,13 @@ class Estimate:
         """Return what that of a main model will take."""
         linears, rows = calibration.linears, len(calibration.texts.tokens)
         hidden = linears.plan.family.facts.hidden * rows * _FLOAT32
+        operations, memory_bytes = _rounding(linears, rows, calibration.method)
         return cls._made(
             linears,
             rows,
-            _operations(linears, rows) + 2 * rows * _elements_per_row(linears.plan.family),
-            _memory_bytes(linears) + _STREAMS * hidden,
-            2 * hidden + calibration.most_kept_bytes,
+            operations + 2 * rows * _elements_per_row(linears.plan.family),
+            memory_bytes + _STREAMS * hidden,
+            2 * hidden + calibration.most_kept_bytes + _squares_bytes(linears),
         )
 
     @classmethod
@@ -118,6 +118,21 @@ class Estimate:
         )
 
 
+def _rounding(linears: Linears, rows: int, method: Method) -> tuple[float, int]:
+    """Return the operations of choosing codes by rows, and the bytes of memory that it takes."""
+    operations, memory_bytes = _operations(linears, rows), _memory_bytes(linears)
+    if method is not Method.AWQ:
+        return operations, memory_bytes
+    searching, searched_bytes = _searching(linears)
+    return operations + searching, memory_bytes + searched_bytes
+
+
+def _squares_bytes(linears: Linears) -> int:
+    """Return the bytes of the sums of squares that are kept of what goes into linears."""
+    inputs, inner = _columns(linears)
+    return _FLOAT32 * sum((*inputs.values(), *inner.values()))
+
+
 def _operations(linears: Linears, rows: int) -> float:
     """Return the operations of sums, factors, inner values of experts and rounding."""
     shapes = linears.shapes
@@ -138,16 +153,19 @@ def _memory_bytes(linears: Linears) -> int:
 
 
 def _searching(linears: Linears) -> tuple[float, int]:
-    """Return the operations of a search of scales, and the bytes of weights that it holds."""
+    """Return the operations of the searches of scales, and the bytes of weights that one holds."""
     shapes = linears.shapes
     units = [unit for unit in linears.of_experts if unit.down in linears.steps]
     ups = [unit.weights[-1] for unit in units]
     rounded = (up for up in ups if up in linears.steps)
     searched = [up for up in rounded if linears.convert(up).format.of_whole_matrix]
     downs = [shapes[name] for name in (*searched, *(unit.down for unit in units if unit.down))]
-    some = [shapes[n] for unit in linears.of_experts[:SEARCHED] for n in unit.weights]
-    operations = float(sum(_SEARCH * n * k**2 for n, k in (*downs, *some)))
-    return operations, _FLOAT32 * sum(map(prod, some))
+    searches = [
+        [shapes[n] for unit in of_layer[:SEARCHED] for n in unit.weights]
+        for of_layer in linears.experts
+    ]
+    operations = float(sum(_SEARCH * n * k**2 for n, k in (*downs, *chain(*searches))))
+    return operations, _FLOAT32 * max(sum(map(prod, some)) for some in searches)
 
 
 def _elements_per_row(family: ModelSpec) -> float:

@@ -13,9 +13,10 @@ from mtp_export.schemes.calibrated import Calibrated, Folded
 
 
 def weights_of(job: ShardJob, linears: Linears) -> list[str]:
-    """Return the weights of a job whose codes can be chosen, by their released names."""
-    firsts = (step.inputs[0] for step in job.shard.steps)
-    return [linears.name_of[tensor] for tensor in firsts if tensor in linears.name_of]
+    """Return the weights of a job, by their released names."""
+    weight_of = linears.plan.stored.weight_of
+    firsts = (weight_of.get(step.inputs[0]) for step in job.shard.steps)
+    return [own.weight.name for own in firsts if own is not None]
 
 
 def with_codes(

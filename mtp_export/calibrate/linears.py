@@ -17,6 +17,7 @@ from mtp_checkpoints.families.parts import UngatedMoe
 from mtp_checkpoints.families.spec import LayerSpec
 from mtp_checkpoints.formats import FORMATS
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
+from mtp_checkpoints.tensors.tensor_reader import read_rows
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.plan import Copy, Step
@@ -103,11 +104,15 @@ class Linears:
 
     @cached_property
     def folds(self) -> dict[str, Fold]:
-        """The fold of the norm before the experts of each MTP layer, by the name of their input.
+        """The fold of the norm before the experts of each layer that has some, by the name of their
+        input.
 
-        Raises UnsupportedError for a layer without one, or with a weight that takes no scales.
+        Raises UnsupportedError where no layer has experts, for one without that norm, or with a
+        weight that takes no scales.
         """
-        folds = {layer.feed_forward_prefix: folds_of(layer)[0] for layer in self.layers}
+        pairs = zip(self.layers, self.experts, strict=True)
+        layers = [layer for layer, units in pairs if units] or self.layers  # to be refused by name
+        folds = {layer.feed_forward_prefix: folds_of(layer)[0] for layer in layers}
         weight_of = self.plan.stored.weight_of
         written = {weight_of[step.inputs[0]].weight.name: step for step in self._steps}
         for fold in folds.values():
@@ -121,8 +126,8 @@ class Linears:
                     " the calibration nor a copy of floats",
                     expected=f"{', '.join(FLOATS)}, or a format with a grid",
                     found=f"{step.operation.name}, {dtype}",
-                    todo="Use --method gptq, or an --mtp-quant that rounds it too, such as"
-                    " weight_only_nvfp4",
+                    todo=f"Use --method gptq, or a {_SCHEME_OF[self.part]} that rounds it too, such"
+                    " as weight_only_nvfp4",
                 )
         return folds
 
@@ -146,7 +151,7 @@ class Linears:
     @property
     def _steps(self) -> Iterator[Step]:
         parts = (part for part in self.plan.parts if part.name == self.part)
-        return (step for part in parts for shard in part.written for step in shard.steps)
+        return (step for part in parts for shard in part.shards for step in shard.steps)
 
     def _experts(self, layer: LayerSpec) -> Iterator[Unit]:
         if isinstance(layer.feed_forward, UngatedMoe):
@@ -192,6 +197,11 @@ class Linears:
         with converting(own[0], (0, rows)):
             values = WeightOnDisk(stored, own).encoded(0, rows).dequantize(torch.float32)
             return checked_values(values)
+
+    def floats(self, name: str) -> Tensor:
+        """Return a tensor as the source has it, in its dtype: one of floats."""
+        own = self.plan.checkpoint.tensors[self.plan.stored.weights[name].tensors[0].name]
+        return read_rows(own, 0, own.shape[0])
 
     def joined(self, name: str) -> list[str]:
         """Return the weights that share a number of the whole matrix with one, itself included."""

@@ -21,11 +21,14 @@ from mtp_export import state_files
 from mtp_export.bundle.build import Work, make_shards
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.run import Record, ShardJob
+from mtp_export.calibrate.imatrix import Squares
 from mtp_export.calibrate.jobs import weights_of, with_codes
 from mtp_export.calibrate.linears import Linears, Unit
+from mtp_export.calibrate.options import Method
 from mtp_export.calibrate.rounding import Inputs, Rounder, Sums, pieces
+from mtp_export.calibrate.scales import Scales
 from mtp_export.progress import ProgressCallback, ShowCount
-from mtp_export.schemes.calibrated import kept_values
+from mtp_export.schemes.calibrated import Folded, kept_values
 from mtp_export.tune.rows import Line
 from mtp_runtime.layer_inputs import ROW_DTYPE, seen
 from mtp_runtime.layers.moe import Moe
@@ -43,13 +46,17 @@ def texts_of(lines: Sequence[Line], text_tokens: int) -> Texts:
 
 @dataclass(frozen=True)
 class WrittenValues(Mapping[str, Tensor]):
-    """Weights of layers [N, K], fp32, as a bundle has them: with the codes that were chosen, or as
-    their conversion makes them; each is read when it is asked for."""
+    """Weights of layers as a bundle has them, each read when it is asked for: [N, K], fp32, with
+    the codes that were chosen, or as their conversion makes them; in their dtype those that scales
+    are folded into."""
 
     linears: Linears
     files: Mapping[str, Path]
+    folded: Mapping[str, Folded]
 
     def __getitem__(self, name: str) -> Tensor:
+        if name in self.folded:
+            return self.folded[name].of(self.linears.floats(name))
         convert = self.linears.convert(name)
         if name in self.linears.steps:
             return kept_values(convert, state_files.load(self.files[name], mapped=True)[name])
@@ -57,23 +64,24 @@ class WrittenValues(Mapping[str, Tensor]):
         return convert.format.encoded(tensors).dequantize(torch.float32)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.linears.converted
+        return name in self.folded or name in self.linears.converted
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.linears.converted)
+        return iter({**self.folded, **self.linears.converted})
 
     def __len__(self) -> int:
-        return len(self.linears.converted)
+        return len({*self.folded, *self.linears.converted})
 
 
 @dataclass(frozen=True)
 class MainCalibration:
-    """Calibration of the main part of a plan by texts, in a folder of its own, which is empty
-    again at the end. show_count opens its progress bar."""
+    """Calibration of the main part of a plan by texts, in a work folder: at its end scales and
+    squares are there alone. show_count opens its progress bar."""
 
     linears: Linears
     texts: Texts
-    folder: Path
+    method: Method
+    work: Path
     show_count: ShowCount
 
     def make(
@@ -88,10 +96,12 @@ class MainCalibration:
             shutil.rmtree(self.folder, ignore_errors=True)  # of a run that ended just before
             return
 
+        given = self.linears, self.files, self._scales.folded
+
         def write(layers: int) -> None:
             ready = [job for job in waiting if last[job.key] < layers]
             if ready:
-                made = [with_codes(job, self.linears, self.files) for job in ready]
+                made = [with_codes(job, *given) for job in ready]
                 make_shards(plan, replace(work, jobs=made, checks=False), record, progress)
             for job in ready:
                 waiting.remove(job)
@@ -104,29 +114,67 @@ class MainCalibration:
             for number in range(done, count):
                 write(number)
                 x = self._passed(number, x)
+                self._keep_squares(number)
                 state_files.save(self._state, {"layers": number + 1, "hidden": x})
                 advance(1)
             write(count)
         shutil.rmtree(self.folder)
+
+    @property
+    def folder(self) -> Path:
+        """Folder of hidden states and codes, which is gone at the end."""
+        return self.work / "layers"
 
     @cached_property
     def files(self) -> dict[str, Path]:
         """Files of chosen codes by their weights."""
         return {name: self.folder / f"{name}.pt" for name in self.linears.steps}
 
+    @property
+    def squares(self) -> Iterator[Squares]:
+        """Squares of what went into the linears of all layers."""
+        for number in sorted({self._layer_of[name] for name in self.files}):
+            for name, (sums, rows) in state_files.load(self._squares_of(number)).items():
+                yield Squares(name, sums, rows)
+
+    def _squares_of(self, number: int) -> Path:
+        """File of the squares of a layer's inputs."""
+        return self.work / "squares" / f"layer-{number:05d}.pt"
+
+    def _keep_squares(self, number: int) -> None:
+        """Keep the squares of a layer's inputs, those that are alike once."""
+        alike, found = dict[bytes, Tensor](), dict[str, tuple[Tensor, int]]()
+        for name in (name for name in self.files if self._layer_of[name] == number):
+            kept = state_files.load(self.files[name], mapped=True)[name]
+            sums = kept["squares"].clone()
+            found[name] = alike.setdefault(sums.numpy().tobytes(), sums), kept["rows"]
+        state_files.save(self._squares_of(number), found)
+
+    @cached_property
+    def _scales(self) -> Scales:
+        return Scales(self.linears, self.method, self.work / "scales")
+
     @cached_property
     def _layer_of(self) -> dict[str, int]:
-        """Number of each weight's layer."""
+        """Number of the layer of each weight that the calibration changes."""
         prefixes = {f"{layer.prefix}.": n for n, layer in enumerate(self.linears.layers)}
         found = dict[str, int]()
-        for name in self.linears.steps:
+        for name in (*self.linears.steps, *self._scales.folded):
             own = (name[: at + 1] for at, letter in enumerate(name) if letter == ".")
             found[name] = next(prefixes[prefix] for prefix in own if prefix in prefixes)
         return found
 
+    def _changed(self, job: ShardJob) -> list[str]:
+        """Return the weights of a job that the calibration changes."""
+        return [name for name in weights_of(job, self.linears) if name in self._layer_of]
+
     def _last_layer(self, job: ShardJob) -> int:
-        """Return the last layer of which a job writes chosen codes; -1: of none."""
-        return max((self._layer_of[name] for name in weights_of(job, self.linears)), default=-1)
+        """Return the last layer of which a job writes what is chosen; -1: of none."""
+        return max((self._layer_of[name] for name in self._changed(job)), default=-1)
+
+    def _file_of(self, name: str) -> Path:
+        """File of the codes of a weight, or of the scales in it."""
+        return self.files[name] if name in self.files else self._scales.folded[name].file
 
     @property
     def most_kept_bytes(self) -> int:
@@ -135,7 +183,7 @@ class MainCalibration:
         last = [(job, self._last_layer(job)) for job in self.linears.plan.jobs]
         for number in range(len(self.linears.layers)):
             waiting = (job for job, layer in last if layer >= number)
-            names = (name for job in waiting for name in weights_of(job, self.linears))
+            names = (name for job in waiting for name in self._changed(job) if name in steps)
             kept = (steps[n].size_bytes for n in names if self._layer_of[n] <= number)
             most = max(most, sum(kept))
         return most
@@ -150,17 +198,19 @@ class MainCalibration:
         written."""
         if self._state.is_file():
             state = state_files.load(self._state)
-            needed = (name for job in waiting for name in weights_of(job, self.linears))
-            passed = (self.files[n] for n in needed if self._layer_of[n] < state["layers"])
-            if all(path.is_file() for path in passed):
+            layers = range(state["layers"])
+            names = (name for job in waiting for name in self._changed(job))
+            needed = (self._file_of(name) for name in names if self._layer_of[name] in layers)
+            if all(path.is_file() for path in (*needed, *map(self._squares_of, layers))):
                 return state["layers"], state["hidden"]
         self._streamed.config.check_positions(max(len(t.tokens) for t in self.texts.texts))
         return 0, self._streamed.embedded(self.texts.tokens)
 
     def _drop(self, made: ShardJob) -> None:
         """Remove the codes that a shard has."""
-        for name in weights_of(made, self.linears):
-            self.files[name].unlink()
+        for name in self._changed(made):
+            if name in self.files:
+                self.files[name].unlink()
 
     @cached_property
     def _streamed(self) -> StreamedModel:
@@ -169,7 +219,7 @@ class MainCalibration:
     @cached_property
     def _as_written(self) -> OpenedModel:
         opened = self._streamed.opened
-        values = WrittenValues(self.linears, self.files)
+        values = WrittenValues(self.linears, self.files, self._scales.folded)
         return replace(opened, source=replace(opened.source, values=values))
 
     @cached_property
@@ -198,7 +248,8 @@ class MainCalibration:
         else:
             self._choose(layer.feed_forward, lambda mlp: replace(layer, feed_forward=mlp).added(x))
         rows = load_part(loader, spec.feed_forward, spec.feed_forward_prefix)
-        return x + replace(layer, feed_forward=rows).added(x)
+        post_norm = loader.norm(spec.post_norm)
+        return x + replace(layer, post_norm=post_norm, feed_forward=rows).added(x)
 
     def _choose(self, part: object, run: Callable[[Any], object]) -> None:
         """Choose codes of the linears of a part of a layer beside experts; run takes all rows
@@ -215,7 +266,7 @@ class MainCalibration:
             wanted = {self.linears.steps[n].inputs[0] for unit in units for n in unit.weights}
             run(seen(part, wanted, see))
         for unit in units:
-            self._keep(unit, (), sums[unit.input].inputs)
+            self._keep(unit, (), sums[unit.input].inputs, None)
 
     def _choose_experts(self, units: Sequence[Unit], x: Tensor) -> None:
         """Choose codes of experts, which take rows x [T, d]."""
@@ -223,12 +274,17 @@ class MainCalibration:
         if missing:
             rows = x.to(ROW_DTYPE)
             inputs = Inputs.of(pieces([rows]), rows.shape[1])
+            columns = self._scales.of(units[0].input, inputs)
             for unit in missing:
-                self._keep(unit, [rows], inputs)
+                self._keep(unit, [rows], inputs, columns)
 
     def _is_missing(self, unit: Unit) -> bool:
-        return not all(self.files[n].is_file() for n in unit.every if n in self.linears.steps)
+        files = (self.files[name] for name in unit.every if name in self.linears.steps)
+        return self._scales.is_missing(unit.input) or not all(path.is_file() for path in files)
 
-    def _keep(self, unit: Unit, rows: Sequence[Tensor], inputs: Inputs) -> None:
-        for name, kept in Rounder(self.linears).rounded(unit, rows, inputs).items():
+    def _keep(
+        self, unit: Unit, rows: Sequence[Tensor], inputs: Inputs, columns: Tensor | None
+    ) -> None:
+        rounder = Rounder(self.linears, self.method)
+        for name, kept in rounder.rounded(unit, rows, inputs, columns).items():
             state_files.save(self.files[name], {name: kept})

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from mtp_checkpoints.errors import UnsupportedError, UsageError
+from mtp_checkpoints.errors import UsageError
 from mtp_export.options import Access, Panel, check_bounds, option, path_option
 
 
@@ -109,12 +109,6 @@ class CalibrationOptions:
                 expected="--calibrate-main beside --calibrate",
                 found="--calibrate-main alone",
                 todo="Name the prompts with --calibrate FILE.jsonl",
-            )
-        if self.main and self.method is not Method.GPTQ:
-            raise UnsupportedError(
-                "The scales of AWQ are folded into the experts of MTP layers alone",
-                expected="--calibrate-main with --method gptq",
-                found=f"--method {self.method}",
             )
         if self.imatrix is not None and self.calibrate is None:
             raise UsageError(

@@ -10,12 +10,11 @@ from __future__ import annotations
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from mtp_checkpoints.containers.base import CONFIG_NAME
-from mtp_checkpoints.families.folds import Fold
 from mtp_checkpoints.families.single_experts import with_single_experts
 from mtp_checkpoints.sources.files import make_folder, write_json
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
@@ -30,9 +29,9 @@ from mtp_export.calibrate.linears import Linears, Unit
 from mtp_export.calibrate.main_model import MainCalibration, texts_of
 from mtp_export.calibrate.options import CalibrationOptions, Method
 from mtp_export.calibrate.rounding import Inputs, Rounder, pieces
+from mtp_export.calibrate.scales import Scales, unlinked
 from mtp_export.plan import Link
 from mtp_export.progress import CountCallback, ProgressCallback, ShowCount, uncounted
-from mtp_export.schemes.calibrated import Folded
 from mtp_export.tune.options import DataOptions, short_hash
 from mtp_export.tune.row_store import PART_LINES, TRAINING_DTYPE, RowStore, identity_of, read_lines
 from mtp_export.tune.rows import Fed, Line, Writer
@@ -45,7 +44,6 @@ from mtp_runtime.models.model import Model
 from mtp_runtime.streaming import StreamedModel, open_streamed
 
 TEXT_TOKENS = DataOptions.text_tokens  # at which a text is cut
-SEARCHED = 8  # experts, spread over all, by which the scales of what goes into all are chosen
 _NUMBERS: dict[Method, dict[str, float]] = {
     Method.GPTQ: {"damping": DAMPING},
     Method.AWQ: {"ratios": RATIOS},
@@ -57,15 +55,13 @@ class Calibration:
     """A calibration of a bundle's MTP part by texts: linears are those whose codes it chooses; main
     is that of the main part, where its codes are chosen too.
 
-    folds take scales, by the name of what goes into experts. imatrix: to be written too. show_count
-    opens its progress bars.
+    imatrix: to be written too. show_count opens its progress bars.
     """
 
     options: CalibrationOptions
     lines: Sequence[Line]
     linears: Linears
     main: MainCalibration | None = None
-    folds: Mapping[str, Fold] = field(default_factory=dict)
     imatrix: Imatrix | None = None
     show_count: ShowCount = uncounted
 
@@ -92,17 +88,19 @@ class Calibration:
             "parts": [part for part in parts if Linears(plan, part).steps],
         }
         plan = replace(plan, recorded={**plan.recorded, "calibrate": facts})
-        linears, main = Linears(plan), None
-        if options.main:
-            texts, folder = texts_of(lines, TEXT_TOKENS), _folder(plan, options) / "layers"
-            main = MainCalibration(Linears(plan, MAIN), texts, folder, show_count)
-        (linears if main is None else main.linears).require()
+        Linears(plan, MAIN if options.main else MTP).require()
         config_for(with_single_experts(plan.family), None)  # before anything is written
-        folds = linears.folds if options.method is Method.AWQ else {}
+        for part in parts:  # which have no scales in a folder yet
+            scales = Scales(Linears(plan, part), options.method, Path())
+            plan = unlinked(plan, scales.folded) if scales.folded else plan
+        main = None
+        if options.main:
+            texts, folder = texts_of(lines, TEXT_TOKENS), _folder(plan, options)
+            main = MainCalibration(Linears(plan, MAIN), texts, options.method, folder, show_count)
         data = options.calibrate.name
         wanted = options.imatrix is not None
         imatrix = Imatrix.of(plan, data, len(lines), TEXT_TOKENS) if wanted else None
-        return cls(options, lines, linears, main, folds, imatrix, show_count)
+        return cls(options, lines, Linears(plan), main, imatrix, show_count)
 
     @property
     def plan(self) -> BundlePlan:
@@ -124,7 +122,7 @@ class Calibration:
         make(plan, others, record, progress)
         if mtp:
             jobs = (
-                [with_codes(job, self.linears, self._files, self._folded) for job in mtp]
+                [with_codes(job, self.linears, self._files, self._scales.folded) for job in mtp]
                 if self.linears.steps
                 else mtp
             )
@@ -135,6 +133,8 @@ class Calibration:
 
     @property
     def _squares(self) -> Iterator[Squares]:
+        if self.main is not None:
+            yield from self.main.squares
         for name in self.linears.steps:
             kept = state_files.load(self._files[name], mapped=True)[name]
             yield Squares(name, kept["squares"], kept["rows"])
@@ -149,18 +149,8 @@ class Calibration:
         return self.folder / MAIN
 
     @cached_property
-    def _folded(self) -> dict[str, Folded]:
-        """Operations on tensors that are not rounded, by their names: scales are folded in."""
-        offset, result = self.plan.family.facts.norm_offset, dict[str, Folded]()
-        for prefix, fold in self.folds.items():
-            path = self._scales_of(prefix)
-            result |= {name: Folded(path) for name in fold.multiplied}
-            result[fold.divided] = Folded(path, divides=True, offset=offset)
-        return result
-
-    def _scales_of(self, name: str) -> Path:
-        """File of the scales of what goes into experts."""
-        return self.folder / "scales" / f"{name}.pt"
+    def _scales(self) -> Scales:
+        return Scales(self.linears, self.options.method, self.folder / "scales")
 
     @cached_property
     def _files(self) -> dict[str, Path]:
@@ -170,11 +160,7 @@ class Calibration:
         paths = {unit: self.folder / "weights" / f"{unit.name}.pt" for unit in units}
         missing = defaultdict[str, list[Unit]](list)
         for unit in units:
-            needed = [
-                paths[unit],
-                *([self._scales_of(unit.input)] if unit.input in self.folds else []),
-            ]
-            if not all(path.is_file() for path in needed):
+            if not paths[unit].is_file() or self._scales.is_missing(unit.input):
                 missing[unit.input].append(unit)
         with self.show_count("calibration", len(units), "units") as advance:
             advance(len(units) - sum(map(len, missing.values())))
@@ -188,14 +174,8 @@ class Calibration:
         """Choose and keep the codes of units of one input."""
         parts = [state_files.load(path, mapped=True)[name] for path in self._inputs]
         inputs = Inputs.of(pieces(parts), parts[0].shape[1])
-        rounder, columns = Rounder(self.linears, self.options.method), None
-        if name in self.folds:
-            path = self._scales_of(name)
-            if not path.is_file():
-                every = [unit for unit in self.linears.of_experts if unit.input == name]
-                some = every[:: -(-len(every) // SEARCHED)]
-                state_files.save(path, {"exponents": rounder.exponents(some, inputs)})
-            columns = state_files.load(path)["exponents"]
+        rounder = Rounder(self.linears, self.options.method)
+        columns = self._scales.of(name, inputs)
         for unit in units:
             state_files.save(paths[unit], rounder.rounded(unit, parts, inputs, columns))
             advance(1)

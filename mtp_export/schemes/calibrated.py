@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,6 +24,8 @@ from mtp_export.schemes.transforms import (
 
 if TYPE_CHECKING:
     import torch
+
+    from mtp_checkpoints.weights.folding import Folding
 
 FOLDED = "folded"  # the fact of a tensor that was divided: its exponents, as letters
 TEXT_FACTS = frozenset({FOLDED, "rounding", "reason"})  # those that are no figures
@@ -128,19 +131,28 @@ class Folded:
         sink: Sink,
         resources: Resources,
     ) -> Facts:
-        """Write the tensor, and return the exponents that divide it (InvalidInputError for a
-        damaged file)."""
-        from mtp_checkpoints.weights.folding import Folding, as_letters
+        """Write the tensor, and return the exponents that divide it. Raises as of."""
+        from mtp_checkpoints.weights.folding import as_letters
+
+        (stream,) = inputs
+        sink(0, bytes_of(array_of(self.of(stream.rows(0, stream.info.shape[0])))))
+        exponents = self._folding.rows
+        return {} if exponents is None else {FOLDED: as_letters(exponents)}
+
+    def of(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the tensor with the scales in it, in its dtype (InvalidInputError for a damaged
+        file)."""
+        return self._folding.of(values.float()).to(values.dtype)
+
+    @cached_property
+    def _folding(self) -> Folding:
+        from mtp_checkpoints.weights.folding import Folding
         from mtp_export import state_files
 
         exponents = state_files.load(self.file)["exponents"]
-        folding = Folding(columns=exponents)
         if self.divides:
-            folding = Folding(rows=exponents, offset=self.offset)
-        (stream,) = inputs
-        values = stream.rows(0, stream.info.shape[0])
-        sink(0, bytes_of(array_of(folding.of(values.float()).to(values.dtype))))
-        return {FOLDED: as_letters(exponents)} if self.divides else {}
+            return Folding(rows=exponents, offset=self.offset)
+        return Folding(columns=exponents)
 
 
 @dataclass(frozen=True)

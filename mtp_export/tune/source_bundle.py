@@ -25,6 +25,7 @@ from mtp_checkpoints.tensors.bundle_folder import (
 )
 from mtp_checkpoints.tensors.manifest import read_manifest
 from mtp_checkpoints.tensors.reader import Checkpoint
+from mtp_export.bundle.folded_scales import refuse_scales
 from mtp_export.bundle.tied_weights import TiedCopies
 from mtp_export.bundle.tuning import open_draft
 from mtp_runtime.drafters import draft_folders
@@ -49,7 +50,8 @@ class SourceBundle:
     def open(cls, folder: Path) -> Self:
         """Open a bundle of both parts under released names.
 
-        Raises InvalidInputError for another folder, UnsupportedError for another layout.
+        Raises InvalidInputError for another folder, UnsupportedError for another layout, or for
+        scales that are folded in.
         """
         parts = _parts(folder)
         assert parts.mtp is not None, "is_bundle looked for it"
@@ -57,14 +59,15 @@ class SourceBundle:
         of_mtp = stored_model(parts.mtp.config, parts.mtp.tensors).mtp
         checkpoint, mtp = one_by_one(parts.mtp, of_mtp)
         stored = main.with_mtp_of(mtp, main.quantization)
-        recorded = read_manifest(folder)["options"]
+        manifest = read_manifest(folder)
+        refuse_scales(folder, manifest)
         return cls(
             folder,
             main=parts.main,
             mtp=checkpoint,
             drafts={name: open_draft(folder, name) for name in draft_folders(folder)},
             stored=stored,
-            recorded=recorded,
+            recorded=manifest["options"],
         )
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from calibrate.test_calibration import (
     chosen,
     drafted,
     files_of,
+    gguf,
     verify_weights,
 )
+from calibrate.texts import LENGTH, TEXTS
 from cases import (
     Outcome,
     make_checkpoint,
@@ -34,14 +37,18 @@ from cases import (
 from faults import planting
 from fuzz.lab import CONFIG as IN_FP8
 from mtp_checkpoints.errors import UnsupportedError
-from mtp_checkpoints.weights.folding import Folding
+from mtp_checkpoints.tensors.bundle_folder import open_checkpoint
+from mtp_checkpoints.weights.folding import Folding, of_letters
 from mtp_export.bundle.folded_scales import refuse_folded
 from mtp_export.bundle.options import BundleOptions, Part
 from mtp_export.bundle.quantize import QuantizeOptions, plan_quantize
 from mtp_export.calibrate.linears import Linears
 from mtp_export.calibrate.options import Method
 from mtp_export.calibrate.rounding import Inputs, Rounder
+from mtp_export.tune.source_bundle import SourceBundle
 from mtp_runtime.models.load import LoadOptions, load_model
+from mtp_runtime.streaming import attend_through, open_streamed, pass_through
+from mtp_runtime.teacher_forcing import PagedTexts, Text, Texts
 from runtime.checkpoints import SMALL_CONFIGS, write_checkpoint
 
 AWQ = ("--method", "awq")
@@ -49,6 +56,9 @@ NORM = f"model.layers.{LAYER}.post_attention_layernorm.weight"
 ROUTER = f"model.layers.{LAYER}.mlp.gate.weight"
 SHARED = f"model.layers.{LAYER}.mlp.shared_experts.up_proj.weight"
 LEAST_DB = 14.0  # of what the layer makes: with a fold left out it has less than 8
+LAST = LAYER - 1  # of the main layers; those with experts are this and the one before
+MAIN_NORM = NORM.replace(str(LAYER), str(LAST))
+MAIN_ROUTER = ROUTER.replace(str(LAYER), str(LAST))
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +66,17 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of which some columns go into experts large."""
     folder = write_checkpoint(tmp_path_factory.mktemp("source") / "model", CONFIG)
     tensors = load_file(folder / "model.safetensors")
-    tensors[NORM][::9] *= 30
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    for norm in (NORM, MAIN_NORM):
+        tensors[norm][::9] *= 30
+    alone = {name: tensors.pop(name) for name in (MAIN_NORM, MAIN_ROUTER)}  # a shard to be linked
+    for number, shard in enumerate((tensors, alone), 1):
+        path = folder / f"model-{number:05d}-of-00002.safetensors"
+        save_file(shard, path, metadata={"format": "pt"})
+    (folder / "model.safetensors").unlink()
+    places = dict.fromkeys(tensors, "model-00001-of-00002.safetensors")
+    places |= dict.fromkeys(alone, "model-00002-of-00002.safetensors")
+    index = {"metadata": {}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
 
 
@@ -65,8 +84,10 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def scaled(
     source: Path, data: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Outcome, Path]:
+    """Both parts with scales."""
     output = tmp_path_factory.mktemp("scaled") / "bundle"
-    return quantize(source, output, *INT4, "--calibrate", data, *AWQ), output
+    options = (*INT4, "--calibrate", data, *AWQ, "--calibrate-main")
+    return quantize(source, output, *options, "--imatrix", output.with_name("a.gguf")), output
 
 
 def layer_db(bundle: Path, source: Path) -> float:
@@ -94,19 +115,73 @@ def test_the_outputs_are_closer(scaled: tuple[Outcome, Path], source: Path) -> N
     recorded = read_json(bundle / "mtp_export.json")["options"]["calibrate"]
     assert recorded["method"] == "awq" and "damping" not in recorded
     assert layer_db(bundle, source) > LEAST_DB
-    main = (read_tensors(folder) for folder in (bundle / "main", source))
-    own, before = (tensors["model.layers.2.mlp.gate.weight"] for tensors in main)
-    assert own.equal(before)
+    assert f"Calibrated: {3 * 3 * EXPERTS} weights" in " ".join(outcome.out.split())
 
 
-def test_what_is_no_code_is_scaled_exactly(scaled: tuple[Outcome, Path], source: Path) -> None:
+@pytest.mark.parametrize(("part", "layer"), [("main", LAST), ("mtp", LAYER)])
+def test_what_is_no_code_is_scaled_exactly(
+    part: str, layer: int, scaled: tuple[Outcome, Path], source: Path
+) -> None:
     """By the powers of two that the norm is divided by, in its dtype."""
-    found, before = read_tensors(scaled[1] / "mtp"), read_tensors(source)
-    scales = before[NORM].double() / found[NORM].double()
+    found, before = read_tensors(scaled[1] / part), read_tensors(source)
+    norm, *others = (name.replace(str(LAYER), str(layer)) for name in (NORM, ROUTER, SHARED))
+    scales = before[norm].double() / found[norm].double()
     assert scales.unique().numel() > 1 and scales.log2().frac().eq(0).all()
-    for name in (ROUTER, SHARED):
+    for name in others:
         assert found[name].dtype == before[name].dtype
         assert found[name].double().equal(before[name].double() * scales)
+
+
+@torch.inference_mode()
+def test_scales_are_those_of_what_the_scaled_layers_make(
+    scaled: tuple[Outcome, Path], source: Path
+) -> None:
+    """By the bundle itself, run up to the last layer's experts: with its own norm undone."""
+    texts = Texts(tuple(Text(tuple(text), len(text)) for text in TEXTS))
+    streamed, paged = open_streamed(scaled[1], "cpu"), PagedTexts.of(texts)
+    x, chunks = streamed.embedded(texts.tokens), paged.chunks(torch.device("cpu"))
+    *before, last = streamed.layers(0)
+    for layer in before:
+        pass_through(layer, x, paged, chunks)
+    attend_through(last, x, paged, chunks)
+    (letters,) = (own for name, own in folded_of(scaled[1], "main") if name == MAIN_NORM)
+    exponents = of_letters(letters, CONFIG["hidden_size"])
+    assert exponents is not None
+    rows = Folding(rows=-exponents).of(last.fed(x).t()).t().bfloat16().float()
+    options = QuantizeOptions(
+        BundleOptions(source, scaled[1].with_name("unwritten")),
+        base_quant="weight_only_int4",
+        mtp_quant="weight_only_int4",
+        group_size=32,
+        allow_untested_pair=True,
+    )
+    linears = Linears(plan_quantize(options, dry_run=True), "main")
+    rounder, units = Rounder(linears, Method.AWQ), linears.experts[LAST]
+    assert rounder.exponents(units, Inputs.of(iter([rows]), len(exponents))).equal(exponents)
+
+
+def folded_of(bundle: Path, part: str) -> Iterator[tuple[str, str]]:
+    """Tensors of a part that were divided, with their exponents."""
+    for shard in read_json(bundle / "mtp_export.json")["parts"][part]["shards"].values():
+        yield from (
+            (name, own["folded"]) for name, own in shard["tensors"].items() if "folded" in own
+        )
+
+
+def test_the_imatrix_has_main_layers_too(scaled: tuple[Outcome, Path]) -> None:
+    """Of unscaled inputs, by which another program rounds the model as it was released."""
+    reader = gguf.GGUFReader(scaled[1].with_name("a.gguf"))
+    found = {tensor.name: torch.from_numpy(tensor.data.copy()) for tensor in reader.tensors}
+    kinds = ("FFN_GATE_EXP", "FFN_UP_EXP", "FFN_DOWN_EXP")
+    names = [gguf.TENSOR_NAMES[getattr(gguf.MODEL_TENSOR, kind)] for kind in kinds]
+    layers = (LAST - 1, LAST, LAYER)
+    every = {f"{name.format(bid=layer)}.weight" for name in names for layer in layers}
+    assert found.keys() == {f"{name}.{end}" for name in every for end in ("in_sum2", "counts")}
+    sums = [found[f"blk.{layer}.ffn_up_exps.weight.in_sum2"] for layer in layers]
+    assert all(own.shape == (EXPERTS, CONFIG["hidden_size"]) for own in sums)
+    assert (sums[1][0][::9].mean() > 50 * sums[1][0].median()).all()
+    counts = found[f"blk.{LAST}.ffn_down_exps.weight.counts"]
+    assert counts.tolist() == [[len(TEXTS) * LENGTH]] * EXPERTS
 
 
 def test_verify_passes_it(scaled: tuple[Outcome, Path], source: Path) -> None:
@@ -114,11 +189,13 @@ def test_verify_passes_it(scaled: tuple[Outcome, Path], source: Path) -> None:
 
 
 def test_no_bundle_is_made_of_its_layer(scaled: tuple[Outcome, Path]) -> None:
-    refuse_folded(scaled[1], Part.MAIN)
-    with pytest.raises(UnsupportedError) as caught:
-        refuse_folded(scaled[1], Part.BOTH)
-    assert "tensors that were divided" in str(caught.value)
-    assert "--method awq" in str(caught.value)
+    for part in Part:
+        with pytest.raises(UnsupportedError) as caught:
+            refuse_folded(open_checkpoint(scaled[1]), part)
+        assert "tensors that were divided" in str(caught.value)
+        assert "--method awq" in str(caught.value)
+    with pytest.raises(UnsupportedError, match="scales of AWQ"):
+        SourceBundle.open(scaled[1])
 
 
 @pytest.mark.nightly
@@ -165,17 +242,18 @@ def test_scales_of_inner_values_cost_up_no_more_than_down_gains(
     assert found < lost()
 
 
-@pytest.mark.parametrize("name", nightly_but([ROUTER], [NORM, ROUTER, SHARED]))
+@pytest.mark.parametrize("name", nightly_but([MAIN_ROUTER], [NORM, ROUTER, SHARED, MAIN_ROUTER]))
 def test_a_tensor_without_its_scales_is_named(
     name: str, scaled: tuple[Outcome, Path], source: Path, tmp_path: Path
 ) -> None:
     bundle = Path(shutil.copytree(scaled[1], tmp_path / "bundle"))
-    planting.write(bundle / "mtp", {name: read_tensors(source)[name]})
+    part = "main" if name == MAIN_ROUTER else "mtp"
+    planting.write(bundle / part, {name: read_tensors(source)[name]})
     outcome = run_program("verify", bundle, "--source", source, "--level", "weights", "--json")
     checks = {one["name"]: one for one in json.loads(outcome.out)["checks"]}
     failed = [one for one in checks["weights"]["items"] if one["status"] == "fail"]
     assert [one["subject"] for one in failed] == [name]
-    assert name == ROUTER or layer_db(bundle, source) < LEAST_DB
+    assert "mlp.gate" in name or layer_db(bundle, source) < LEAST_DB
 
 
 @pytest.mark.nightly
@@ -185,10 +263,11 @@ def test_it_resumes_with_the_same_bytes(
     """Without some codes and the scales, which are chosen again."""
     bundle, before = scaled[1], files_of(scaled[1])
     (work,) = bundle.with_name("bundle-work").iterdir()
-    (scales,) = (work / "scales").iterdir()
-    scales.unlink()
+    for scales in (work / "scales").iterdir():
+        scales.unlink()
     sorted((work / "weights").iterdir())[0].unlink()
-    again = quantize(source, bundle, *INT4, "--calibrate", data, *AWQ, "--overwrite")
+    options = (*INT4, "--calibrate", data, *AWQ, "--calibrate-main")
+    again = quantize(source, bundle, *options, "--overwrite")
     assert again.code == 0 and files_of(bundle) == before
 
 
@@ -202,8 +281,9 @@ def test_nvfp4_of_norms_with_an_offset(data: Path, tmp_path: Path) -> None:
     tensors[norm][::9] += 20
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     bundle = tmp_path / "bundle"
-    outcome = quantize(source, bundle, *NVFP4, "--calibrate", data, *AWQ)
+    outcome = quantize(source, bundle, *NVFP4, "--calibrate", data, *AWQ, "--calibrate-main")
     assert outcome.code == 0, outcome.err
+    assert len([*folded_of(bundle, "main")]) >= config["num_hidden_layers"]
     facts = chosen(bundle)
     assert {own["rounding"] for own in facts.values()} == {"awq", "nearest"}
     verify_weights(bundle, source)
@@ -217,9 +297,10 @@ def test_nvfp4_of_norms_with_an_offset(data: Path, tmp_path: Path) -> None:
     ("config", "options", "said"),
     [
         (SMALL_CONFIGS["mimo"], NVFP4, "has no experts"),
+        (SMALL_CONFIGS["mimo"], (*NVFP4, "--calibrate-main"), "model.layers.0 has no experts"),
         (IN_FP8, INT4, "mlp.shared_experts.gate_proj.weight, which is neither rounded"),
     ],
-    ids=["dense", "fp8 beside int4"],
+    ids=["dense", "dense main model", "fp8 beside int4"],
 )
 def test_refusals(
     config: dict[str, Any], options: tuple[str, ...], said: str, data: Path, tmp_path: Path

@@ -36,7 +36,7 @@ def folds_of(layer: LayerSpec) -> tuple[Fold, ...]:
     if why or not isinstance(moe, Moe):
         raise UnsupportedError(
             f"The scales of AWQ have nothing to fold into: {layer.prefix} has {why}",
-            expected="an MTP layer with a norm before its experts",
+            expected="a layer with a norm before its experts",
             found=f"{layer.prefix}, {why}",
             todo="Use --method gptq",
         )

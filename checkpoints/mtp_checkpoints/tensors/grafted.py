@@ -61,6 +61,10 @@ class GraftedCheckpoint(Checkpoint):
         return self.host, self.donor, self.moved
 
     @property
+    def main_bundle(self) -> Path | None:
+        return self._sides[0].main_bundle
+
+    @property
     def mtp_bundle(self) -> Path | None:
         return self._sides[1].mtp_bundle
 

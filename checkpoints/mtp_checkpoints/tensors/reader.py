@@ -58,6 +58,11 @@ class Checkpoint(Opened):
     @property
     def mtp_bundle(self) -> Path | None:
         """Folder of the local bundle that the MTP layers are in; None for any other source."""
+        return self.main_bundle
+
+    @property
+    def main_bundle(self) -> Path | None:
+        """Folder of the local bundle that the main layers are in; None for any other source."""
         return self.path if self.is_bundle and isinstance(self.path, Path) else None
 
     def with_shards(self, shards: Iterable[ShardHeader]) -> Self:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.families import family_of
+from mtp_checkpoints.families.base import weight_name
 from mtp_checkpoints.families.folds import folds_of
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.quantization.stored import stored_model
@@ -69,13 +70,15 @@ class SourceWeights:
 
 
 def _foldings(family: ModelSpec, scales: Mapping[str, str]) -> dict[str, Folding]:
-    """Return the scales in weights of MTP layers: where a tensor is divided, all that takes what it
+    """Return the scales in weights of layers: where a tensor is divided, all that takes what it
     makes is multiplied."""
     from mtp_checkpoints.weights.folding import Folding, of_letters
 
     rows: dict[str, Tensor] = {}
     columns: dict[str, Tensor] = {}
-    for fold in (fold for mtp in family.mtp for fold in folds_of(mtp.layer)):
+    layers = (*family.layers, *(mtp.layer for mtp in family.mtp))
+    scaled = (layer for layer in layers if weight_name(layer.post_norm) in scales)
+    for fold in (fold for layer in scaled for fold in folds_of(layer)):
         count = family.tensors[fold.divided].shape[0]
         exponents = of_letters(scales.get(fold.divided, ""), count)
         if exponents is not None:
