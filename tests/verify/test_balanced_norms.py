@@ -19,7 +19,7 @@ from faults.matrix import no_progress
 from faults.suspected_faults import SUSPECTED_NORM_FAULTS
 from mtp_export.verify.check import Item, Level, Status
 from mtp_export.verify.context import Context
-from mtp_export.verify.diagnosis.expert_places import Answer, wrong_order
+from mtp_export.verify.diagnosis.expert_places import Answer, wrong_orders
 from mtp_export.verify.diagnosis.neurons import Neurons, problems
 from mtp_export.verify.options import VerifyOptions
 from mtp_export.verify.weights import neurons, query_and_key_norms
@@ -128,17 +128,109 @@ def test_layers_may_differ_in_size_and_in_how_far_norms_go_together() -> None:
     assert [one.split(":")[0] for one in told(found, across=True)] == ["4.up"]
 
 
+def unused(found: list[list[torch.Tensor]]) -> None:
+    """Experts that no token picked are as they were made, where training made gates larger."""
+    for gate, up, down in found:
+        gate.mul_(3), up.mul_(1.2), down.mul_(0.8)
+    for number in (7, 11):
+        found[number] = [one * 0.5 for one in mlps(trained=False, count=1)[0]]
+
+
+def pruned(found: list[list[torch.Tensor]]) -> None:
+    """Neurons of which nothing is left, another share of each MLP."""
+    for number, matrices in enumerate(found):
+        lost = torch.randperm(64)[: 2 * number]
+        for matrix, axis in zip(matrices, (0, 0, 1), strict=True):
+            matrix.index_fill_(axis, lost, 0.0)
+
+
+def outliers(found: list[list[torch.Tensor]]) -> None:
+    """Single neurons whose output, or gate, is hundreds of times as large as the others'."""
+    for number, (gate, _, down) in enumerate(found):
+        down[:, number] *= 1000
+        gate[(5 * number) % 64] *= 300
+
+
+def by_degrees(found: list[list[torch.Tensor]]) -> None:
+    """Experts that are picked less and less, whose neurons go together less and less."""
+    for number, matrices in enumerate(found):
+        matrices[0].mul_(torch.randn(64, 1).mul(0.1 * number).exp())
+        matrices[1].mul_(torch.randn(64, 1).mul(0.06 * number).exp())
+
+
+def copies(found: list[list[torch.Tensor]]) -> None:
+    """Experts that were made of one, and changed little since."""
+    for number in range(8, 16):
+        found[number] = [one + 0.01 * torch.randn_like(one) for one in found[number - 8]]
+
+
+def of_two_sizes(found: list[list[torch.Tensor]]) -> None:
+    """Experts of which some are picked far more often, and have grown."""
+    for matrices in found[:3]:
+        for matrix, factor in zip(matrices, (6, 2, 3), strict=True):
+            matrix.mul_(factor)
+
+
+REAL = (unused, pruned, outliers, by_degrees, copies, of_two_sizes)
+
+
+@pytest.mark.parametrize("change", REAL, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("across", [False, True])
+def test_nothing_is_told_of_what_training_leaves(change: Callable[..., None], across: bool) -> None:
+    """As experts of a layer and as MLPs of several; what is damaged among them is still told."""
+    found = mlps(trained=True, count=16)
+    change(found)
+    assert told(found, across=across) == []
+    found[2][1] = found[2][1].flip(0)
+    (one,) = told(found, across=across)
+    assert one.startswith("2.up: ") and "reverse order" in one
+
+
 def test_a_router_is_told_by_what_experts_answer_to_most() -> None:
     """A share of each expert along its own row; none along any, of an untrained model."""
     torch.manual_seed(4)
     router = torch.randn(8, 64)
     experts = [torch.randn(32, 64) + torch.randn(32, 1) * row for row in router]
+    good = [Answer.of(number, one, router) for number, one in enumerate(experts)]
     for order, words in (
         (router.flip(0), "reverse order"),
         (router, ""),
         (router.roll(1, 0), "on"),
     ):
-        found = wrong_order([Answer.of(number, one, order) for number, one in enumerate(experts)])
-        assert words in found and bool(words) == bool(found)
+        found = [Answer.of(number, one, order) for number, one in enumerate(experts)]
+        first, other, second = wrong_orders([good, found, good])
+        assert words in other and bool(words) == bool(other) and not first + second
+        assert wrong_orders([found]) == [""]
     few = [Answer.of(number, one, router.flip(0)) for number, one in enumerate(experts[:7])]
-    assert not wrong_order(few)
+    assert not any(wrong_orders([good, few, good]))
+
+
+def test_routers_that_experts_do_not_answer_to_tell_nothing() -> None:
+    """Of many layers some suit another order by chance."""
+    layers = []
+    for _ in range(60):
+        router, experts = torch.randn(8, 16), torch.randn(8, 4, 16)
+        layers.append([Answer.of(number, one, router) for number, one in enumerate(experts)])
+    assert not any(wrong_orders(layers))
+
+
+def pair(query: torch.Tensor, key: torch.Tensor) -> query_and_key_norms.Pair:
+    return query_and_key_norms.Pair(("q", "k"), (query, key), offset=0.0, rotary=32)
+
+
+def test_norms_of_queries_and_keys_may_have_outliers_and_zeros() -> None:
+    """Of a good layer; one that is doubled, or in another order, lies beyond its like all the
+    same."""
+    torch.manual_seed(5)
+    weights = torch.rand(64).mul(3).exp() / 4
+    weights[[3, 40, 41, 60]] = torch.tensor([1e-4, -2e-3, 5e-3, 1e-5])
+    found = [weights * torch.randn(64).mul(0.05).exp() for _ in range(2)]
+    found[0][[7, 50]] *= 30
+    found[1][[40, 60]] *= -20
+    good = [pair(weights, weights * 1.02)] * 5
+    of_wide_layers = [pair(weights, weights * factor) for factor in (1.02, 1.05, 1.1, 1.2, 1.4)]
+    assert not query_and_key_norms.far_apart([*good, pair(*found)])
+    assert not query_and_key_norms.far_apart(of_wide_layers)
+    for query in (found[0] * 2, found[0].flip(0)):
+        (one,) = query_and_key_norms.far_apart([*good, pair(query, found[1])])
+        assert one.weights[0] is query

@@ -32,6 +32,10 @@ LEAST_ALIKE, LEAST_USUAL = 5, 0.5
 # and no farther from none than in any other order: layers of a good model may differ in how far
 # theirs go together, but none has neurons that do not at all.
 _MOST_ERRORS, _CHANCE_ERRORS = 6.5, 4.0
+# What training left as it was made, as experts that no token picks, has neurons of one size: less
+# than this share of the usual spread.
+_LEAST_WIDTH = 0.5
+_MOST_ODD = 0.125  # of MLPs that are alike: of more, some are trained less than others
 # Where the sum is more than this, an order that makes it less by that is the cause.
 _SUSPICIOUS_ERRORS, _MENDED_ERRORS = 3.0, 8.0
 # Octaves between the sizes of two matrices beyond the median, and beyond its spread: 0.1 and less
@@ -61,9 +65,10 @@ class Neurons:
 
     @cached_property
     def agreements(self) -> torch.Tensor:
-        """Fisher's transform of the correlations of the logarithms by pair [3], in standard
-        errors."""
-        centred = self.logs - self.logs.mean(1, keepdim=True)
+        """Fisher's transform of the correlations of ranks by pair [3], in standard errors: some
+        neurons far larger than the others, or pruned ones, have no more weight than any."""
+        ranks = self.logs.argsort(dim=1, stable=True).argsort(dim=1).double()
+        centred = ranks - ranks.mean(1, keepdim=True)
         norms = centred.norm(dim=1).clamp_min(1e-30)
         found = (centred @ centred.t() / torch.outer(norms, norms))[_ROWS, _COLUMNS]
         transformed = found.clamp(-_MOST_CORRELATED, _MOST_CORRELATED).atanh()
@@ -71,9 +76,18 @@ class Neurons:
 
     @property
     def octaves(self) -> torch.Tensor:
-        """The mean logarithms to base 2 of each pair's quotients [3]."""
-        sizes = self.logs.mean(1) / math.log(2)
-        return sizes[_ROWS] - sizes[_COLUMNS]
+        """The median logarithms to base 2 of each pair's quotients [3]."""
+        return (self.logs[_ROWS] - self.logs[_COLUMNS]).median(1).values / math.log(2)
+
+    @property
+    def sizes(self) -> torch.Tensor:
+        """The median logarithms to base 2 of each tensor's norms [3]."""
+        return self.logs.median(1).values / math.log(2)
+
+    @property
+    def widths(self) -> torch.Tensor:
+        """The median deviations of each tensor's logarithms from their median [3]."""
+        return (self.logs - self.logs.median(1, keepdim=True).values).abs().median(1).values
 
     def with_logs(self, place: int, logs: torch.Tensor) -> Neurons:
         """Return the MLP with other norms of one tensor."""
@@ -84,18 +98,23 @@ class Neurons:
 
 @dataclass(frozen=True)
 class _Usual:
-    """Medians over MLPs of one kind, and standard deviations, by pair [3]."""
+    """Medians over MLPs of one kind, and standard deviations, by pair [3]; of widths and sizes by
+    tensor [3]."""
 
     agreement: torch.Tensor
     spread: torch.Tensor
     octaves: torch.Tensor
     octave_spread: torch.Tensor
+    widths: torch.Tensor
+    sizes: torch.Tensor
+    size_spread: torch.Tensor
     is_trained: bool
 
     @classmethod
     def of(cls, alike: Sequence[Neurons]) -> _Usual:
-        agreement, spread = _middle(torch.stack([one.agreements for one in alike]))
-        octaves, octave_spread = _middle(torch.stack([one.octaves for one in alike]))
+        agreement, spread = _middle([one.agreements for one in alike])
+        octaves, octave_spread = _middle([one.octaves for one in alike])
+        sizes, size_spread = _middle([one.sizes for one in alike])
         width = math.sqrt(max(1, alike[0].logs.shape[1] - 3))
         least = math.atanh(LEAST_USUAL) * width
         return cls(
@@ -103,8 +122,15 @@ class _Usual:
             spread.clamp_min(1.0),
             octaves,
             octave_spread.clamp_min(_LEAST_SPREAD),
+            widths=_middle([one.widths for one in alike])[0],
+            sizes=sizes,
+            size_spread=size_spread,
             is_trained=bool(agreement[_PAIRS.index((UP, DOWN))] >= least),
         )
+
+    def was_trained(self, one: Neurons) -> bool:
+        """True for an MLP whose neurons differ in size as those of its like do."""
+        return bool((one.widths >= _LEAST_WIDTH * self.widths).all())
 
     def behind(self, one: Neurons, place: int) -> float:
         """Standard errors that a tensor's agreements with both others lie below the usual ones."""
@@ -113,31 +139,65 @@ class _Usual:
 
     def is_odd(self, one: Neurons, place: int) -> bool:
         """True for a tensor that goes with the others no more than by chance, where that is far
-        less than is usual."""
+        less than is usual, and the others go with each other."""
+        low = self._by_chance(one)
+        own = _of(place)
+        others = low & (self.agreement >= _CHANCE_ERRORS)
+        others[own] = False
+        is_alone = bool(low[own].all()) and not bool(others.any())
+        return is_alone and self.behind(one, place) >= _MOST_ERRORS
+
+    def _by_chance(self, one: Neurons) -> torch.Tensor:
+        """The mask of pairs [3] that go together no more than by chance, and less than is usual."""
         found = one.agreements
-        is_low = (found < self.agreement / 2) & (found.abs() < _CHANCE_ERRORS)
-        return bool(is_low[_of(place)].all()) and self.behind(one, place) >= _MOST_ERRORS
+        return (found < self.agreement / 2) & (found.abs() < _CHANCE_ERRORS)
 
-    def off(self, one: Neurons) -> list[float]:
-        """Octaves that each pair's sizes are off the usual; 0 within its bounds."""
+    def resized(self, one: Neurons) -> tuple[int, float] | None:
+        """Return the tensor that both of its pairs tell to be off, and the factor that it is: of
+        an MLP that goes together otherwise, and the others of which are as large as is usual."""
         off = one.octaves - self.octaves
-        bound = (_MOST_SPREADS * self.octave_spread).clamp_min(_LEAST_OCTAVES)
-        return torch.where(off.abs() > bound, off, 0.0).tolist()
+        off = torch.where(off.abs() > _bound(self.octave_spread), off, 0.0)
+        unusual = (one.sizes - self.sizes).abs() > _bound(self.size_spread)
+        if self.is_trained and bool(self._by_chance(one).any()):
+            return None
+        for place in (GATE, UP, DOWN):
+            own = [
+                float(off[number]) * (1 if _PAIRS[number][0] == place else -1)
+                for number in _of(place)
+            ]
+            others = [other for other in (GATE, UP, DOWN) if other != place]
+            is_alone = int(off.count_nonzero()) == len(own) and not bool(unusual[others].any())
+            if is_alone and min(own) * max(own) > 0:
+                return place, 2.0 ** (sum(own) / len(own))
+        return None
 
 
-def _middle(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the median over rows [n, 3], and the standard deviation by that of deviations."""
-    middle = values.median(0).values
-    return middle, _SIGMA * (values - middle).abs().median(0).values
+def _middle(values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the median of vectors [3], and the standard deviation by that of deviations."""
+    rows = torch.stack([*values])
+    middle = rows.median(0).values
+    return middle, _SIGMA * (rows - middle).abs().median(0).values
+
+
+def _bound(spread: torch.Tensor) -> torch.Tensor:
+    """Return the octaves beyond which something is not as large as is usual."""
+    return (_MOST_SPREADS * spread).clamp_min(_LEAST_OCTAVES)
 
 
 @dataclass(frozen=True)
 class _Suspect:
-    """A tensor of an MLP whose norms do not go with the others'."""
+    """The tensor of an MLP whose norms go least with the others'; is_odd: by chance alone."""
 
     neurons: Neurons
     place: int
     usual: _Usual
+    is_odd: bool
+
+    @classmethod
+    def of(cls, one: Neurons, usual: _Usual) -> _Suspect:
+        """Find it: the one that lies farthest behind."""
+        place = max((GATE, UP, DOWN), key=lambda place: usual.behind(one, place))
+        return cls(one, place, usual, usual.is_odd(one, place))
 
     @property
     def name(self) -> str:
@@ -148,9 +208,9 @@ class _Suspect:
         return self.neurons.logs[self.place]
 
     @property
-    def is_odd(self) -> bool:
-        """True where the tensor goes with the others by chance alone."""
-        return self.usual.is_odd(self.neurons, self.place)
+    def behind(self) -> float:
+        """Standard errors that it lies below what is usual."""
+        return self.usual.behind(self.neurons, self.place)
 
     def mended(self, logs: torch.Tensor) -> float:
         """Standard errors by which other norms go with the others better; 0 where they do not go
@@ -194,13 +254,11 @@ def problems(
         if len(alike) < LEAST_ALIKE:
             continue
         usual = _Usual.of(alike)
-        sized = alike if number < len(siblings) else ()
-        resized = [(one, *found) for one in sized if (found := _resized(usual.off(one)))]
-        if len(resized) <= max(1, _MOST_RESIZED * len(alike)):
-            for one, place, factor in resized:
-                yield one.names[place], causes.times(one.names[place], factor)
+        trained = [one for one in alike if usual.was_trained(one)]
+        if number < len(siblings):
+            yield from _resized(trained, usual)
         if usual.is_trained:
-            suspects += filter(None, (_suspect(one, usual) for one in alike))
+            suspects += _suspects(trained, usual)
     odd, exchanged = [one for one in suspects if one.is_odd], set[str]()
     for first, second in combinations(odd, 2):
         if min(first.mended(second.logs), second.mended(first.logs)) >= _MOST_ERRORS / 2:
@@ -213,22 +271,24 @@ def problems(
             yield suspect.name, causes.does_not_go_together(suspect.name, suspect.axis)
 
 
-def _resized(off: Sequence[float]) -> tuple[int, float] | None:
-    """Return the tensor that both of its pairs tell to be off, and the factor that it is."""
-    for place in (GATE, UP, DOWN):
-        signs = [(0 if place not in pair else 1 if pair[0] == place else -1) for pair in _PAIRS]
-        own = [value * sign for value, sign in zip(off, signs, strict=True) if sign]
-        others = [value for value, sign in zip(off, signs, strict=True) if not sign]
-        if min(own) * max(own) > 0 and not any(others):
-            return place, 2.0 ** (sum(own) / len(own))
-    return None
+def _resized(alike: Sequence[Neurons], usual: _Usual) -> Iterator[tuple[str, str]]:
+    """Yield the tensors of another size than their like; none where many are."""
+    found = [(one, *resized) for one in alike if (resized := usual.resized(one))]
+    for one, place, factor in found if len(found) <= max(1, _MOST_RESIZED * len(alike)) else ():
+        name = one.names[place]
+        yield name, decoding.of_tensor(name, "", decoding.times(factor))
 
 
-def _suspect(one: Neurons, usual: _Usual) -> _Suspect | None:
-    """Return the tensor that lies farthest behind, if it lies far enough."""
-    behind = {place: usual.behind(one, place) for place in (GATE, UP, DOWN)}
-    place = max(behind, key=behind.__getitem__)
-    return _Suspect(one, place, usual) if behind[place] >= _SUSPICIOUS_ERRORS else None
+def _suspects(alike: Sequence[Neurons], usual: _Usual) -> list[_Suspect]:
+    """Return the tensors that lie far behind. Odd ones are few, and far behind all others: where
+    MLPs differ by degrees in how far they go together, none is."""
+    found = [_Suspect.of(one, usual) for one in alike]
+    least = max((one.behind for one in found if not one.is_odd), default=0.0) + _CHANCE_ERRORS
+    odd = {one.name for one in found if one.is_odd and one.behind >= least}
+    if len(odd) > max(2, _MOST_ODD * len(alike)):
+        odd = set()
+    suspects = [one for one in found if one.behind >= _SUSPICIOUS_ERRORS]
+    return [replace(one, is_odd=one.name in odd) for one in suspects]
 
 
 def _of(place: int) -> list[int]:

@@ -75,7 +75,7 @@ def run(context: Context) -> Iterator[Item]:
 
 
 def _items(mlps: Sequence[_Mlp], workers: int) -> Iterator[Item]:
-    from mtp_export.verify.diagnosis.expert_places import wrong_order
+    from mtp_export.verify.diagnosis.expert_places import wrong_orders
     from mtp_export.verify.diagnosis.neurons import are_trained, problems
 
     found = in_threads(
@@ -98,10 +98,12 @@ def _items(mlps: Sequence[_Mlp], workers: int) -> Iterator[Item]:
     wrong = [Problem(name, words) for name, words in problems(siblings, others)]
     yield verdict(_NAME, wrong, figure, bound="as far as in their like")
     if answers:
+        names = [name for name, router in routers.items() if are_trained(kinds[router.kind])]
+        orders = zip(names, wrong_orders([answers[name] for name in names]), strict=True)
         wrong = [
-            Problem(name, words.format(layer=router.layer))
-            for name, router in routers.items()
-            if are_trained(kinds[router.kind]) and (words := wrong_order(answers[name]))
+            Problem(name, words.format(layer=routers[name].layer))
+            for name, words in orders
+            if words
         ]
         yield verdict(_ROUTERS, wrong, counted(len(answers), "router"))
 

@@ -8,7 +8,7 @@ alike in sum.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median_low
 from typing import TYPE_CHECKING
@@ -30,13 +30,17 @@ if TYPE_CHECKING:
 
 _NAME = "norms of queries and keys are alike"
 # Root mean squares of the logarithms of quotients of both: 0.03 and less in the trained fixtures.
-# Nothing is told of a model in whose layers it is usually more.
-_MOST_USUAL, _MOST_APART = 0.1, 0.3
+# Nothing is told of a model in whose layers it is usually more, nor of a layer where it is within
+# so many median deviations of the median.
+_MOST_USUAL, _MOST_APART, _MOST_SPREADS = 0.1, 0.3, 10.0
+# Elements that are left out: those farthest apart, as some grow far larger than the others; and of
+# smaller elements than this share of the median, which cross zero, quotients tell nothing.
+_OUTLIERS, _LEAST_SHARE = 1 / 16, 0.1
 _AS_GOOD = 1.5  # times as far apart as with the change that mends a norm best
 
 
 @dataclass(frozen=True)
-class _Pair:
+class Pair:
     """Norms of queries and keys of one layer: their names, weights [n] as stored, what is added to
     these, and the number of elements that rotate, in two halves."""
 
@@ -48,16 +52,18 @@ class _Pair:
     @property
     def apart(self) -> float:
         """The root mean square of the natural logarithms of the norms of queries over those of
-        keys, by pair."""
+        keys, by pair, but for outliers."""
         query, key = (self._by_pair(weight.double() + self.offset) for weight in self.weights)
-        return float(((query / key).log() / 2).square().mean().sqrt())
+        squares = ((query / key).log() / 2).square().sort().values
+        return float(squares[: len(squares) - int(_OUTLIERS * len(squares))].mean().sqrt())
 
     def _by_pair(self, weight: torch.Tensor) -> torch.Tensor:
         import torch
 
-        squares = weight.square().clamp_min(1e-30)
+        squares = weight.square()
         turned = squares[: self.rotary].view(2, -1).sum(0)
-        return torch.cat([turned, squares[self.rotary :]])
+        found = torch.cat([turned, squares[self.rotary :]])
+        return found.clamp_min(max(1e-30, _LEAST_SHARE**2 * float(found.median())))
 
 
 def run(context: Context) -> Iterator[Item]:
@@ -65,17 +71,26 @@ def run(context: Context) -> Iterator[Item]:
     lost = context.unwritten_tensors
     pairs = [pair for layout in context.read_layouts for pair in _pairs(layout, lost)]
     if pairs:
-        is_told = median_low([pair.apart for pair in pairs]) <= _MOST_USUAL
-        wrong = [pair for pair in pairs if is_told and pair.apart > _MOST_APART]
         yield verdict(
             _NAME,
-            [Problem(pair.names[0], _explained(pair)) for pair in wrong],
+            [Problem(pair.names[0], _explained(pair)) for pair in far_apart(pairs)],
             figure=counted(len(pairs), "layer"),
             bound=f"≤ {_MOST_APART} apart, where {_MOST_USUAL} and less is usual",
         )
 
 
-def _pairs(layout: PartLayout, lost: frozenset[str]) -> Iterator[_Pair]:
+def far_apart(pairs: Sequence[Pair]) -> list[Pair]:
+    """Return the layers of a model whose norms are farther apart than those of its layers are."""
+    found = [pair.apart for pair in pairs]
+    usual = median_low(found)
+    if usual > _MOST_USUAL:
+        return []
+    spread = median_low([abs(apart - usual) for apart in found])
+    most = max(_MOST_APART, usual + _MOST_SPREADS * spread)
+    return [pair for pair, apart in zip(pairs, found, strict=True) if apart > most]
+
+
+def _pairs(layout: PartLayout, lost: frozenset[str]) -> Iterator[Pair]:
     """Yield the norms of a part whose tensors are written."""
     family = layout.stored.family
     stored = {one.stored.weight.name: one for one in written_weights(layout, lost)}
@@ -88,14 +103,14 @@ def _pairs(layout: PartLayout, lost: frozenset[str]) -> Iterator[_Pair]:
         query, key = (stored.get(weight_name(name)) if name else None for name in names)
         if query is not None and key is not None and query.rows == key.rows:
             values = (_values(query), _values(key))
-            yield _Pair((query.name, key.name), values, family.facts.norm_offset, part.sizes.rope)
+            yield Pair((query.name, key.name), values, family.facts.norm_offset, part.sizes.rope)
 
 
 def _values(norm: WeightOnDisk) -> torch.Tensor:
     return norm.encoded(0, norm.rows).dequantize().float()
 
 
-def _explained(pair: _Pair) -> str:
+def _explained(pair: Pair) -> str:
     """Say what mends a norm, if a change does."""
     found = sorted(_changed(pair), key=lambda one: one[0])
     least = max(found[0][0], 1e-3)
@@ -105,7 +120,7 @@ def _explained(pair: _Pair) -> str:
     return causes.norms_apart(*pair.names, math.exp(pair.apart))
 
 
-def _changed(pair: _Pair) -> Iterator[tuple[float, str]]:
+def _changed(pair: Pair) -> Iterator[tuple[float, str]]:
     """Yield how far apart the norms are with a change of one undone, and what is wrong with it."""
     from mtp_export.verify.diagnosis.tensor_variants import OF_VECTORS, changed_vector
 

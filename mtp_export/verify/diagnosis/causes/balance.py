@@ -17,11 +17,6 @@ def exchanged(one: str, other: str) -> str:
     return f"{one} and {other} are exchanged"
 
 
-def times(tensor: str, factor: float) -> str:
-    """factor: that of the stored weights over the right ones."""
-    return f"{tensor} is about {factor:.2g} times what it should be, beside others of its kind"
-
-
 def does_not_go_together(tensor: str, axis: str) -> str:
     """axis: rows or columns."""
     return (

@@ -71,6 +71,9 @@ NO_KNOWN_BUG = (
 )
 
 
+EVERY_LAYER = "every layer of its kind"
+
+
 def main_layer(number: int) -> str:
     return f"layer {number}"
 
@@ -87,7 +90,7 @@ def swapped(one: str, other: str) -> str:
 
 def times(factor: float) -> str:
     """factor: that of the stored weights over the right ones."""
-    return f"is about {factor:g} times what it should be"
+    return f"is about {factor:.2g} times what it should be"
 
 
 def half_scaled(half: str, factor: float) -> str:
