@@ -46,7 +46,9 @@ def results(bundle: Path, seeds: int, prompts: Path) -> Iterator[dict[str, objec
     said, seconds = judged(bundle, OF_BUNDLE)
     yield {"seed": None, "said": said, "seconds": seconds}
     for seed in range(seeds):
-        rows = (json.dumps({"prompt": list(prompt)}) for prompt in prompts_of(seed, _PROMPTS))
+        rows = (
+            json.dumps({"prompt_token_ids": list(prompt)}) for prompt in prompts_of(seed, _PROMPTS)
+        )
         prompts.write_text("\n".join(rows) + "\n")
         said, seconds = judged(bundle, OF_PROMPTS, prompts)
         yield {"seed": seed, "said": said, "seconds": seconds}

@@ -75,6 +75,13 @@ def exchanged(one: str, other: str, bundle: Path) -> None:
     planting.swap(bundle / "main", one, other)
 
 
+def exchanged_everywhere(bundle: Path) -> None:
+    """In the three gated delta nets of the Qwen3.5 fixture."""
+    for layer in range(3):
+        net = f"model.layers.{layer}.linear_attn"
+        exchanged(f"{net}.in_proj_a.weight", f"{net}.in_proj_b.weight", bundle)
+
+
 _fields = {"needs": "trained"}
 # Of the MTP module, whose drafts show them.
 SUSPECTED_FAULTS: tuple[Fault, ...] = (
@@ -147,6 +154,8 @@ SUSPECTED_LAYER_FAULTS: tuple[Fault, ...] = (
           partial(exchanged, "model.layers.2.linear_attn.in_proj_a.weight",
                   "model.layers.2.linear_attn.in_proj_b.weight"),
           "likelihood", "in_proj_a and in_proj_b of layer 2 are swapped", **_qwen),
+    Fault("decays and betas of every gated delta net exchanged", exchanged_everywhere,
+          "likelihood", "in_proj_a and in_proj_b of every layer of its kind are swapped", **_qwen),
     Fault("taps of a gated delta net a token early",
           partial(changed, "main", "model.layers.1.linear_attn.conv1d.weight",
                   lambda w: torch.nn.functional.pad(w[..., 1:], (0, 1))),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations
@@ -25,6 +26,7 @@ from mtp_export.verify.diagnosis.tensor_variants import (
     OF_VECTORS,
     Change,
     Place,
+    mlp_places,
     tensor_variants,
 )
 from mtp_export.verify.diagnosis.variants import layout_variants
@@ -177,6 +179,30 @@ def test_the_changed_tensor_is_named(change: str, cause: str) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("tensor", "change", "wrong"),
+    [
+        ("gate_proj", "{} is negated", "has the wrong sign"),
+        ("up_proj", "the rows of {} are reversed", "has its rows in reverse order"),
+        ("down_proj", "the halves of the columns of {} are exchanged", "has the halves of its col"),
+    ],
+)
+def test_the_changed_tensor_of_an_expert_is_named(tensor: str, change: str, wrong: str) -> None:
+    moe = glm().module.layer.feed_forward
+    assert isinstance(moe, Moe)
+    held = [*moe.experts.every()]
+    (changed,) = (
+        one
+        for place, done, one in tensor_variants(held[2], [*mlp_places(held[2], "")])
+        if place.name == tensor and done.done == change
+    )
+    other = replace(moe, experts=HeldExperts((*held[:2], changed, *held[3:])))
+    layer = replace(glm().module.layer, feed_forward=other)
+    found = causes(replace(glm().module, layer=layer))
+    assert f"{tensor} of expert 2 of the MTP layer {wrong}" in found
+
+
+@pytest.mark.nightly
 def test_a_good_module_passes() -> None:
     assert causes(glm().module) == ""
 
@@ -184,7 +210,8 @@ def test_a_good_module_passes() -> None:
 def test_of_many_experts_those_are_exchanged_that_drafts_do_best_without(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The router, single experts, and every two of the few; a quarter of the texts judges."""
+    """The router, single experts, tensors of the two that do most harm, and every two of the few; a
+    quarter of the texts judges."""
     monkeypatch.setattr(experts, "MOST_EXPERTS", 3)
     tried = [one for one in alternatives(glm()) if isinstance(one.variant, ScoredVariant)]
     count = experts.expert_variant_count(glm().module)
@@ -195,6 +222,9 @@ def test_of_many_experts_those_are_exchanged_that_drafts_do_best_without(
     pairs = {change for change in gains if change.startswith("experts ")}
     assert pairs == {f"experts {a} and {b} are exchanged" for a, b in combinations(few, 2)}
     assert "the router is negated" in gains
+    harmful = sorted(few, key=lambda expert: -sum(out[expert].sums))[:2]
+    negated = {change for change in gains if re.match("gate_proj of expert .* negated", change)}
+    assert negated == {f"gate_proj of expert {expert} is negated" for expert in harmful}
     assert {len(gain.sums) for gain in gains.values()} == {4}
 
 

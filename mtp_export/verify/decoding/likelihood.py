@@ -36,6 +36,7 @@ from mtp_runtime.streaming import StreamedModel, open_streamed
 from mtp_runtime.tokenizer import Tokenizer
 
 CONFIDENCE = 0.98
+_NO_HARM = "no layer of the main model does harm"
 # Of a model of more layers, halves that lean to nothing are looked into alone.
 MOST_LAYERS = 8
 
@@ -108,10 +109,7 @@ def run(context: Context) -> Iterator[Item]:
     item = _none_better(own, _evidence(context, streamed, leanings), context)
     yield item
     if item.status is not Status.FAIL:  # of which a bad half would be the consequence
-        item = layers.no_harm(suspects)
-        if item.status is not Status.FAIL and streamed.config.layers <= MOST_LAYERS:
-            item = layers.no_harm(layers.suspects(leanings))
-        yield item
+        yield layers.judged(suspects, leanings)
 
 
 def _evidence(context: Context, streamed: StreamedModel, leanings: Leanings) -> MainEvidence:
@@ -178,6 +176,11 @@ class Changed:
         low = self.gain.low
         return low is not None and low > 0 and self.gain.value > LEAST_HARM_NATS
 
+    @property
+    def is_far(self) -> bool:
+        """True for a gain that makes a layer suspected that nothing else does."""
+        return self.variant.is_left_out or self.gain.value > LEAST_RESIZED_NATS
+
     def is_told_from(self, best: Changed) -> bool:
         """True for one that is less than another, text by text."""
         found = self.under.fitted_gain(best.under, CONFIDENCE)
@@ -192,28 +195,36 @@ class _Layers:
     plain: PlainTexts
     context: Context
 
-    def suspects(self, leanings: Leanings) -> list[Suspect]:
-        """Halves of any layer that are far better multiplied or with a mix-up undone, or whose
-        experts are better without one of those that lean little."""
+    def judged(self, suspects: Sequence[Suspect], leanings: Leanings) -> Item:
+        """No suspected half does harm, nor any of a model of few layers, nor is a known mix-up in
+        every layer of that."""
+        item = self.no_harm(suspects)
+        if item.status is Status.FAIL or self.streamed.config.layers > MOST_LAYERS:
+            return item
         title = "likelihood, with halves of layers changed"
-        better = [one for one in self._tried(whole_variants(leanings.weak), title) if one.better]
-        far = [o for o in better if o.variant.is_left_out or o.gain.value > LEAST_RESIZED_NATS]
-        found = dict.fromkeys((one.variant.layer, one.variant.half) for one in far)
-        return [Suspect(*one, cosine=0.0) for one in found][:MOST_SUSPECTS]
+        tried = self._tried(whole_variants(leanings.weak), title)
+        far = [one for one in tried if one.better and one.is_far]
+        if far and far[0].variant.layer is None:
+            bound = f"none of {len(tried)} gains {LEAST_RESIZED_NATS} nats by its interval"
+            return _explained(_NO_HARM, tried, far, bound)
+        variants = (one.variant for one in far)
+        found = dict.fromkeys((o.layer, o.half) for o in variants if o.layer is not None)
+        return self.no_harm([Suspect(*place, cosine=0.0) for place in found][:MOST_SUSPECTS])
 
     def no_harm(self, suspects: Sequence[Suspect]) -> Item:
         """No half of a layer that is suspected is better left out, or with a change undone."""
-        name = "no layer of the main model does harm"
         if not suspects:
-            return passed(name, figure="none is suspected", bound="leans towards those after it")
+            return passed(
+                _NO_HARM, figure="none is suspected", bound="leans towards those after it"
+            )
         where = " and ".join(map(causes.main_layer, sorted({one.layer for one in suspects})))
         tried = self._tried(variants_of(suspects), f"likelihood, with changes of {where} undone")
         bound = f"none of {len(tried)} gains {LEAST_HARM_NATS} nats by its interval"
         better = [one for one in tried if one.better]
         if not better or not _is_known(better[0].under, self.streamed):
             figure = f"{len(suspects)} suspected, none better otherwise"
-            return passed(name, figure=figure, bound=bound)
-        return _explained(name, tried, better, bound)
+            return passed(_NO_HARM, figure=figure, bound=bound)
+        return _explained(_NO_HARM, tried, better, bound)
 
     def _tried(self, variants: VariantsOf[LayerVariant], title: str) -> list[Changed]:
         """Variants of layers, compared on the code with the model as it is, best first."""

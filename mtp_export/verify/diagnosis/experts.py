@@ -5,7 +5,7 @@ that many cost little."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, combinations
 from math import comb
@@ -30,6 +30,8 @@ from mtp_runtime.teacher_forcing import WORST_SCORE, DraftInputs, best_and_score
 # Experts that are exchanged with each other: 256 have 32640 pairs. Of more, those are that drafts
 # do best without.
 MOST_EXPERTS = 16
+# Routed experts whose single tensors are changed: those that drafts do best without.
+_LOOKED_INTO = 2
 # Factors by which what an expert adds is tried.
 LEFT_OUT = 0.0
 SCALES = (LEFT_OUT, 0.5, 2.0)
@@ -73,11 +75,13 @@ def expert_variant_count(module: MtpModule) -> int:
     if moe is None:
         return 0
     routers = sum(1 for _ in router_variants(moe.router))
-    gated = int(next(moe.experts.each([0])).is_gated)
+    first = next(moe.experts.each([0]))
+    gated = int(first.is_gated)
     of_one = 1 + gated + len(SCALES)
     pairs = comb(min(moe.routed_experts, MOST_EXPERTS), 2)
-    of_shared = sum(1 for one in _shared(moe) for _ in tensor_variants(one, _places_of(one)))
-    return routers + of_one * len(moe.experts) + gated + of_shared + pairs
+    looked_into = len(moe.experts) - moe.routed_experts + min(moe.routed_experts, _LOOKED_INTO)
+    of_tensors = sum(1 for _ in tensor_variants(first, _places_of(first)))
+    return routers + of_one * len(moe.experts) + gated + looked_into * of_tensors + pairs
 
 
 @torch.inference_mode()
@@ -101,7 +105,7 @@ def expert_variants(
     for move in chain(
         _of_router(moe, normed, added),
         _of_each(moe, normed, weights),
-        _of_shared(moe, normed, weights),
+        _every_tensor(moe, normed, weights, without),
         _of_pairs(moe, normed, weights, without),
     ):
         scores, hit = own.clone(), own_hit.clone()
@@ -211,24 +215,39 @@ def _scaled(name: str, expert: int, rows: torch.Tensor, adds: torch.Tensor) -> I
         )
 
 
-def _of_shared(moe: Moe, normed: torch.Tensor, weights: torch.Tensor) -> Iterator[_Moved]:
-    """The variants of single tensors of the shared experts."""
-    for number, one in enumerate(_shared(moe), start=moe.routed_experts):
-        share, adds = weights[:, number, None], one(normed)
+def _of_tensors(
+    moe: Moe, normed: torch.Tensor, weights: torch.Tensor, numbers: Sequence[int]
+) -> Iterator[_Moved]:
+    """The variants of single tensors of some experts."""
+    for number, one in zip(numbers, moe.experts.each(numbers), strict=True):
+        expert = SHARED if number >= moe.routed_experts else f"expert {number}"
+        rows = weights[:, number].nonzero()[:, 0]
+        x, share = normed[rows], weights[rows, number, None]
+        adds = one(x)
         for place, change, other in tensor_variants(one, _places_of(one)):
-            name = f"{place.name} of {SHARED}"
-            yield replace(
-                _Moved.of(
-                    change.done.format(name),
-                    causes.of_tensor(name, causes.MTP_LAYER, change.wrong),
-                    share * (other(normed) - adds),
-                ),
+            name = f"{place.name} of {expert}"
+            yield _Moved(
+                change.done.format(name),
+                causes.of_tensor(name, causes.MTP_LAYER, change.wrong),
+                rows,
+                share * (other(x) - adds),
                 by_acceptance=change.is_size,
             )
 
 
-def _shared(moe: Moe) -> Iterator[Mlp]:
-    return moe.experts.each(range(moe.routed_experts, len(moe.experts)))
+def _best_without(moe: Moe, without: Mapping[int, float], count: int) -> list[int]:
+    """The routed experts that drafts do best without, by the gains of that."""
+    routed = [expert for expert in without if expert < moe.routed_experts]
+    return sorted(sorted(routed, key=lambda one: -without[one])[:count])
+
+
+def _every_tensor(
+    moe: Moe, normed: torch.Tensor, weights: torch.Tensor, without: Mapping[int, float]
+) -> Iterator[_Moved]:
+    """The variants of single tensors of the shared experts, and of routed ones that do harm."""
+    shared = range(moe.routed_experts, len(moe.experts))
+    routed = _best_without(moe, without, _LOOKED_INTO)
+    yield from _of_tensors(moe, normed, weights, [*shared, *routed])
 
 
 def _places_of(one: Mlp) -> list[Place]:
@@ -239,8 +258,7 @@ def _of_pairs(
     moe: Moe, normed: torch.Tensor, weights: torch.Tensor, without: Mapping[int, float]
 ) -> Iterator[_Moved]:
     """The exchanges of two experts, of those that drafts do best without by the gains."""
-    routed = [expert for expert in without if expert < moe.routed_experts]
-    tried = sorted(sorted(routed, key=lambda one: -without[one])[:MOST_EXPERTS])
+    tried = _best_without(moe, without, MOST_EXPERTS)
     rows = weights[:, tried].any(dim=1).nonzero()[:, 0]
     x = normed[rows]
     outputs = dict(zip(tried, (one(x) for one in moe.experts.each(tried)), strict=True))

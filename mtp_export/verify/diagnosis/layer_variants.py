@@ -26,11 +26,12 @@ LEFT_OUT = 0.0
 
 @dataclass(frozen=True)
 class LayerVariant:
-    """A main model with one layer changed: the change, in words that follow "when", and what is
-    wrong with a bundle that is better with it. half: the part of the layer that is changed, ""
-    where it is both. is_left_out: that, or an expert of it, adds nothing."""
+    """A main model with one layer changed, None for all that can be: the change, in words that
+    follow "when", and what is wrong with a bundle that is better with it. half: the part of the
+    layer that is changed, "" where it is both. is_left_out: that, or an expert of it, adds
+    nothing."""
 
-    layer: int
+    layer: int | None
     change: str
     cause: str
     half: str = ""
@@ -61,12 +62,14 @@ class _Times:
 
 def whole_variants(weak: Sequence[Leaning]) -> VariantsOf[LayerVariant]:
     """Return what yields a layer with each half halved and doubled, with each known mix-up of its
-    attention undone, and without each expert that leans little to the others."""
+    attention undone, there and in every layer, and without each expert that leans little to the
+    others."""
 
     def variants(number: int, layer: DecoderLayer) -> Named:
         for half in WORDS:
             yield from _scaled(number, layer, half, SIZES)
-        yield from _undone(number, _mix_ups(layer), ATTENTION)
+        for place in (number, None):
+            yield from _undone(place, _mix_ups(layer), ATTENTION)
         experts = (expert for one in weak if one.layer == number for expert in one.experts)
         yield from _without(number, layer, experts)
 
@@ -137,9 +140,9 @@ def variants_of(suspects: Sequence[Suspect]) -> VariantsOf[LayerVariant]:
 Exchanged = tuple[str, str, DecoderLayer]
 
 
-def _undone(number: int, changes: Iterable[Exchanged], half: str = "") -> Named:
-    """Yield the variants of a layer that change, cause and layer stand for."""
-    where = causes.main_layer(number)
+def _undone(number: int | None, changes: Iterable[Exchanged], half: str = "") -> Named:
+    """Yield the variants of a layer, or of all, that change, cause and layer stand for."""
+    where = causes.EVERY_LAYER if number is None else causes.main_layer(number)
     for done, cause, other in changes:
         yield LayerVariant(number, f"{done} in {where}", cause.format(layer=where), half), other
 

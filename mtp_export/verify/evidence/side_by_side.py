@@ -1,4 +1,4 @@
-"""Plain text under a main model and under variants of it that differ in one layer, side by side:
+"""Plain text under a main model and under variants of it that differ in some layers, side by side:
 each layer is read once, and the experts of it that are picked, whatever the number of variants."""
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from mtp_runtime.streaming import StreamedModel, pass_through
 from mtp_runtime.teacher_forcing import Chunk, PagedTexts
 
 V = TypeVar("V")
-# Layers to be tried in place of one, by its number, each with what it stands for.
+# Layers to be tried in place of one, by its number, each with what it stands for: equal ones of
+# several layers are one variant.
 VariantsOf = Callable[[int, DecoderLayer], Iterable[tuple[V, DecoderLayer]]]
 # The least mean change of the rows, in their norm's share: a smaller one changes no token.
 LEAST_MOVED = 0.02
@@ -45,18 +46,23 @@ class SideBySide(Generic[V]):
         paged = PagedTexts.of(plain.texts)
         embedded = streamed.embedded(plain.texts.tokens.to(streamed.device))
         own = _Copy(embedded, paged.chunks(streamed.device))
-        copies, variants = [own], list[V]()
+        copies = dict[V, _Copy]()
         for number, layer in enumerate(streamed.layers(0)):
-            new = [(one, _changed(own, other, paged)) for one, other in variants_of(number, layer)]
-            _together(layer, copies, paged)
-            for variant, copy in new:
-                if copy.is_moved_from(own.x):
-                    variants.append(variant)
-                    copies.append(copy)
+            changed = {
+                one: _changed(copies.get(one, own), other, paged)
+                for one, other in variants_of(number, layer)
+            }
+            same = [copy for one, copy in copies.items() if one not in changed]
+            _together(layer, [own, *same], paged)
+            copies |= {
+                one: copy
+                for one, copy in changed.items()
+                if one in copies or copy.is_moved_from(own.x)
+            }
             advance(1)
         head = streamed.rest().head
-        found, *tried = (Likelihood.of_states(copy.x, head, plain) for copy in copies)
-        return cls(found, tuple(zip(variants, tried, strict=True)))
+        tried = [(one, Likelihood.of_states(copy.x, head, plain)) for one, copy in copies.items()]
+        return cls(Likelihood.of_states(own.x, head, plain), tuple(tried))
 
 
 @dataclass(frozen=True)
@@ -72,12 +78,12 @@ class _Copy:
         return not float(shares.mean()) < LEAST_MOVED
 
 
-def _changed(own: _Copy, layer: DecoderLayer, paged: PagedTexts) -> _Copy:
+def _changed(before: _Copy, layer: DecoderLayer, paged: PagedTexts) -> _Copy:
     """The rows behind another layer."""
-    chunks = [Chunk(chunk.rows, chunk.layout) for chunk in own.chunks]
-    for chunk, before in zip(chunks, own.chunks, strict=True):
-        chunk.forward.choices.update(before.forward.choices)
-    copy = _Copy(own.x.clone(), chunks)
+    chunks = [Chunk(chunk.rows, chunk.layout) for chunk in before.chunks]
+    for chunk, other in zip(chunks, before.chunks, strict=True):
+        chunk.forward.choices.update(other.forward.choices)
+    copy = _Copy(before.x.clone(), chunks)
     pass_through(layer, copy.x, paged, chunks)
     return copy
 
