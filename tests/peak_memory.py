@@ -7,12 +7,16 @@ import sys
 from pathlib import Path
 
 
-def peak_bytes(source: Path | str, output: Path, *options: str, **variables: str) -> int:
-    """Peak resident memory of an export, with these variables alone in its environment.
+def peak_bytes(
+    source: Path | str, output: Path, *options: str, setup: str = "", **variables: str
+) -> int:
+    """Peak resident memory of an export, or of what code makes of its arguments before, with these
+    variables alone in its environment.
 
     VmHWM begins with the program; ru_maxrss would remember the size of the process that forked.
     """
     code = (
+        f"{setup}\n"
         "from pathlib import Path\n"
         "from mtp_export.cli import main\n"
         "try: main()\n"

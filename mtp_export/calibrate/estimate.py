@@ -13,6 +13,7 @@ from mtp_checkpoints.families.base import Role, TensorMaker
 from mtp_checkpoints.families.parts.feed_forward import Moe
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.tensors.bundle_folder import MAIN
+from mtp_export.calibrate.hidden_states import held_tokens
 from mtp_export.calibrate.linears import Linears
 from mtp_export.calibrate.main_model import MainCalibration
 from mtp_export.calibrate.options import Method
@@ -29,7 +30,8 @@ _MATRICES = 5  # of a Hessian's size at once, while it is factored
 _COPIES = 6  # of a unit's weights, while they are rounded
 _SEARCH = 2 * (RATIOS + 1)  # by the same: what a weight loses under each of the scales
 _FACTOR = 2  # operations by the cube of the columns: two Cholesky factors, and an inverse
-_STREAMS = 4  # of hidden states at once
+_STREAMS = 6  # of hidden states of some texts at once, in memory
+_STATES = 3  # of all texts on disk: before a layer, behind its attention, and after it
 _HOURS_FROM = 120  # minutes
 _ROUNDING = 8  # by the elements of a weight and its columns: GPTQ, and what three roundings lose
 
@@ -73,14 +75,15 @@ class Estimate:
     def of_main(cls, calibration: MainCalibration) -> Estimate:
         """Return what that of a main model will take."""
         linears, rows = calibration.linears, len(calibration.texts.tokens)
-        hidden = linears.plan.family.facts.hidden * rows * _FLOAT32
+        row = linears.plan.family.facts.hidden * _FLOAT32
+        held_bytes = _STREAMS * row * held_tokens(rows)
         operations, memory_bytes = _rounding(linears, rows, calibration.method)
         return cls._made(
             linears,
             rows,
             operations + 2 * rows * _elements_per_row(linears.plan.family),
-            memory_bytes + _STREAMS * hidden,
-            2 * hidden + calibration.most_kept_bytes + _squares_bytes(linears),
+            memory_bytes + held_bytes,
+            _STATES * row * rows + calibration.most_kept_bytes + _squares_bytes(linears),
         )
 
     @classmethod

@@ -1,8 +1,9 @@
 """Calibration of a main model that is read layer by layer: the codes of a layer are chosen by what
 the layers before it make of the texts, as they are written.
 
-A work folder holds the hidden states before one layer, and the codes of layers until their shards
-are made, so that an interrupted run goes on with the layer that it was at.
+A work folder holds the hidden states around one layer, which are read in parts, and the codes of
+layers until their shards are made, so that an interrupted run goes on with the layer that it was at
+and memory does not depend on the number of texts.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from mtp_export import state_files
 from mtp_export.bundle.build import Work, make_shards
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.run import Record, ShardJob
+from mtp_export.calibrate.hidden_states import FedRows, HiddenStates, Part, parts_of
 from mtp_export.calibrate.imatrix import Squares
 from mtp_export.calibrate.jobs import weights_of, with_codes
 from mtp_export.calibrate.linears import Linears, Unit
@@ -34,8 +36,8 @@ from mtp_runtime.layer_inputs import ROW_DTYPE, seen
 from mtp_runtime.layers.moe import Moe
 from mtp_runtime.models.layer_types import load_part
 from mtp_runtime.models.load import OpenedModel
-from mtp_runtime.streaming import StreamedModel, attend_through, open_streamed
-from mtp_runtime.teacher_forcing import Chunk, PagedTexts, Text, Texts
+from mtp_runtime.streaming import StreamedModel, open_streamed
+from mtp_runtime.teacher_forcing import Text, Texts
 
 
 def texts_of(lines: Sequence[Line], text_tokens: int) -> Texts:
@@ -109,13 +111,13 @@ class MainCalibration:
 
         count = max(last.values()) + 1
         with self.show_count("calibration", count, "layers") as advance:
-            done, x = self._resumed(waiting)
+            done = self._resumed(waiting, count)
             advance(done)
             for number in range(done, count):
                 write(number)
-                x = self._passed(number, x)
-                self._keep_squares(number)
-                state_files.save(self._state, {"layers": number + 1, "hidden": x})
+                self._pass(number)
+                for passed in ("attended", "hidden"):
+                    shutil.rmtree(self._states(passed, number).folder)
                 advance(1)
             write(count)
         shutil.rmtree(self.folder)
@@ -188,23 +190,25 @@ class MainCalibration:
             most = max(most, sum(kept))
         return most
 
-    @property
-    def _state(self) -> Path:
-        return self.folder / "hidden.pt"
+    def _states(self, kind: str, number: int) -> HiddenStates:
+        """Hidden states before a layer, or those behind its attention."""
+        return HiddenStates(self.folder / f"{kind}-{number:05d}", len(self._parts))
 
-    def _resumed(self, waiting: Iterable[ShardJob]) -> tuple[int, Tensor]:
-        """Return the number of layers that an earlier run passed, and the hidden states after them
-        [T, d]; those of the embedding where it left none, or not all codes that are still to be
-        written."""
-        if self._state.is_file():
-            state = state_files.load(self._state)
-            layers = range(state["layers"])
-            names = (name for job in waiting for name in self._changed(job))
-            needed = (self._file_of(name) for name in names if self._layer_of[name] in layers)
-            if all(path.is_file() for path in (*needed, *map(self._squares_of, layers))):
-                return state["layers"], state["hidden"]
+    def _resumed(self, waiting: Iterable[ShardJob], count: int) -> int:
+        """Return the number of layers of so many that an earlier run passed, whose hidden states
+        are there; 0, with those of the embedding, where it left none, or not all codes that are
+        still to be written."""
+        names = [name for job in waiting for name in self._changed(job)]
+        for passed in range(count, 0, -1):
+            if self._states("hidden", passed).are_whole:
+                layers = range(passed)
+                needed = (self._file_of(name) for name in names if self._layer_of[name] in layers)
+                if all(path.is_file() for path in (*needed, *map(self._squares_of, layers))):
+                    return passed
         self._streamed.config.check_positions(max(len(t.tokens) for t in self.texts.texts))
-        return 0, self._streamed.embedded(self.texts.tokens)
+        embedded = self._streamed.embedded
+        self._states("hidden", 0).make(lambda part: embedded(self._parts[part].texts.tokens))
+        return 0
 
     def _drop(self, made: ShardJob) -> None:
         """Remove the codes that a shard has."""
@@ -223,37 +227,42 @@ class MainCalibration:
         return replace(opened, source=replace(opened.source, values=values))
 
     @cached_property
-    def _paged(self) -> PagedTexts:
-        return PagedTexts.of(self.texts)
-
-    @cached_property
-    def _chunks(self) -> list[Chunk]:
-        return self._paged.chunks(self._streamed.device)
+    def _parts(self) -> list[Part]:
+        return parts_of(self.texts)
 
     @torch.inference_mode()
-    def _passed(self, number: int, x: Tensor) -> Tensor:
-        """Choose the codes of a layer, and return rows x [T, d] as it is written makes them."""
+    def _pass(self, number: int) -> None:
+        """Choose the codes of a layer, and make the hidden states behind it, as it is written."""
         layer, spec = self._streamed.layer(number), self._as_written.spec.layers[number]
+        before, behind = self._states("hidden", number), self._states("attended", number)
 
-        def attend(attention: Any) -> None:
-            observed = replace(layer, attention=attention)
-            attend_through(observed, x.clone(), self._paged, self._chunks)
+        def attend(attention: Any, part: int) -> Tensor:
+            own = replace(layer, attention=attention)
+            return self._parts[part].attended(own, before[part])
+
+        def added(feed_forward: Any, part: int) -> Tensor:
+            return replace(layer, feed_forward=feed_forward).added(behind[part])
 
         self._choose(layer.attention, attend)
         loader = self._as_written.loader
         attention = load_part(loader, spec.attention, spec.attention_prefix)
-        attend_through(replace(layer, attention=attention), x, self._paged, self._chunks)
+        behind.make(partial(attend, attention))
         if isinstance(layer.feed_forward, Moe):
-            self._choose_experts(self.linears.experts[number], layer.fed(x))
+            rows = FedRows(layer, behind, ROW_DTYPE)
+            self._choose_experts(self.linears.experts[number], rows)
         else:
-            self._choose(layer.feed_forward, lambda mlp: replace(layer, feed_forward=mlp).added(x))
-        rows = load_part(loader, spec.feed_forward, spec.feed_forward_prefix)
-        post_norm = loader.norm(spec.post_norm)
-        return x + replace(layer, post_norm=post_norm, feed_forward=rows).added(x)
+            self._choose(layer.feed_forward, added)
+        self._keep_squares(number)
+        written = replace(
+            layer,
+            post_norm=loader.norm(spec.post_norm),
+            feed_forward=load_part(loader, spec.feed_forward, spec.feed_forward_prefix),
+        )
+        self._states("hidden", number + 1).make(lambda part: written.fed_forward(behind[part]))
 
-    def _choose(self, part: object, run: Callable[[Any], object]) -> None:
-        """Choose codes of the linears of a part of a layer beside experts; run takes all rows
-        through the part with its inputs seen."""
+    def _choose(self, part: object, run: Callable[[Any, int], object]) -> None:
+        """Choose codes of the linears of a part of a layer beside experts; run takes rows through
+        the part with its inputs seen, those of some texts at a time."""
         units = [unit for unit in self.linears.others([part]) if self._is_missing(unit)]
         sums = dict[str, Sums]()
 
@@ -264,26 +273,27 @@ class MainCalibration:
 
         if units:
             wanted = {self.linears.steps[n].inputs[0] for unit in units for n in unit.weights}
-            run(seen(part, wanted, see))
+            observed = seen(part, wanted, see)
+            for number in range(len(self._parts)):
+                run(observed, number)
         for unit in units:
             self._keep(unit, (), sums[unit.input].inputs, None)
 
-    def _choose_experts(self, units: Sequence[Unit], x: Tensor) -> None:
-        """Choose codes of experts, which take rows x [T, d]."""
+    def _choose_experts(self, units: Sequence[Unit], rows: FedRows) -> None:
+        """Choose codes of experts, which take rows."""
         missing = [unit for unit in units if self._is_missing(unit)]
         if missing:
-            rows = x.to(ROW_DTYPE)
-            inputs = Inputs.of(pieces([rows]), rows.shape[1])
+            inputs = Inputs.of(pieces(rows), self.linears.plan.family.facts.hidden)
             columns = self._scales.of(units[0].input, inputs)
             for unit in missing:
-                self._keep(unit, [rows], inputs, columns)
+                self._keep(unit, rows, inputs, columns)
 
     def _is_missing(self, unit: Unit) -> bool:
         files = (self.files[name] for name in unit.every if name in self.linears.steps)
         return self._scales.is_missing(unit.input) or not all(path.is_file() for path in files)
 
     def _keep(
-        self, unit: Unit, rows: Sequence[Tensor], inputs: Inputs, columns: Tensor | None
+        self, unit: Unit, rows: Iterable[Tensor], inputs: Inputs, columns: Tensor | None
     ) -> None:
         rounder = Rounder(self.linears, self.method)
         for name, kept in rounder.rounded(unit, rows, inputs, columns).items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -72,7 +72,7 @@ class Sums:
         return Inputs(self._hessian, self._magnitude / max(1, self._rows), self._rows)
 
 
-def pieces(parts: Sequence[Tensor]) -> Iterator[Tensor]:
+def pieces(parts: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield rows of inputs on disk, some at a time, fp32."""
     return (rows.float() for part in parts for rows in torch.split(part, _ROWS))
 
@@ -128,7 +128,7 @@ class Rounder:
     method: Method = Method.GPTQ
 
     def rounded(
-        self, unit: Unit, parts: Sequence[Tensor], inputs: Inputs, columns: Tensor | None = None
+        self, unit: Unit, parts: Iterable[Tensor], inputs: Inputs, columns: Tensor | None = None
     ) -> dict[str, Any]:
         """Return the tensors and facts of each weight of a unit, by its name: what is written of
         it, but for constants; the scales in it; and the squares [K] of its inputs, summed over

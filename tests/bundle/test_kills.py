@@ -29,6 +29,7 @@ Action = Callable[[], Outcome]
 SEED = 9
 # Of each command.
 FEW, SOME, MANY = 2, 10, 50
+MAIN = ("--calibrate-main",)
 EVERY_PUSH = [("export, linked", FEW), ("quantize", FEW), ("quantize, GGUF", FEW)]
 IMPORTED = [__name__, "mtp_kernels.quantize.cpu_rows"]
 IMPORTED += ["mtp_export.commands.export", "mtp_export.commands.quantize"]
@@ -148,7 +149,7 @@ def calibrate(source: Path, texts: Path, options: tuple[str, ...], output: Path)
 
 @pytest.mark.parametrize(
     ("options", "kills"),
-    nightly_but([], itertools.product(((), ("--calibrate-main",)), (FEW, SOME))),
+    nightly_but([], itertools.product(((), MAIN, (*MAIN, "--method", "awq")), (FEW, SOME))),
 )
 def test_a_calibration_is_killed(
     options: tuple[str, ...], kills: int, forks: Forks, many: Path, tmp_path: Path

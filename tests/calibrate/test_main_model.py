@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from faults.matrix import no_progress
 from mtp_checkpoints.containers.gguf_architectures import ARCHITECTURE_OF
 from mtp_checkpoints.tensors.bundle_folder import open_checkpoint
 from mtp_export import state_files
+from mtp_export.calibrate import hidden_states
 from mtp_export.calibrate.main_model import MainCalibration
 from mtp_export.calibrate.rounding import Rounder
 from mtp_export.verify.check import Level
@@ -34,6 +35,7 @@ from mtp_kernels.quantize.gptq import Factor, Grid, gptq
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.streaming import attend_through, open_streamed, pass_through
 from mtp_runtime.teacher_forcing import PagedTexts, Text, Texts, target_states
+from peak_memory import peak_bytes
 from runtime.checkpoints import SMALL_CONFIGS, write_checkpoint
 
 MINIATURE = Path(__file__).parents[2] / "fixtures/deepseek-v3-tiny"
@@ -45,6 +47,14 @@ PAIR = (
 )
 LAYERS = (1, 2)  # with experts
 GATE = "model.layers.2.mlp.experts.1.gate_proj"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def parts() -> Iterator[None]:
+    """Two texts are in memory at a time."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(hidden_states, "PART_TOKENS", 2 * LENGTH + LENGTH // 2)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +142,7 @@ def test_it_resumes_by_layer_and_ends_with_the_same_bytes(
 ) -> None:
     """Interrupted in the last layer, the shards before it finished: no expert that was done, and no
     layer, is done again."""
-    output, rounded, passed = tmp_path / "bundle", Rounder.rounded, MainCalibration._passed
+    output, rounded, passed = tmp_path / "bundle", Rounder.rounded, MainCalibration._pass
     done: list[str] = []
 
     def interrupted(self: Rounder, unit: Any, *given: Any) -> dict[str, Any]:
@@ -146,6 +156,10 @@ def test_it_resumes_by_layer_and_ends_with_the_same_bytes(
         assert make(output).code == 130
     assert not (output / "mtp_export.json").exists() and not (output / "main/config.json").exists()
     assert len([*(output / "main").glob("*.safetensors")]) == 3
+    states = [*output.with_name("bundle-work").rglob("part-*.pt")]
+    assert {path.parent.name for path in states} == {"hidden-00002", "attended-00002"}
+    assert {len(state_files.load(path)["rows"]) for path in states} == {2 * LENGTH}
+    assert len(states) == len(TEXTS)
     more: list[str] = []
     layers: list[int] = []
 
@@ -153,12 +167,12 @@ def test_it_resumes_by_layer_and_ends_with_the_same_bytes(
         more.append(unit.name)
         return rounded(self, unit, *given)
 
-    def passing(self: MainCalibration, number: int, x: torch.Tensor) -> torch.Tensor:
+    def passing(self: MainCalibration, number: int) -> None:
         layers.append(number)
-        return passed(self, number, x)
+        passed(self, number)
 
     monkeypatch.setattr(Rounder, "rounded", counted)
-    monkeypatch.setattr(MainCalibration, "_passed", passing)
+    monkeypatch.setattr(MainCalibration, "_pass", passing)
     assert make(output).code == 0
     assert len({*done, *more}) == len(done) + len(more) == EXPERTS * len(LAYERS)
     assert layers == [2]
@@ -289,3 +303,30 @@ def check_imatrix(folder: Path, family: str, config: dict[str, Any]) -> None:
         assert values > keys
         turned = sums.reshape(keys, values // keys, -1).swapaxes(0, 1).reshape(-1)
         assert torch.from_numpy(tensors["blk.0.ssm_out.weight.in_sum2"].copy()[0]).equal(turned)
+
+
+@pytest.mark.nightly
+def test_memory_does_not_depend_on_the_number_of_texts(tmp_path: Path) -> None:
+    """Of the process, at its peak, with 16 times as many texts: it grows by less than half of what
+    their hidden states take once. The dry run says the same memory for both."""
+    width, counts = 512, (50, 800)
+    source = write_checkpoint(tmp_path / "model", CONFIG | {"hidden_size": width})
+    setup = (
+        "import sys; from mtp_export.calibrate import hidden_states\n"
+        "sys.argv.insert(1, 'quantize'); hidden_states.PART_TOKENS = 1024"
+    )
+    peaks, said = list[int](), list[str]()
+    for count in counts:
+        data, output = tmp_path / f"{count}.jsonl", tmp_path / f"bundle-{count}"
+        tokens = [
+            [(7 * n + at * at) % CONFIG["vocab_size"] for at in range(40)] for n in range(count)
+        ]
+        data.write_text("\n".join(json.dumps({"prompt_token_ids": own}) for own in tokens))
+        options = (*PAIR, *MAIN, "--calibrate", str(data))
+        peaks.append(peak_bytes(source, output, *options, setup=setup, OMP_NUM_THREADS="1"))
+        outcome = quantize(source, tmp_path / "unwritten", *options, "--dry-run", "--json")
+        (remark,) = (one for one in json.loads(outcome.out)["remarks"] if "layer by layer" in one)
+        said.append(remark.rpartition("work folder, ")[2])
+    stream_bytes = counts[1] * 40 * width * 4
+    assert peaks[1] - peaks[0] < stream_bytes // 2, peaks
+    assert said[0] == said[1]

@@ -336,6 +336,7 @@ def _calibrate(sandbox: Sandbox, random: Random, lab: Lab) -> None:
     arguments = calibrate_arguments(sandbox.input, sandbox.output)
     dry, main = random.random() < 0.3, random.random() < 0.5
     options = (*(("--dry-run",) if dry else ("--quiet",)), *(("--calibrate-main",) if main else ()))
+    options += ("--method", "awq") if random.random() < 0.3 else ()
     outcome = sandbox.run(*arguments, *options)
     if outcome.code or dry:
         oracle.check_nothing_whole(sandbox.output)
