@@ -90,7 +90,7 @@ class Linears:
         return operation
 
     def require(self) -> None:
-        """Refuse a plan without any (UnsupportedError)."""
+        """Refuse a plan without any, and experts without gates (UnsupportedError)."""
         if not self.steps:
             known = sorted(name for name, kind in FORMATS.items() if kind.has_grid)
             option = _SCHEME_OF[self.part]
@@ -101,6 +101,15 @@ class Linears:
                 todo=f"Use {option} weight_only_nvfp4, or weight_only_int4 with"
                 " --allow-untested-pair",
             )
+        for layer in self.layers:
+            if isinstance(layer.feed_forward, UngatedMoe):
+                raise UnsupportedError(
+                    "Experts without gates are not calibrated",
+                    where=layer.prefix,
+                    expected="experts of gate, up and down projections",
+                    found=layer.feed_forward.title,
+                    todo="Leave --calibrate out",
+                )
 
     @cached_property
     def folds(self) -> dict[str, Fold]:
@@ -154,14 +163,6 @@ class Linears:
         return (step for part in parts for shard in part.shards for step in shard.steps)
 
     def _experts(self, layer: LayerSpec) -> Iterator[Unit]:
-        if isinstance(layer.feed_forward, UngatedMoe):
-            raise UnsupportedError(
-                "Experts without gates are not calibrated",
-                where=layer.prefix,
-                expected="experts of gate, up and down projections",
-                found=layer.feed_forward.title,
-                todo="Leave --calibrate out",
-            )
         prefix, experts = experts_of(layer)
         for expert in experts:
             if not self.steps.keys().isdisjoint(expert[:3]):

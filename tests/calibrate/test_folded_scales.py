@@ -298,9 +298,10 @@ def test_nvfp4_of_norms_with_an_offset(data: Path, tmp_path: Path) -> None:
     [
         (SMALL_CONFIGS["mimo"], NVFP4, "has no experts"),
         (SMALL_CONFIGS["mimo"], (*NVFP4, "--calibrate-main"), "model.layers.0 has no experts"),
+        (SMALL_CONFIGS["nemotron_h"], NVFP4, "Experts without gates are not calibrated"),
         (IN_FP8, INT4, "mlp.shared_experts.gate_proj.weight, which is neither rounded"),
     ],
-    ids=["dense", "dense main model", "fp8 beside int4"],
+    ids=["dense", "dense main model", "without gates", "fp8 beside int4"],
 )
 def test_refusals(
     config: dict[str, Any], options: tuple[str, ...], said: str, data: Path, tmp_path: Path

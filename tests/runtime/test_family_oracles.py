@@ -58,6 +58,13 @@ STEP_RELEASED = {
     "swiglu_limits": [0.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0],
     "swiglu_limits_shared": [0.05, 0.0, 0.0, 0.1, 0.0, 0.0, 0.0],
 }
+# Experts of latents and in groups, and a constant of norms that shows.
+OTHER_NEMOTRON = {
+    "moe_latent_size": 32,
+    "n_group": 2,
+    "topk_group": 1,
+    "layer_norm_epsilon": 0.1,
+}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("glm4_moe", {}),
     "glm4_moe without norms": ("glm4_moe", {"use_qk_norm": False}),
@@ -79,7 +86,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5, not tied": ("qwen3_5_text", {"tie_word_embeddings": False}),
     "qwen3_5_moe": ("qwen3_5_moe_text", {}),
     "nemotron_h": ("nemotron_h", {}),
-    "nemotron_h, experts of latents": ("nemotron_h", {"moe_latent_size": 32, "n_group": 2}),
+    "nemotron_h, experts of latents": ("nemotron_h", OTHER_NEMOTRON),
 }
 
 

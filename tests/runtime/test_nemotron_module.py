@@ -15,7 +15,10 @@ from safetensors.torch import load_file, save_file
 from transformers import NemotronHForCausalLM
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNorm
 
+from mtp_checkpoints.errors import UnsupportedError
+from mtp_checkpoints.families import family_of
 from mtp_export.verify.evidence.decode import decode
+from mtp_runtime.models.layer_types import config_for
 from mtp_runtime.sampling import SamplingParams
 from runtime.checkpoints import NEMOTRON_H, write_checkpoint
 from runtime.harness import load, prompts_of
@@ -73,6 +76,13 @@ class Module:
             known.append(made[-1])
             hidden = torch.cat([hidden, after[-1:]])
         return made
+
+
+def test_what_no_release_has_is_refused_by_name() -> None:
+    family = family_of(NEMOTRON_H | {"use_bias": True, "n_shared_experts": 2})
+    with pytest.raises(UnsupportedError) as caught:
+        config_for(family, None)
+    assert "use_bias is True, n_shared_experts is 2" in str(caught.value)
 
 
 @pytest.mark.parametrize("changes", [{}, {"moe_latent_size": 32}], ids=["plain", "latent"])

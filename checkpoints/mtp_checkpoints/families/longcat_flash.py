@@ -6,9 +6,11 @@ Source: transformers' longcat_flash; vLLM's longcat_flash_mtp, SGLang's longcat_
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from mtp_checkpoints.families.base import Role, TensorMaker
+from mtp_checkpoints.families.base import ModulePatterns, Role, TensorMaker
 from mtp_checkpoints.families.contract import MtpContract
 from mtp_checkpoints.families.facts import ModelFacts, refuse_set
 from mtp_checkpoints.families.fields import Fields
@@ -23,6 +25,7 @@ from mtp_checkpoints.families.text_part import TextPart
 
 _CONTRACT = MtpContract(source="vLLM and SGLang")
 _MTP = "model.mtp"
+_PROJECTION = f"{_MTP}.layers.0.eh_proj"
 _NORMS = tuple(
     f"{norm}.{half}" for half in (0, 1) for norm in ("input_layernorm", "post_attention_layernorm")
 )
@@ -48,7 +51,36 @@ def spec(fields: Fields) -> ModelSpec:
     described = listed_decoder(
         TextPart.whole(known), layers, [_mtp(known)] * count, _CONTRACT, mtp_prefix=_MTP
     )
-    return replace(described, linear_projection=True)
+    return _Model(**vars(replace(described, linear_projection=True)))
+
+
+@dataclass(frozen=True)
+class _Model(ModelSpec):
+    """The model, of whose fp8 release the projection is any linear, in fp8 as attention's."""
+
+    def as_stored(self, names: Collection[str]) -> ModelSpec:
+        """Return the model with its projection as tensors of these names have it."""
+        if not any(name.startswith(f"{_PROJECTION}.weight_") for name in names):
+            return self
+        hidden = self.facts.hidden
+        linear = matrix(_PROJECTION, hidden, 2 * hidden, Role.ATTENTION)
+        mtp = (
+            replace(m, modules=m.modules._replace(projection=None), more=(*m.more, linear))
+            for m in self.mtp
+        )
+        return replace(self, mtp=tuple(mtp))
+
+    @cached_property
+    def patterns(self) -> ModulePatterns:
+        """Module names of its linears; the projection is one where it is stored so."""
+        usual: ModulePatterns = super().patterns
+        if any(module.modules.projection for module in self.mtp):
+            return usual
+        name = _PROJECTION.rpartition(".")[2]
+        attention = f"({usual.linears[Role.ATTENTION]}|{name}$)"
+        others = (one for one in usual.other_matrices if one != f"re:.*{name}$")
+        linears = {**usual.linears, Role.ATTENTION: attention}
+        return replace(usual, linears=linears, other_matrices=tuple(others))
 
 
 def _mtp(fields: Fields) -> MtpSpec:
