@@ -16,12 +16,14 @@ from mtp_checkpoints.layouts import engine_of, names_that_read, target_names, ta
 from mtp_checkpoints.quantization.method import VLLM
 from mtp_checkpoints.quantization.native import (
     DTYPE_KEYS,
+    MLX,
     Config,
     is_gguf,
     quantization_of,
     with_quantization,
 )
 from mtp_checkpoints.quantization.stored import StoredModel, stored_model
+from mtp_checkpoints.quantization.undecoded import Undecoded, undecoded_of
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.tensors.bundle_folder import open_checkpoint
 from mtp_checkpoints.tensors.reader import Checkpoint
@@ -36,10 +38,16 @@ from mtp_export.bundle.graft_sources import GraftSources
 from mtp_export.bundle.options import PlannerOptions
 from mtp_export.bundle.run_folder import check_output
 from mtp_export.bundle.split import SplitOptions
+from mtp_export.bundle.undecoded_graft import check_target_reads, undecoded_main
 from mtp_export.paths import refuse_overlaps
 from mtp_export.schemes import SCHEMES
 from mtp_export.schemes.conversion import AS_STORED
-from mtp_export.schemes.grafting import Draft, describe_graft
+from mtp_export.schemes.grafting import (
+    Draft,
+    GraftDescription,
+    describe_beside_undecoded,
+    describe_graft,
+)
 from mtp_export.schemes.scheme import BF16, GRAFTED
 from mtp_export.schemes.table import GGUF_MTP
 
@@ -89,15 +97,46 @@ class _Grafted:
 
 def _in_safetensors(options: GraftOptions, sources: GraftSources) -> _Grafted:
     """Return the graft onto a main model whose config describes the draft, or leaves it out."""
-    host, donor, donated = sources.host, sources.donor, sources.donated
+    host, donated = sources.host, sources.donated
     dialect = engine_of(options.bundle.target).dialect or VLLM  # without integers they are alike
     draft = Draft(donated, SCHEMES[options.mtp_quant], dialect)
+    if (known := undecoded_of(host.config)) is not None:
+        return _beside_undecoded(options, sources, draft=draft, known=known)
     tensors = sources.main_tensors
     described = describe_graft(quantization_of(host.config), tensors, draft)
     config = with_quantization(sources.config, described.main)
     main = stored_model(config, tensors).main
     sources.check_main(main)
     _check_draft_is_read(options, draft, main)
+    method = described.main["quant_method"] if described.main else "none"
+    return _joined(options, replace(sources, config=config), described, main=main, method=method)
+
+
+def _beside_undecoded(
+    options: GraftOptions, sources: GraftSources, *, draft: Draft, known: Undecoded
+) -> _Grafted:
+    """Return the graft onto a main model whose numbers are not decoded, by whose own list its
+    engines leave the draft out."""
+    check_target_reads(options.bundle.target, known)
+    described = describe_beside_undecoded(known, draft)
+    main = undecoded_main(sources, known)
+    _check_draft_is_read(options, draft, main)
+    config = known.leave_out(sources.config, draft.family)
+    with_config = replace(sources, config=config)
+    grafted = _joined(options, with_config, described, main=main, method=known.name)
+    return replace(grafted, storages=frozenset())
+
+
+def _joined(
+    options: GraftOptions,
+    sources: GraftSources,
+    described: GraftDescription,
+    *,
+    main: StoredModel,
+    method: str,
+) -> _Grafted:
+    """Return the graft of sources whose config is that of the main folder."""
+    config, donated = sources.config, sources.donated
     split = SplitOptions(
         target=target_of(options.bundle.target),
         shared_weights=options.bundle.content.shared_weights,
@@ -105,13 +144,13 @@ def _in_safetensors(options: GraftOptions, sources: GraftSources) -> _Grafted:
         main=AS_STORED,
         mtp=described.conversion,
         main_config=config,
-        mtp_config=_draft_config(config, donor.config, described.mtp),
+        mtp_config=_draft_config(config, sources.donor.config, described.mtp),
     )
     return _Grafted(
-        checkpoint=replace(sources, config=config).joined(),
+        checkpoint=sources.joined(),
         stored=main.with_mtp_of(donated, donated.quantization),
         split=split,
-        method=described.main["quant_method"] if described.main else "none",
+        method=method,
         storages=_storages(main),
         reader=described.reader,
     )
@@ -230,7 +269,7 @@ def _draft_config(
 ) -> dict[str, Any]:
     """Return the draft's config.json: the main one, with the dtype and the quantization of the
     draft's own tensors."""
-    others = {key: value for key, value in config.items() if key not in DTYPE_KEYS}
+    others = {key: value for key, value in config.items() if key not in (*DTYPE_KEYS, MLX)}
     dtypes = {key: donor[key] for key in DTYPE_KEYS if key in donor}
     return with_quantization({**others, **dtypes}, quantization)
 

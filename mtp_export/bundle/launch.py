@@ -14,6 +14,7 @@ from mtp_checkpoints.formats.w4afp8 import W4AFP8_GROUP
 from mtp_checkpoints.layouts import target_of, target_of_bundle
 from mtp_checkpoints.layouts.base import Deployment, Engine, Launch, Placement
 from mtp_checkpoints.quantization.stored import stored_source
+from mtp_checkpoints.quantization.undecoded import UNDECODED
 from mtp_checkpoints.sources.strict_json import read_json_object
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP, open_parts
 from mtp_checkpoints.tensors.manifest import MANIFEST_NAME, read_manifest
@@ -214,6 +215,9 @@ def _reads(engine: Engine, recorded: Mapping[str, Any], base: str, mtp: str) -> 
         main = set(recorded.get("main_storages", ()))
         reader, dialect = recorded.get("reader"), engine.dialect
         described = reader is None or (dialect is not None and dialect.name == reader)
+        known = UNDECODED.get(str(recorded.get("main_quant_method")))
+        if known is not None and engine.name not in known.targets:
+            return False
         return described and engine.storages >= main | SCHEMES[mtp].recorded_storages(recorded)
     heads = {head} if (head := recorded_head(recorded)) else set()
     storages = SCHEMES[base].recorded_storages(recorded) | SCHEMES[mtp].recorded_storages(recorded)

@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 
 from mtp_checkpoints.errors import UsageError
 from mtp_checkpoints.quantization.native import DTYPE_KEYS
+from mtp_checkpoints.quantization.undecoded import undecoded_of
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_export.bundle.build import BundleResult
 from mtp_export.bundle.bundle_plan import BundlePlan
@@ -89,13 +90,13 @@ def graft(options: GraftCommand) -> None:
     reports = options.making.try_reports()
     with gc_paused():
         plan = plan_graft(chosen, dry_run=options.making.dry_run)
-    if options.proving.prove:
-        plan.checkpoint.check_decoded()
+    untested = _untested(options, plan)
     planned = PlannedBundle(Request("graft", chosen), options.making, plan, reports, remarks(plan))
     result = planned.run()
     if result is None:
         return
-    proof = options.proving.proof(bundle.output_dir, quiet=options.making.reporting.quiet)
+    quiet = options.making.reporting.quiet
+    proof = options.proving.proof(bundle.output_dir, quiet=quiet, untested=untested)
     facts = with_pairing(result_facts(result), proof)
     planned.report(facts, Group(result_table(result), proof.words))
     proof.raise_if_failed()
@@ -129,6 +130,17 @@ def _check_proof(options: GraftCommand) -> None:
             found=f"--prove with {made}",
             todo=todo,
         )
+
+
+def _untested(options: GraftCommand, plan: BundlePlan) -> str:
+    """Return the reason why the pairing is not proven of a main model whose numbers are not
+    decoded, "" for another (UnsupportedError for one that is to be proven)."""
+    known = undecoded_of(plan.checkpoint.config)
+    if options.proving.prove:
+        plan.checkpoint.check_decoded()
+        if known is not None:
+            raise known.refusal(plan.checkpoint.path)
+    return "" if known is None else known.why_not_tested
 
 
 def result_table(result: BundleResult) -> RenderableType:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+from mtp_checkpoints.quantization.undecoded import UNDECODED
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.launch import draft_lines, launch_lines
 from mtp_export.bundle.options import Part
@@ -22,14 +23,15 @@ def next_steps(plan: BundlePlan) -> dict[str, str]:
     both with drafts of its MTP module, where it has all that this needs."""
     bundle, source = str(plan.options.output_dir), plan.options.input_dir
     is_graft = plan.recorded.get("base_quant") == GRAFTED
+    is_decoded = plan.recorded.get("main_quant_method") not in UNDECODED
     if isinstance(source, Path) and not is_graft:
         words = ["--source", str(source), "--level", "weights"]
     else:
         words = ["--level", "files"]
     steps = {"check": _command("verify", bundle, *words)}
-    if is_graft:
+    if is_graft and is_decoded:
         steps["prove"] = _command("verify", bundle, "--level", "run")
-    if _can_be_tried(plan):
+    if _can_be_tried(plan) and is_decoded:
         steps["try"] = _command("generate", bundle, "--prompt", _PROMPT)
         steps["serve"] = _command("serve", bundle)
     return steps

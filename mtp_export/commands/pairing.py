@@ -53,15 +53,16 @@ class Proving:
                 found="--prompts alone",
             )
 
-    def proof(self, bundle: Path, *, quiet: bool) -> PairingProof:
-        """Return what the drafts that the main model accepts say of a bundle that was made."""
+    def proof(self, bundle: Path, *, quiet: bool, untested: str = "") -> PairingProof:
+        """Return what the drafts that the main model accepts say of a bundle that was made;
+        untested: the reason why no such bundle can be run."""
         # They take longer to import than a small graft takes.
         from mtp_export.commands.progress_bar import count_bar, loading_bars, progress_bar
         from mtp_export.verify.options import VerifyOptions
         from mtp_export.verify.pairing_proof import not_asked_for, prove_pairing
 
         if not self.prove:
-            return not_asked_for(bundle)
+            return not_asked_for(bundle, untested)
         wanted = VerifyOptions(bundle, prompts=self.prompts)
         with loading_bars(quiet=quiet):
             return prove_pairing(

@@ -18,6 +18,7 @@ from mtp_checkpoints.quantization.method import Dialect, Method, QuantConfig, mo
 from mtp_checkpoints.quantization.methods import METHODS, quant_config_of
 from mtp_checkpoints.quantization.native import Config
 from mtp_checkpoints.quantization.stored import StoredModel
+from mtp_checkpoints.quantization.undecoded import Undecoded
 from mtp_export.schemes.configs import quantization_configs
 from mtp_export.schemes.conversion import Conversion
 from mtp_export.schemes.scheme import Scheme
@@ -102,6 +103,19 @@ def describe_graft(
         conversion=mtp,
         reader=draft.dialect.name if in_one_dialect or not fits else None,
     )
+
+
+def describe_beside_undecoded(known: Undecoded, draft: Draft) -> GraftDescription:
+    """Describe a draft beside a main model whose numbers are not decoded: its config leaves the
+    draft out, whose own describes it, for an engine that reads it (UnsupportedError for others)."""
+    mtp = draft.conversion(in_groups=False)
+    if not draft.storages:
+        return GraftDescription(main=None, mtp=None, conversion=mtp, reader=None)
+    if not draft.dialect.own_config:
+        raise _undescribed(known.name, draft)
+    own = quantization_configs(draft.stored, main=mtp, mtp=mtp, dialect=draft.dialect).mtp
+    _check_described(known.name, quant_config_of(own), draft.family, mtp)
+    return GraftDescription(main=None, mtp=own, conversion=mtp, reader=draft.dialect.name)
 
 
 def _main_config(

@@ -352,7 +352,7 @@ def test_refusals(
     refused(3, "rms_norm_eps differs", norms, original)
     other = altered("other", lambda c: c.update(model_type="qwen3"))
     refused(3, "model_type differs", other, original)
-    unknown = altered("unknown", quantized(quant_method="bitsandbytes"))
+    unknown = altered("unknown", quantized(quant_method="hqq"))
     refused(4, "a quantization method that this tool does not read", unknown, original)
     w4afp8 = altered("w4afp8", quantized(quant_method="w4afp8"))
     refused(4, "cannot be described beside", w4afp8, original)

@@ -18,6 +18,8 @@ from engine_runs import sglang_wheel
 
 from cases import MTP_LAYER, make_checkpoint, read_json, read_tensors, run_program
 from quantized_by_others import LINEAR, METHODS, write
+from undecoded_mains import write_main
+from verify.foreign import GLM
 
 # Of torch.jit, which the engines still use.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -169,6 +171,61 @@ def check(config: dict[str, Any], left_out: LeftOut, original: Path, bundle: Pat
         plain = key in stored and stored[key].is_floating_point() and stored[key].itemsize == 2
         assert left_out(module) is plain, module
     assert len([key for key in linears if key.startswith(draft)]) > 10
+
+
+def listed(config: dict[str, Any], key: str) -> list[str]:
+    names: list[str] = config["quantization_config"][key]
+    return names
+
+
+def vllm_quark(config: dict[str, Any]) -> LeftOut:
+    from vllm.model_executor.layers.quantization.quark.utils import should_ignore_layer
+
+    names = listed(config, "exclude")
+    return lambda module: should_ignore_layer(
+        module, names, FUSED, check_children=module.endswith(".experts")
+    )
+
+
+def sglang_quark(config: dict[str, Any]) -> LeftOut:
+    names = ("should_ignore_layer", "check_equal_or_regex_match", "_is_equal_or_regex_match")
+    rule = from_sglang("quark/utils.py", *names)["should_ignore_layer"]
+    return partial(rule, ignore=listed(config, "exclude"), fused_mapping=FUSED)
+
+
+def sglang_bitsandbytes(config: dict[str, Any]) -> LeftOut:
+    rule = from_sglang("bitsandbytes.py", "is_layer_skipped_bnb")["is_layer_skipped_bnb"]
+    return lambda module: bool(rule(module, listed(config, "llm_int8_skip_modules")))
+
+
+def transformers_bitsandbytes(config: dict[str, Any]) -> LeftOut:
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    return lambda module: not should_convert_module(module, listed(config, "llm_int8_skip_modules"))
+
+
+@pytest.mark.parametrize(
+    ("method", "rule"),
+    [
+        ("quark", vllm_quark),
+        ("quark", sglang_quark),
+        ("bitsandbytes", sglang_bitsandbytes),
+        ("bitsandbytes", transformers_bitsandbytes),
+    ],
+)
+def test_lists_of_main_models_that_are_not_decoded(
+    method: str, rule: Callable[[dict[str, Any]], LeftOut], tmp_path: Path
+) -> None:
+    """They leave out the layer and the head, and nothing else."""
+    main = write_main(method, tmp_path / "main")
+    made = run_program("graft", main, GLM, "--output-dir", tmp_path / "out", "--quiet")
+    assert made.code == 0, made.err
+    left_out = rule(read_json(tmp_path / "out/main/config.json"))
+    linears = [key.removesuffix(".weight") for key in read_tensors(GLM) if LINEAR.match(key)]
+    for module in (*linears, "lm_head"):
+        asked = EXPERT.sub(r"\1", module)
+        assert left_out(asked) is module.startswith(("model.layers.3.", "lm_head")), asked
+    assert len(linears) > 80
 
 
 # Those of AutoRound are executed in test_foreign_readers.py; of experts with zero points none is.

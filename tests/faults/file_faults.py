@@ -226,7 +226,7 @@ def wrong_group_size(bundle: Path) -> None:
 
 
 def unknown_quantization(bundle: Path) -> None:
-    _edit_both_quantizations(bundle, lambda q: q.update(quant_method="bitsandbytes"))
+    _edit_both_quantizations(bundle, lambda q: q.update(quant_method="hqq"))
 
 
 def tokenizer_missing(bundle: Path) -> None:

@@ -441,7 +441,7 @@ DAMAGED = (
         "lost by MLX",
         glm(),
         damages.lost_by_mlx,
-        words=("mlx-lm, which wrote this folder", "graft does not read .* quantization"),
+        words=("mlx-lm, which wrote this folder", "mtp-export graft --main"),
     ),
     Folder("two are announced", glm(), damages.config(num_nextn_predict_layers=2), words=("2",)),
     Folder(

@@ -16,6 +16,7 @@ Config = dict[str, Any]
 
 DTYPE_KEYS = ("torch_dtype", "dtype")  # of config.json: that of unquantized tensors
 COMPRESSED = "compressed-tensors"  # a quant_method
+MLX = "quantization"  # the field in which mlx-lm has what others have in quantization_config
 NATIVE_FP8: Config = {
     "quant_method": "fp8",
     "activation_scheme": "dynamic",
@@ -33,7 +34,7 @@ def quantization_of(config: Mapping[str, Any]) -> Any:
 
 def is_mlx(config: Mapping[str, Any]) -> bool:
     """Return whether a config.json describes MLX's affine groups, which name no method."""
-    kept = config.get("quantization") or quantization_of(config)  # mlx-lm writes both
+    kept = config.get(MLX) or quantization_of(config)  # mlx-lm writes both
     return isinstance(kept, Mapping) and "group_size" in kept and "quant_method" not in kept
 
 

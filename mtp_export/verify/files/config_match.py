@@ -51,6 +51,7 @@ from mtp_export.verify.files.described import (
     misdescribed,
     misdescribed_by_a_field,
     quantized_by_config_alone,
+    undecoded_main,
 )
 from mtp_export.verify.files.left_out import ListedDraft
 from mtp_export.verify.files.repair import graft_command
@@ -118,6 +119,9 @@ def _not_followed(context: Context, part: Part, error: MtpExportError) -> Item:
     """A config that no layout follows from: in a bundle damage, in another's checkpoint it may be
     of a model or a quantization that is not known here."""
     name = f"{part.name}: config"
+    known = undecoded_main(context)
+    if known is not None and part.name == MAIN:
+        return not_tested(name, known.why_not_tested)
     if not context.is_bundle and isinstance(error, UnsupportedError):
         ties = isinstance(error, UnreleasedField) and error.field == TIED
         if ties and part.checkpoint and UNTIED_HEAD in part.checkpoint.tensors:
@@ -197,6 +201,9 @@ def _draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
                 yield not_tested(name, "main/ is not there or cannot be opened")
                 continue
             config = context.main.config
+            if (known := undecoded_main(context)) is not None:
+                yield not_tested(name, known.why_not_tested)
+                continue
         if not context.is_bundle:
             main = context.main.tensors if context.main is not None else ()
             try:

@@ -12,6 +12,7 @@ from mtp_checkpoints.errors import MtpExportError
 from mtp_checkpoints.families.signs import expert_count
 from mtp_checkpoints.formats.base import BLOCK
 from mtp_checkpoints.quantization.native import quantization_of, replaced_quantization
+from mtp_checkpoints.quantization.undecoded import Undecoded, undecoded_of
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_checkpoints.tensors.reader import MODELOPT_FILE
 from mtp_export.progress import counted
@@ -45,6 +46,15 @@ class _Field:
     name: str
     said: Any
     stored: Any
+
+
+def undecoded_main(context: Context) -> Undecoded | None:
+    """Return the quantization of a main model whose numbers are not decoded, and that the bundle
+    says a graft kept so; None for any other."""
+    if not context.is_bundle or context.main is None:
+        return None
+    known = undecoded_of(context.main.config)
+    return known if known and context.recorded("main_quant_method") == known.name else None
 
 
 def quantized_by_config_alone(context: Context) -> Item | None:

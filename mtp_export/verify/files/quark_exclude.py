@@ -30,7 +30,7 @@ _EXCLUDE, _REGEX, _EXPERTS = "exclude", "re:", ".experts"
 def run(context: Context) -> Iterator[Item]:
     """The linears of the MTP modules of a checkpoint that Quark wrote."""
     main, mtp = context.main, context.mtp
-    if context.is_bundle or main is None or mtp is None:
+    if main is None or mtp is None:
         return
     quantization = quantization_of(main.config)
     if not isinstance(quantization, dict) or quantization.get("quant_method") != "quark":

@@ -14,6 +14,7 @@ from mtp_checkpoints.errors import InvalidInputError, MtpExportError, Unsupporte
 from mtp_checkpoints.families import FAMILIES
 from mtp_checkpoints.quantization.methods import quant_config_of
 from mtp_checkpoints.quantization.native import is_gguf, quantization_of
+from mtp_checkpoints.quantization.undecoded import undecoded_of
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_checkpoints.tensors.untied_head import with_head_like
 from mtp_export.bundle.journal import journaled
@@ -195,7 +196,8 @@ def graft_command(context: Context) -> str:
     if unlike_source(context) or context.unwritten:  # whose main model no graft mends
         return ""
     try:
-        quant_config_of(quantization_of(main.config))
+        if undecoded_of(main.config) is None:
+            quant_config_of(quantization_of(main.config))
         of_main = next((one for one in context.layouts if one.name == MAIN), None)
         if of_main is not None and of_main.differences:
             return ""

@@ -107,7 +107,7 @@ def refusal(
 
 
 def test_methods_that_are_not_read() -> None:
-    for method in ("bitsandbytes", None, 5, ["fp8"], "x" * 200):
+    for method in ("hqq", None, 5, ["fp8"], "x" * 200):
         error = refusal(UnsupportedError, {"quant_method": method})
         assert error.what.endswith("names a quantization method that this tool does not read")
         assert error.expected == (

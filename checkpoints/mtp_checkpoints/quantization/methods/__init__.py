@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from mtp_checkpoints.containers.base import QUANTIZATION
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.formats import FORMATS, GGUF, WeightFormat
@@ -20,6 +21,7 @@ from mtp_checkpoints.quantization.methods.gguf import GGUF_TYPES
 from mtp_checkpoints.quantization.methods.gptq import GPTQ
 from mtp_checkpoints.quantization.methods.modelopt import MODELOPT
 from mtp_checkpoints.quantization.native import not_an_object
+from mtp_checkpoints.quantization.undecoded import undecoded_of
 
 METHODS: dict[str, Method] = {
     "fp8": FP8,
@@ -43,6 +45,8 @@ def quant_config_of(quantization: object) -> QuantConfig:
         return _Unquantized()
     if not isinstance(quantization, dict):
         raise not_an_object(quantization)
+    if (known := undecoded_of({QUANTIZATION: quantization})) is not None:
+        raise known.refusal()
     method = quantization.get("quant_method")
     if not isinstance(method, str) or method not in METHODS:
         raise UnsupportedError(
