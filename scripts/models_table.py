@@ -19,6 +19,12 @@ PAGE = ROOT / "docs/models.md"
 _PART = re.compile(r"(?<=^<!-- families -->\n).*?(?=^<!-- end -->$)", re.M | re.S)
 _COLUMNS = ("models", "`model_type`", "MTP layers", "run", "main model as in", "MTP layers as in")
 
+# Oracles of models without MTP layers, and of their drafts, in tests/runtime.
+_APART = {
+    "a draft apart": ("transformers' class", ""),
+    "a draft of its own": ("", "transformers' class and its candidate generator, run"),
+}
+
 
 def page_of(text: str) -> str:
     """Return the page with its table made anew."""
@@ -27,8 +33,8 @@ def page_of(text: str) -> str:
 
 
 def _rows() -> Iterator[str]:
-    from mtp_checkpoints.families import FAMILIES, family_of
-    from mtp_checkpoints.families.without_mtp import SEPARATE_DRAFTS, WITHOUT_MTP
+    from mtp_checkpoints.families import DRAFTED_APART, FAMILIES, SEPARATE_DRAFTS, family_of
+    from mtp_checkpoints.families.without_mtp import WITHOUT_MTP
     from mtp_checkpoints.layouts import engine_of
     from mtp_runtime.models.layer_types import why_not_computed
     from runtime.checkpoints import SMALL_CONFIGS
@@ -41,13 +47,17 @@ def _rows() -> Iterator[str]:
         main, mtp = _oracles(model_type)
         cells = (models, f"`{model_type}`", str(len(family.mtp)), run, main, mtp, engines)
         yield f"| {' | '.join(cells)} |"
-    for names, layers in (
-        (WITHOUT_MTP, "none released"),
-        (SEPARATE_DRAFTS, "a draft of its own"),
+    for kind, what, engines in (
+        (DRAFTED_APART, "a draft apart", ""),
+        (SEPARATE_DRAFTS, "a draft of its own", "vLLM"),
     ):
-        for model_type, words in names.items():
-            cells = (words.partition(":")[0], f"`{model_type}`", layers, "", "", "", "")
+        for model_type, spec in kind.items():
+            models = _models(sys.modules[spec.__module__].__doc__)
+            cells = (models, f"`{model_type}`", what, "yes", *_APART[what], engines)
             yield f"| {' | '.join(cells)} |"
+    for model_type, words in WITHOUT_MTP.items():
+        cells = (words.partition(":")[0], f"`{model_type}`", "none released", "", "", "", "")
+        yield f"| {' | '.join(cells)} |"
 
 
 def _models(docstring: str | None) -> str:

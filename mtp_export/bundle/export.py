@@ -89,6 +89,15 @@ def open_source(place: Place, *, nvfp4: bool = False) -> Opened:
 
 def _without_mtp(checkpoint: Checkpoint, family: ModelSpec) -> UnsupportedError:
     """Return the error of a checkpoint that has no tensor of an MTP layer."""
+    if family.drafts_apart:
+        return UnsupportedError(
+            "There is no MTP layer here to export",
+            where=checkpoint.path,
+            expected="a model with MTP layers",
+            found=family.drafts_apart,
+            todo="There is nothing to split: name the draft's folder where its target is served,"
+            " or as --draft-model of mtp-export generate, with --speculate-method assistant",
+        )
     field, count = family.count_field, len(family.mtp) if count_field(checkpoint.config) else "no"
     layers = family.layers[-1].prefix.rpartition(".")[0]
     where = f"the layer after the last ({layers}.{len(family.layers)}.*)"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from engine_runs import process, sglang_wheel
 
-from mtp_checkpoints.families import FAMILIES, family_of
-from mtp_checkpoints.families.without_mtp import SEPARATE_DRAFTS, WITHOUT_MTP
+from mtp_checkpoints.families import FAMILIES, SEPARATE_DRAFTS, family_of
+from mtp_checkpoints.families.without_mtp import WITHOUT_MTP
 from runtime.checkpoints import SMALL_CONFIGS
 
 ROWS = {*FAMILIES, *WITHOUT_MTP, *SEPARATE_DRAFTS}

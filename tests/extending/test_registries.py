@@ -17,7 +17,7 @@ from mtp_checkpoints.families import FAMILIES, deepseek_v3, family_of, parts
 from mtp_checkpoints.families.base import SharedTensor, TensorSpec
 from mtp_checkpoints.families.single_experts import with_single_experts
 from mtp_checkpoints.families.spec import ModelSpec
-from mtp_checkpoints.families.without_mtp import SEPARATE_DRAFTS, WITHOUT_MTP
+from mtp_checkpoints.families.without_mtp import WITHOUT_MTP
 from mtp_export.commands.registry import command_named
 from mtp_export.tune.draft import DraftType, draft_type
 from mtp_export.tune.drafts import DRAFTS
@@ -179,9 +179,6 @@ def test_a_release_without_mtp_tensors_is_told_so(model_type: str) -> None:
 
 
 def test_a_draft_that_is_no_mtp_module_is_named_as_what_it_is() -> None:
-    for model_type in SEPARATE_DRAFTS:
-        with pytest.raises(UnsupportedError, match="draft model in a checkpoint of its own"):
-            family_of({"model_type": model_type})
     for model_type in ("deepseek_v4", "deepseek_v3"):
         with pytest.raises(UnsupportedError, match="DSpark") as caught:
             family_of(SMALL | {"model_type": model_type, "dspark_block_size": 5})

@@ -188,6 +188,7 @@ def test_tensors_that_are_not_as_promised_are_counted(loaded: Loaded, tmp_path: 
     [
         ("eagle3", "Method eagle3 needs an EAGLE-3 draft"),
         ("parallel_heads", "Method parallel_heads needs a draft of heads"),
+        ("assistant", "Method assistant needs an assistant of the target"),
     ],
 )
 def test_a_method_without_its_draft(method: str, what: str, loaded: Loaded) -> None:

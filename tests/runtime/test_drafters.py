@@ -64,10 +64,12 @@ def test_what_must_be_loaded_for_a_drafter() -> None:
         "draft_model": (False, True),
         "eagle3": (False, False),
         "parallel_heads": (False, False),
+        "assistant": (False, False),
     }
     without_prefixes = {name for name, one in DRAFTERS.items() if not one.prefix_cache}
     assert without_prefixes == {"draft_model"}, "whose cache is its own"
-    assert {name for name, one in DRAFTERS.items() if one.read} == {"eagle3", "parallel_heads"}
+    read = {name for name, one in DRAFTERS.items() if one.read}
+    assert read == {"eagle3", "parallel_heads", "assistant"}
 
 
 def test_plain_decoding_drafts_nothing() -> None:

@@ -3,6 +3,7 @@ model_type. A new one is one file and one line here, for export and runtime alik
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -18,6 +19,8 @@ from mtp_checkpoints.families import (
     ernie4_5_moe,
     exaone4_5,
     exaone_moe,
+    gemma4,
+    gemma4_assistant,
     gigachat3_5,
     glm4_moe,
     glm4_moe_lite,
@@ -93,6 +96,19 @@ FAMILIES: dict[str, Callable[[Fields], ModelSpec]] = {
     "qwen3_5_text": qwen3_5.text_spec,
     "qwen3_5_moe_text": qwen3_5_moe.text_spec,
 }
+# Models whose drafts are checkpoints of their own.
+DRAFTED_APART: dict[str, Callable[[Fields], ModelSpec]] = {
+    "gemma4": gemma4.spec,
+    "gemma4_text": gemma4.text_spec,
+    "gemma4_unified": gemma4.spec,
+    "gemma4_unified_text": gemma4.text_spec,
+}
+# Those checkpoints, which engines call MTP too.
+SEPARATE_DRAFTS: dict[str, Callable[[Fields], ModelSpec]] = {
+    "gemma4_assistant": gemma4_assistant.spec,
+    "gemma4_unified_assistant": gemma4_assistant.spec,
+}
+_EVERY = ChainMap(FAMILIES, DRAFTED_APART, SEPARATE_DRAFTS)
 
 
 def family_of(config: Mapping[str, Any], names: Collection[str] = ()) -> ModelSpec:
@@ -105,8 +121,8 @@ def family_of(config: Mapping[str, Any], names: Collection[str] = ()) -> ModelSp
     architectures = config.get("architectures")
     known = [*(architectures if isinstance(architectures, list) else ()), config.get("model_type")]
     for name in known:
-        if isinstance(name, str) and name in FAMILIES:
-            return FAMILIES[name](Fields(config)).as_stored(names)
+        if isinstance(name, str) and name in _EVERY:
+            return _EVERY[name](Fields(config)).as_stored(names)
     raise UnsupportedError(
         "This model type is not supported",
         expected=f"model_type {' or '.join(sorted(FAMILIES))} in config.json",

@@ -40,6 +40,7 @@ class Role(StrEnum):
     INDEXER_HEADS = "indexer heads"  # weights of the heads, which are never quantized
     COMPRESSOR = "compressor"  # of keys and values of several tokens; never quantized
     HYPER_CONNECTION = "hyper-connections"  # of several streams; never quantized
+    PER_LAYER_INPUT = "per-layer inputs"  # of embeddings that layers have beside the stream
     OTHER_PART = "other parts"  # of a vision tower, say: carried, and not described
     VOCABULARY = "vocabulary"  # the target's tokens that a draft's head has
 

@@ -16,7 +16,8 @@ _DTYPES = {"bfloat16": DType.BF16, "float16": DType.F16, "float32": DType.F32}
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
     """Sizes and constants of a model; dtype is the safetensors dtype of weights that are not
-    quantized. norm_offset is added to the weight of every norm of the stream."""
+    quantized. norm_offset is added to the weight of every norm of the stream; embedding_scale
+    multiplies embeddings; logit_cap bounds logits on either side of 0, None where nothing does."""
 
     dtype: DType
     vocab: int
@@ -25,6 +26,8 @@ class ModelFacts:
     max_positions: int
     eos_token_ids: tuple[int, ...]
     norm_offset: float = 0.0
+    embedding_scale: float = 1.0
+    logit_cap: float | None = None
 
     @classmethod
     def of(cls, fields: Fields) -> ModelFacts:

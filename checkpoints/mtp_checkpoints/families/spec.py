@@ -216,14 +216,14 @@ class ModelSpec:
     tensor; head_rows: its rows where they are not the vocabulary. count_field: that of config.json
     which counts the MTP layers. mtp_prefix: that of their tensors, "" where they are the layers
     after the last. sglang_layer: SGLang's name of the decoder layer of such, where it is another.
-    quantized_fields: what config.json says beside a quantization that this tool wrote.
-    linear_projection: engines build the projections of MTP modules as any linear. may_fuse:
-    checkpoints store the experts of a layer one by one or fused. uncomputed: why the runtime does
-    not compute a model though it has a layer for every part. engines: names of targets whose
-    engines load its MTP layers, others of the released layout do not. more: other tensors of the
-    main part, by their full names. carried: what names of tensors begin with that belong to the
-    main part and are not described, such as those of a vision tower; carried_modules are those that
-    are stored.
+    quantized_fields: what config.json says beside a quantization by this tool. linear_projection:
+    engines build the projections of MTP modules as any linear. may_fuse: checkpoints store the
+    experts of a layer one by one or fused. uncomputed: why the runtime does not compute a model
+    though it has a layer for every part. engines: names of targets whose engines load its MTP
+    layers, others of the released layout do not. drafts_apart: where the drafts of a model are that
+    has no MTP layer, or which draft it is itself. more: other tensors of the main part, by their
+    full names. carried: what names of tensors begin with that belong to the main part and are not
+    described, such as those of a vision tower; carried_modules are those that are stored.
     """
 
     facts: ModelFacts
@@ -243,6 +243,7 @@ class ModelSpec:
     linear_projection: bool = False
     may_fuse: bool = False
     uncomputed: str = ""
+    drafts_apart: str = ""
     engines: tuple[str, ...] = ("vllm", "sglang")
     more: tuple[Entry, ...] = ()
     carried: tuple[str, ...] = ()
@@ -287,9 +288,8 @@ class ModelSpec:
 
     def without_carried(self, tensors: Mapping[str, Stored]) -> Mapping[str, Stored]:
         """Return tensors by name without those that are carried."""
-        if not self.carried:
-            return tensors
-        return {name: one for name, one in tensors.items() if not self.carries(name)}
+        kept = ((name, one) for name, one in tensors.items() if not self.carries(name))
+        return dict(kept) if self.carried else tensors
 
     @property
     def mtp_layers(self) -> range:

@@ -1,5 +1,4 @@
-"""Models that are refused by name: without MTP tensors in their releases, and drafts of their
-own."""
+"""Models that are refused by name: without MTP tensors in their releases, or with DSpark there."""
 
 from __future__ import annotations
 
@@ -20,25 +19,12 @@ WITHOUT_MTP: dict[str, str] = {
     "minimax_m3_vl": "MiniMax-M3: no published weights hold an MTP module, though engines have code"
     " for one",
 }
-# Drafts that engines call MTP, and that are checkpoints of their own.
-SEPARATE_DRAFTS: dict[str, str] = {
-    "gemma4_assistant": "Gemma-4's assistant",
-    "gemma4_unified_assistant": "Gemma-4's assistant",
-}
 
 
 def refuse_without_mtp(config: Mapping[str, Any], names: Collection[str] = ()) -> None:
     """Raise UnsupportedError for a model whose release has no MTP tensors, and for a draft that is
     no MTP module by config.json or the names of tensors."""
     model_type = str(config.get("model_type"))
-    if model_type in SEPARATE_DRAFTS:
-        raise UnsupportedError(
-            "This is a draft model in a checkpoint of its own, not an MTP module inside one",
-            expected="a model with MTP layers",
-            found=f"{SEPARATE_DRAFTS[model_type]}, which reads keys and values of its target",
-            todo="There is nothing to split: name this folder as the draft where the target is"
-            " served",
-        )
     draft = other_draft(config, [name for name in names if name.startswith(_MTP)])
     if draft is not None and draft.kind == "DSpark":
         raise UnsupportedError(

@@ -32,6 +32,12 @@ DRAFTERS: dict[str, DrafterType] = {
         toy=_of("eagle3", "toy"),
         prefix_cache=True,
     ),
+    "assistant": DrafterType(
+        _of("assistant", "AssistantDrafter"),
+        read=_of("assistant", "read_assistant"),
+        toy=_of("assistant", "toy"),
+        prefix_cache=True,
+    ),
     "parallel_heads": DrafterType(
         _of("parallel_heads", "ParallelHeadsDrafter"),
         read=_of("parallel_heads", "read_parallel_heads"),

@@ -30,18 +30,24 @@ class ForwardPass:
     """One pass over a batch, as its attention layers see it; backend is of verify_attention.
 
     choices: tokens to attend to, by what chose them, for the layers after it that share a choice.
-    rotations: those of the rows, by what makes them.
+    rotations: those of the rows, by what makes them. kept: caches of layers that others read, by
+    what those know them as. turned_at: the positions [T] that rows are rotated by, None: their own.
+    per_layer: what embeddings per layer have of the rows [T, layers, p], None without such.
     """
 
     layout: BatchLayout
     backend: str = "auto"
     choices: dict[object, Choice] = field(default_factory=dict)
     rotations: dict[Rope, torch.Tensor] = field(default_factory=dict)
+    kept: dict[str, LayerCache] = field(default_factory=dict)
+    turned_at: torch.Tensor | None = None
+    per_layer: torch.Tensor | None = None
 
     def cos_sin(self, rope: Rope) -> torch.Tensor:
         """Rotations [T, r/2] of the rows, computed once for all layers that share a Rope."""
         if rope not in self.rotations:
-            self.rotations[rope] = rope.cos_sin(self.layout.positions)
+            own = self.layout.positions if self.turned_at is None else self.turned_at
+            self.rotations[rope] = rope.cos_sin(own)
         return self.rotations[rope]
 
 

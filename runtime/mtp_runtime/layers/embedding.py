@@ -37,3 +37,23 @@ class EmbeddingTable:
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the embeddings [T, d] of tokens [T]."""
         return F.embedding(tokens, self.weight).to(self.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class ScaledEmbedding:
+    """Embeddings times a factor, which is rounded to their dtype."""
+
+    unscaled: Embedding
+    scale: float
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.unscaled.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.unscaled.device
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings [T, d] of tokens [T]."""
+        return self.unscaled(tokens) * torch.tensor(self.scale, dtype=self.dtype)

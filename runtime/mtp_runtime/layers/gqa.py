@@ -54,12 +54,8 @@ class Gqa(Attention):
 
     def __call__(self, x: torch.Tensor, cache: LayerCache, forward: ForwardPass) -> torch.Tensor:
         """Attend from rows x [T, d] to the cached keys; returns [T, d]."""
-        keys, values = cache
-        layout = forward.layout
-        heads = self.heads_of(x)
-        query, key, value = self.split(heads, forward.cos_sin(self.rope))
-        keys.flatten(0, 1).index_copy_(0, layout.slots, key)
-        values.flatten(0, 1).index_copy_(0, layout.slots, value)
+        layout, heads = forward.layout, self.heads_of(x)
+        query, (keys, values) = self.cached(heads, cache, forward)
         attended = torch.empty_like(query)
         attend = _attend_plainly if forward.backend == "reference" else _attend
         ends = layout.cu_q.tolist()
@@ -67,11 +63,26 @@ class Gqa(Attention):
             rows = slice(ends[request], ends[request + 1])
             pages = layout.page_table[request, : -(-length // keys.shape[1])]
             seen = self.seen(torch.arange(length, device=x.device), layout.positions[rows, None])
-            attended[rows] = attend(
-                query[rows], _cached(keys, pages, length), _cached(values, pages, length), seen
-            )
+            key, value = (_cached(each, pages, length) for each in (keys, values))
+            attended[rows] = attend(query[rows], key, value, seen, scale=self.scale)
         gates = self.gates_of(heads, x)
         return self.output((attended if gates is None else attended * gates).flatten(1))
+
+    def cached(
+        self, heads: torch.Tensor, cache: LayerCache, forward: ForwardPass
+    ) -> tuple[torch.Tensor, LayerCache]:
+        """Write keys and values of the rows, among all that was projected of them, into the cache;
+        return the queries [T, h, n], and the cache that they attend to."""
+        query, key, value = self.split(heads, forward.cos_sin(self.rope))
+        return query, self.written(cache, forward.layout.slots, key, value)
+
+    def written(
+        self, cache: LayerCache, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> LayerCache:
+        """Return the cache with keys and values [T, g, n] of rows in their slots [T]."""
+        for entries, own in zip(cache, (key, value), strict=True):
+            entries.flatten(0, 1).index_copy_(0, slots, own)
+        return cache
 
     def seen(self, tokens: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
         """Return which tokens, of positions [t], queries of positions [s, 1] attend to: [s, t]."""
@@ -143,7 +154,7 @@ class SlidingGqa(Gqa):
 
     def seen(self, tokens: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
         """Return which tokens queries attend to, [s, t]: those in their windows."""
-        return _in_window(tokens, queries, self.window)
+        return in_window(tokens, queries, self.window)
 
     def expanded(self, x: torch.Tensor, cos_sin: torch.Tensor) -> Expanded:
         """Refuse to be trained: what trains attention knows no windows."""
@@ -165,7 +176,7 @@ class HeadGatedGqa(Gqa):
         """Return which tokens queries attend to, [s, t]: those in their windows."""
         if self.window is None:
             return super().seen(tokens, queries)
-        return _in_window(tokens, queries, self.window)
+        return in_window(tokens, queries, self.window)
 
     def gates_of(self, heads: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
         """Return one gate [T, h, 1] for every head."""
@@ -187,7 +198,7 @@ def _with_window(window: int) -> UnsupportedError:
     )
 
 
-def _in_window(tokens: torch.Tensor, queries: torch.Tensor, window: int) -> torch.Tensor:
+def in_window(tokens: torch.Tensor, queries: torch.Tensor, window: int) -> torch.Tensor:
     """Return which tokens, of positions [t], are among the last `window` up to queries [s, 1]."""
     return (tokens <= queries) & (tokens > queries - window)
 
@@ -198,19 +209,22 @@ def _cached(entries: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Te
 
 
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor, *, scale: float
 ) -> torch.Tensor:
-    """Attend from queries [s, h, n] to the keys [t, g, n] that each of them sees [s, t]."""
+    """Attend from queries [s, h, n] to the keys [t, g, n] that each of them sees [s, t]; scale:
+    factor on scores."""
     query, key, value = (each.transpose(0, 1)[None] for each in (query, key, value))  # [1, h, s, n]
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=True)
+    out = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=seen, scale=scale, enable_gqa=True
+    )
     return out[0].transpose(0, 1)
 
 
 def _attend_plainly(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor, *, scale: float
 ) -> torch.Tensor:
     """Attend as _attend does, step by step in float64."""
     grouped = query.double().view(len(query), key.shape[1], -1, query.shape[2])  # [s, g, h/g, n]
-    scores = torch.einsum("sgin,tgn->gist", grouped, key.double()) * query.shape[2] ** -0.5
+    scores = torch.einsum("sgin,tgn->gist", grouped, key.double()) * scale
     weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
     return torch.einsum("gist,tgn->sgin", weights, value.double()).flatten(1, 2).to(query.dtype)

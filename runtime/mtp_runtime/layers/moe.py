@@ -62,6 +62,16 @@ class UngatedMlp(Mlp):
         return F.relu(self.gate_up(x)).square()
 
 
+@dataclass(frozen=True)
+class GeluMlp(Mlp):
+    """down(gelu(gate(x)) * up(x)), with the approximation by tanh."""
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the inner values [T, i] of rows x [T, d]."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh") * up
+
+
 class Experts(Protocol):
     """Experts of one inner size, by number, wherever they are kept."""
 

@@ -18,6 +18,8 @@ def inverse_frequencies(rope: parts.Rope) -> torch.Tensor:
     """Return inv_freq [r/2], float32: the angle per position of each pair, in radians."""
     exponents = torch.arange(0, rope.size, 2, dtype=torch.float32) / rope.size
     plain = 1.0 / rope.theta**exponents
+    if rope.turning is not None:
+        plain[rope.turning :] = 0.0
     yarn, llama3 = rope.yarn, rope.llama3
     if llama3 is not None:
         rotations = llama3.original_positions * plain / (2 * math.pi)

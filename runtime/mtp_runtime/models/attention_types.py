@@ -21,8 +21,9 @@ from mtp_runtime.layers.gqa import GatedGqa, Gqa, HeadGatedGqa, SlidingGqa
 from mtp_runtime.layers.linear import Linear, UnreadWeight, Weight, dense
 from mtp_runtime.layers.mamba2 import GatedGroupNorm, Mamba2
 from mtp_runtime.layers.mla import Halves, Mla, StoredHalves
-from mtp_runtime.layers.norm import LayerNorm
+from mtp_runtime.layers.norm import LayerNorm, RmsNorm
 from mtp_runtime.layers.rope import rotate_first_pairs, rotate_halves, softmax_scale
+from mtp_runtime.layers.shared_gqa import SharedGqa
 from mtp_runtime.layers.sparse_mla import Indexer, SparseMla
 from mtp_runtime.loading.weight_source import WeightSource
 from mtp_runtime.models.layer_loader import LayerLoader, Stacks
@@ -182,6 +183,31 @@ def load_head_gated_gqa(loader: LayerLoader, part: parts.HeadGatedGqa, prefix: s
     )
 
 
+def load_shared_gqa(loader: LayerLoader, part: parts.SharedGqa, prefix: str) -> SharedGqa:
+    """Load grouped-query attention whose keys and values may be another layer's."""
+    source, sizes, names = loader.source, part.sizes, part.modules(prefix)
+    groups = source.split.nonempty_parts(sizes.kv_heads, "key heads")
+    local, each = groups[source.split.rank], sizes.heads // sizes.kv_heads * sizes.head
+    assert names.query_norm is not None and names.key_norm is not None, "part of the attention"
+    of_queries, *of_keys = part.linears(prefix)
+    rows = {of_queries: _rows(local, each)} | dict.fromkeys(of_keys, _rows(local, sizes.head))
+    unscaled = torch.ones(sizes.head, device=source.device)
+    value_norm = RmsNorm(unscaled, loader.facts.norm_eps)
+    return SharedGqa(
+        qkv=loader.joined(*(source.weight(module, share) for module, share in rows.items())),
+        bias=None,
+        query_norm=loader.norm(names.query_norm),
+        key_norm=value_norm if part.reads else loader.norm(names.key_norm),
+        output=source.row_parallel(names.output, [_rows(share, each) for share in groups]),
+        rope=loader.rope(part.rope),
+        sizes=sizes._replace(heads=each // sizes.head * len(local), kv_heads=len(local)),
+        value_norm=value_norm,
+        window=part.window,
+        keeps=part.keeps,
+        reads=part.reads,
+    )
+
+
 def load_gated_delta_net(
     loader: LayerLoader, part: parts.GatedDeltaNet, prefix: str
 ) -> GatedDeltaNet:
@@ -259,6 +285,10 @@ def delta_stacks(part: parts.GatedDeltaNet, prefix: str, max_positions: int) -> 
 
 def slot(part: parts.Mla | parts.Gqa) -> int:
     return part.sizes.slot
+
+
+def own_slot(part: parts.SharedGqa) -> int:
+    return part.slot
 
 
 def sparse_slot(part: parts.SparseMla) -> int:

@@ -4,7 +4,7 @@ and the recursion of modules that draft."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -132,10 +132,12 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Head:
-    """The last norm and the projection to the vocabulary."""
+    """The last norm and the projection to the vocabulary; cap: what bounds logits on either side of
+    0, without changing their order."""
 
     norm: RmsNorm
     outputs: Outputs
+    cap: float | None = field(default=None, kw_only=True)
 
     @property
     def linear(self) -> Linear:
@@ -164,7 +166,8 @@ class Head:
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
         """Return float32 logits [T, vocab] of rows that passed the norm."""
-        return self.projected(normed).float()
+        logits = self.projected(normed).float()
+        return logits if self.cap is None else (logits / self.cap).tanh() * self.cap
 
     def best(self, normed: torch.Tensor) -> torch.Tensor:
         """Return the best token [T] of rows that passed the norm, the first of equal ones."""

@@ -20,6 +20,7 @@ from mtp_checkpoints.families.parts.feed_forward import (
 from mtp_checkpoints.families.parts.ungated import UngatedModules, UngatedMoeModules
 from mtp_runtime.config import refuse_other_values
 from mtp_runtime.layers.moe import (
+    GeluMlp,
     LatentMoe,
     Mlp,
     Moe,
@@ -32,9 +33,17 @@ from mtp_runtime.layers.tensor_parallel import ParallelMoe
 from mtp_runtime.loading.weight_source import WeightSource
 from mtp_runtime.models.layer_loader import LayerLoader, Stacks
 
+_GELU = "gelu_pytorch_tanh"
+
+
+def check_dense(part: parts.GatedMlp) -> None:
+    """Raise UnsupportedError for an activation of a dense layer that is not computed."""
+    if part.activation != _GELU:
+        check_mlp(part)
+
 
 def check_mlp(part: parts.GatedMlp) -> None:
-    """Raise UnsupportedError for an activation that is not computed."""
+    """Raise UnsupportedError for an activation of an expert that is not computed."""
     refuse_other_values({"hidden_act": part.activation}, {"hidden_act": "silu"})
 
 
@@ -50,6 +59,8 @@ def check_moe(part: parts.Moe) -> None:
 def load_mlp(loader: LayerLoader, part: parts.GatedMlp, prefix: str) -> Mlp:
     """Load a dense layer's MLP."""
     mlp = loader.split_mlp(MlpModules.under(prefix), range(part.inner))
+    if part.activation == _GELU:
+        return GeluMlp(mlp.gate_up, mlp.down)
     return replace(mlp, limit=part.limit)
 
 
@@ -127,7 +138,7 @@ def _router(
 
 
 def mlp_stacks(part: parts.GatedMlp, prefix: str, max_positions: int) -> Stacks | None:
-    if part.limit is not None:
+    if part.limit is not None or part.activation == _GELU:
         return None
     names = MlpModules.under(prefix)
     return ((names.gate, names.up),)

@@ -9,9 +9,11 @@ from typing import Any
 
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families import parts
+from mtp_checkpoints.families.sandwich_layer import SandwichLayerSpec
 from mtp_checkpoints.families.spec import LayerSpec, ModelSpec
 from mtp_runtime.config import ModelConfig
 from mtp_runtime.layers.decoder_layer import DecoderLayer, Nothing, PostNormLayer
+from mtp_runtime.layers.sandwich_layer import PerLayerInput, SandwichLayer
 from mtp_runtime.models import attention_types as attention
 from mtp_runtime.models import feed_forward_types as feed_forward
 from mtp_runtime.models.layer_loader import LayerLoader, Stacks
@@ -83,13 +85,16 @@ LAYERS: dict[type, LayerType] = {
     parts.HeadGatedGqa: LayerType(
         attention.load_head_gated_gqa, check=attention.check_rope, cached=attention.slot
     ),
+    parts.SharedGqa: LayerType(
+        attention.load_shared_gqa, check=attention.check_rope, cached=attention.own_slot
+    ),
     parts.GatedDeltaNet: LayerType(
         attention.load_gated_delta_net, attention.delta_stacks, state=attention.delta_state
     ),
     parts.Mamba2: LayerType(attention.load_mamba2, state=attention.delta_state),
     parts.PlainGqa: LayerType(attention.load_plain_gqa, cached=attention.plain_slot),
     parts.GatedMlp: LayerType(
-        feed_forward.load_mlp, feed_forward.mlp_stacks, feed_forward.check_mlp
+        feed_forward.load_mlp, feed_forward.mlp_stacks, feed_forward.check_dense
     ),
     parts.Moe: LayerType(feed_forward.load_moe, feed_forward.moe_stacks, feed_forward.check_moe),
     parts.UngatedMlp: LayerType(feed_forward.load_ungated_mlp),
@@ -100,12 +105,39 @@ LAYERS: dict[type, LayerType] = {
 
 def load_layer(loader: LayerLoader, layer: LayerSpec) -> DecoderLayer:
     """Load one layer, main or MTP."""
+    if isinstance(layer, SandwichLayerSpec):
+        return _load_sandwich(loader, layer)
     made = PostNormLayer if layer.norms_after else DecoderLayer
     return made(
         input_norm=loader.norm(layer.input_norm),
         attention=load_part(loader, layer.attention, layer.attention_prefix),
         post_norm=loader.norm(layer.post_norm),
         feed_forward=load_part(loader, layer.feed_forward, layer.feed_forward_prefix),
+    )
+
+
+def _load_sandwich(loader: LayerLoader, layer: SandwichLayerSpec) -> SandwichLayer:
+    inputs, source = layer.inputs, loader.source
+    own = None
+    if inputs is not None:
+        gate, projection, norm = (
+            f"{layer.prefix}.{name}" for name in (inputs.gate, inputs.projection, inputs.norm)
+        )
+        own = PerLayerInput(
+            inputs.index, source.linear(gate), source.linear(projection), loader.norm(norm)
+        )
+    input_norm, attention_norm, post_norm, output_norm = (
+        loader.norm(layer.norm(number)) for number in range(4)
+    )
+    return SandwichLayer(
+        input_norm,
+        load_part(loader, layer.attention, layer.attention_prefix),
+        post_norm,
+        load_part(loader, layer.feed_forward, layer.feed_forward_prefix),
+        attention_norm=attention_norm,
+        output_norm=output_norm,
+        scale=source.tensor(f"{layer.prefix}.{layer.scale}"),
+        inputs=own,
     )
 
 

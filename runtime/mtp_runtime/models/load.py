@@ -30,6 +30,7 @@ from mtp_runtime.loading.model_folders import open_folders
 from mtp_runtime.loading.progress import show_loading
 from mtp_runtime.loading.same_files import require_same_files
 from mtp_runtime.loading.weight_source import WeightSource
+from mtp_runtime.models.around_layers import load_embedding, load_head, load_per_layer
 from mtp_runtime.models.compiled import CompiledExecution, refuse_torch_layers
 from mtp_runtime.models.execution import Execution, Head, Outputs, TorchExecution
 from mtp_runtime.models.layer_loader import LayerLoader
@@ -239,16 +240,15 @@ class OpenedModel:
         """Load the model, with its first `layers` main layers where that is given, and with its
         MTP modules where there is a contract for them. of_main: another execution of main layers.
         """
-        source, spec, contract = self.source, self.spec, self.contract
-        embedding = source.embedding(weight_name(spec.embedding))
-        head = Head(self.loader.norm(spec.norm), Outputs(source.head(spec.head), execution))
+        spec, contract, loader = self.spec, self.contract, self.loader
+        embedding, head = load_embedding(loader, spec), load_head(loader, spec, execution)
         count = self.config.layers if layers is None else layers
         main = (of_main or execution).layers(map(self.layer, range(count)))
-        modules: tuple[MtpModule, ...] = ()
-        if contract is not None and source.has_mtp:
-            model = Model(self.config, embedding, main, head)
-            modules = tuple(self.mtp_module(model, mtp, contract) for mtp in spec.mtp)
-        return Model(self.config, embedding=embedding, layers=main, head=head, mtp_modules=modules)
+        model = Model(self.config, embedding, main, head, per_layer=load_per_layer(loader, spec))
+        if contract is None or not self.source.has_mtp:
+            return model
+        modules = (self.mtp_module(model, mtp, contract) for mtp in spec.mtp)
+        return replace(model, mtp_modules=tuple(modules))
 
     def layer(self, index: int) -> DecoderLayer:
         """Load one main layer."""

@@ -23,6 +23,7 @@ from mtp_runtime.config import ModelConfig
 from mtp_runtime.layers.attention import ForwardPass
 from mtp_runtime.layers.embedding import Embedding
 from mtp_runtime.layers.linear import Linear
+from mtp_runtime.layers.sandwich_layer import PerLayerEmbeddings
 from mtp_runtime.models.draft_cost import DraftCost
 from mtp_runtime.models.execution import DraftModule, Execution, Head, Layers
 
@@ -92,7 +93,8 @@ class Model:
     """The main model, and the MTP modules that were loaded with it, in order of depth.
 
     taps are main layers, ascending and none of them the first, whose inputs are kept. draft_cost:
-    of the modules' drafts, by the bytes that steps touch, where that is known.
+    of the modules' drafts, by the bytes that steps touch, where that is known. per_layer: what
+    layers are given of tokens beside the stream, None in most models.
     """
 
     config: ModelConfig
@@ -102,6 +104,7 @@ class Model:
     mtp_modules: tuple[MtpModule, ...] = ()
     taps: tuple[int, ...] = ()
     draft_cost: DraftCost | None = None
+    per_layer: PerLayerEmbeddings | None = None
 
     def tapped(self, taps: Sequence[int]) -> Model:
         """Return the model, its weights shared, with the inputs of some layers in its states."""
@@ -150,7 +153,9 @@ class Model:
     ) -> States:
         """Return the hidden states of every row."""
         assert isinstance(cache.main, JoinedCaches), "the cache that new_cache made"
-        x, forward = self.embedding(tokens), ForwardPass(layout)
+        x = self.embedding(tokens)
+        per_layer = None if self.per_layer is None else self.per_layer(tokens, x)
+        forward = ForwardPass(layout, per_layer=per_layer)
         kept = x.new_empty(len(x), len(self.taps), x.shape[1])
         for number, (run, run_cache) in enumerate(zip(self._runs, cache.main.parts, strict=True)):
             if number:

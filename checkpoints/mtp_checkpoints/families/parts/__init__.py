@@ -12,6 +12,7 @@ from mtp_checkpoints.families.parts.mamba2 import Mamba2
 from mtp_checkpoints.families.parts.mla import Mla
 from mtp_checkpoints.families.parts.plain_gqa import PlainGqa
 from mtp_checkpoints.families.parts.rope import PLAIN, Rope, Yarn
+from mtp_checkpoints.families.parts.shared_gqa import SharedGqa
 from mtp_checkpoints.families.parts.sliding_gqa import SlidingGqa
 from mtp_checkpoints.families.parts.sparse_mla import Indexer, SparseMla
 from mtp_checkpoints.families.parts.ungated import UngatedMlp, UngatedMoe
@@ -33,6 +34,7 @@ __all__ = [
     "PlainGqa",
     "Rope",
     "Router",
+    "SharedGqa",
     "SlidingGqa",
     "SparseMla",
     "UngatedMlp",

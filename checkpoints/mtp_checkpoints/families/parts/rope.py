@@ -78,7 +78,8 @@ class Llama3:
 class Rope:
     """Rotary positions of `size` elements of a head. scaling is the name of their stretching; yarn
     has the numbers of YaRN's, llama3 those of Llama 3.1's, and each is None for any other. sections
-    are the pairs that each of several positions turns, of which text has equal ones."""
+    are the pairs that each of several positions turns, of which text has equal ones. turning: the
+    pairs that turn at all, the first ones; None: all."""
 
     size: int
     theta: float
@@ -86,6 +87,7 @@ class Rope:
     yarn: Yarn | None = None
     sections: tuple[int, ...] = ()
     llama3: Llama3 | None = None
+    turning: int | None = None
 
     @classmethod
     def of(cls, fields: Fields, size: int) -> Rope:

@@ -1,0 +1,153 @@
+"""Gemma-4 by name, against the tensors of transformers' classes, and run, against their logits and
+tokens in float32."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
+from mtp_checkpoints.families import DRAFTED_APART, SEPARATE_DRAFTS, family_of
+from mtp_checkpoints.families.spec import ModelSpec
+from mtp_export.bundle.export import open_source
+from mtp_runtime import LLM, SamplingParams
+from mtp_runtime.models.layer_types import why_not_computed
+from runtime.gemma import (
+    CLUSTERS,
+    EXPERTS,
+    HIDDEN,
+    KINDS,
+    OF_ASSISTANT,
+    TEXT,
+    generated,
+    shapes_of,
+    share_as_before,
+    text_config,
+    write_target,
+)
+from runtime.harness import Walk, load, prompts_of
+from runtime.test_family_oracles import TOLERANCE, relative_error
+
+TOWER = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "head_dim": 16} | {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.fixture(autouse=True)
+def sharing(monkeypatch: pytest.MonkeyPatch) -> None:
+    share_as_before(monkeypatch)
+
+
+def described(config: Any) -> tuple[ModelSpec, dict[str, tuple[int, ...]]]:
+    """The family of transformers' config, and its tensors."""
+    written = json.loads(json.dumps(config.to_dict()))
+    spec = family_of({"model_type": config.model_type, **written})
+    return spec, {name: one.shape for name, one in spec.tensors.items()}
+
+
+def made(kind: str, config: Any) -> dict[str, tuple[int, ...]]:
+    """The tensors that transformers' class has, without their values."""
+    with torch.device("meta"):
+        return shapes_of(getattr(transformers, kind)(config))
+
+
+@pytest.mark.parametrize("changes", [*KINDS.values(), EXPERTS], ids=[*KINDS, "experts"])
+def test_tensors_of_a_decoder(changes: dict[str, Any]) -> None:
+    config = text_config(**changes)
+    spec, tensors = described(config)
+    assert tensors == made("Gemma4ForCausalLM", config)
+    assert bool(why_not_computed(spec)) == ("enable_moe_block" in changes)
+    assert not spec.mtp and spec.head == spec.embedding
+
+
+@pytest.mark.parametrize("name", ["Gemma4", "Gemma4Unified"])
+def test_tensors_beside_a_tower_are_carried(name: str) -> None:
+    text = text_config(f"{name}TextConfig", **KINDS["large"])
+    towers = {"vision_config": TOWER} if name == "Gemma4" else {}
+    config = getattr(transformers, f"{name}Config")(text_config=text, **towers)
+    spec, tensors = described(config)
+    theirs = made(f"{name}ForConditionalGeneration", config)
+    assert tensors == {n: shape for n, shape in theirs.items() if not spec.carries(n)}
+    assert all(n.startswith("model.language_model.") for n in tensors)
+
+
+@pytest.mark.parametrize("name", ["Gemma4Assistant", "Gemma4UnifiedAssistant"])
+@pytest.mark.parametrize("more", [{}, CLUSTERS], ids=["whole", "clusters"])
+def test_tensors_of_an_assistant(name: str, more: dict[str, Any]) -> None:
+    kind = f"{name.removesuffix('Assistant')}TextConfig"
+    text = text_config(kind, **OF_ASSISTANT)
+    config = getattr(transformers, f"{name}Config")(
+        text_config=text, backbone_hidden_size=HIDDEN, **more
+    )
+    spec, tensors = described(config)
+    assert tensors == made(f"{name}ForCausalLM", config)
+    assert "draft in a checkpoint of its own" in why_not_computed(spec)
+
+
+def test_every_name_has_a_class_of_transformers() -> None:
+    names = {*DRAFTED_APART, *SEPARATE_DRAFTS}
+    assert names <= set(transformers.CONFIG_MAPPING.keys())
+    assert names == {
+        *("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
+        *("gemma4_assistant", "gemma4_unified_assistant"),
+    }
+
+
+def test_names_in_layers_that_take_others_keys_are_carried() -> None:
+    """Releases have them, and transformers drops them."""
+    spec, _ = described(text_config(**KINDS["small"]))
+    assert spec.carries("model.layers.3.self_attn.k_proj.weight")
+    assert not spec.carries("model.layers.2.self_attn.k_proj.weight")
+    assert not spec.carries("model.layers.3.self_attn.q_proj.weight")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"attention_bias": True}, UnsupportedError),
+        ({"use_bidirectional_attention": "all"}, InvalidInputError),
+        ({"per_layer_config": {"2": {"intermediate_size": 8}}}, InvalidInputError),
+        ({"layer_types": ["full_attention"]}, InvalidInputError),
+        ({"num_kv_shared_layers": 7}, InvalidInputError),
+    ],
+)
+def test_unusable_fields(changes: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        family_of({"model_type": "gemma4_text", **TEXT, **KINDS["small"], **changes})
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gemma")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_and_tokens(kind: str, folders: Path) -> None:
+    """Of a prefill, of tokens one by one behind it, and of batches of one and of eight, whose
+    texts are shorter and longer than the window."""
+    theirs, path = write_target(folders / kind, kind), folders / kind
+    (tokens,) = prompts_of([50], 96)
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([tokens])).logits[0]
+    walk = Walk(load(path))
+    parts = [tokens[:38], *([token] for token in tokens[38:])]
+    found = torch.cat([walk.feed(part)[0] for part in parts])
+    assert relative_error(found, expected) <= TOLERANCE
+    llm, params = LLM(path), SamplingParams(max_tokens=8, ignore_eos=True)
+    prompts = prompts_of([1, 9, 15, 16, 17, 23, 30, 41], 96)
+    outputs = llm.generate(prompts, params)
+    assert [list(one.token_ids) for one in outputs] == [generated(theirs, p, 8) for p in prompts]
+    assert llm.generate(prompts[7], params)[0].token_ids == outputs[7].token_ids
+
+
+def test_a_model_without_mtp_layers_is_not_exported(folders: Path) -> None:
+    write_target(folders / "apart", "large")
+    with pytest.raises(UnsupportedError, match="no MTP layer here to export") as caught:
+        open_source(folders / "apart")
+    assert "assistant" in str(caught.value)
