@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.signs import count_field
 from mtp_checkpoints.families.spec import ModelSpec
+from mtp_checkpoints.formats import WeightFormat
 from mtp_checkpoints.formats.nvfp4 import NvFp4Format
 from mtp_checkpoints.layouts import engine_of, target_of
+from mtp_checkpoints.layouts.base import Target
 from mtp_checkpoints.quantization.stored import StoredModel, stored_source
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.tensors.bundle_folder import open_checkpoint
@@ -60,23 +62,27 @@ def viewed(checkpoint: Checkpoint, source: Opened) -> Opened:
     return checkpoint, stored_source(checkpoint.config, checkpoint.tensors)
 
 
-def open_source(place: Place, *, nvfp4: bool = False) -> Opened:
+def open_source(place: Place, *, carried_to: Target | None = None) -> Opened:
     """Open a checkpoint, or a bundle as one, with an MTP layer and exactly the tensors that its
-    config implies; nvfp4: linears may be in it too.
+    config implies; carried_to: the target for which the run may carry codes into another layout.
 
     Raises UnsupportedError for another model or one without MTP layer, InvalidInputError for the
     first tensor that is missing, extra or of another shape or dtype.
     """
     checkpoint = open_checkpoint(place)
     stored = stored_source(checkpoint.config, checkpoint.tensors)
-    if not nvfp4 and any(isinstance(kind.format, NvFp4Format) for kind in stored.kinds):
+    for one in {kind.format for kind in stored.kinds}:
+        is_nvfp4 = isinstance(one, NvFp4Format)
+        if not (is_nvfp4 or one.held_by) or _is_carried(one, carried_to):
+            continue
+        own = f"--target llama.cpp, whose blocks {' or '.join(sorted(one.held_by))} hold its codes"
         raise UnsupportedError(
-            "A checkpoint in nvfp4 is carried into another layout, and not exported",
+            f"A checkpoint in {one.storage} is carried into another layout, and not converted",
             where=place,
             expected="unquantized weights, or fp8",
             found=f"{stored.unkept} linears",
-            todo="Use mtp-export quantize --base-quant weight_only_nvfp4, or start from the"
-            " original checkpoint",
+            todo=f"Use mtp-export quantize {'--base-quant weight_only_nvfp4' if is_nvfp4 else own},"
+            " or start from the original checkpoint",
         )
     # The MTP layer comes last, as a rule.
     if not any(stored.family.mtp_layer_of(n) is not None for n in reversed(checkpoint.tensors)):
@@ -85,6 +91,12 @@ def open_source(place: Place, *, nvfp4: bool = False) -> Opened:
     if problems:
         problems[0].raise_as_error(place, len(problems) - 1)
     return checkpoint, stored
+
+
+def _is_carried(one: WeightFormat, target: Target | None) -> bool:
+    if target is None:
+        return False
+    return bool(one.held_by) if target.rewrites_main else isinstance(one, NvFp4Format)
 
 
 def _without_mtp(checkpoint: Checkpoint, family: ModelSpec) -> UnsupportedError:

@@ -28,7 +28,7 @@ from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_checkpoints.tensors.model_identity import unknown_identity
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.bundle.options import ContentOptions, Part
-from mtp_export.bundle.tensor_types import OF_SCHEMES, TensorTypes, is_matrix
+from mtp_export.bundle.tensor_types import OF_SCHEMES, TensorTypes, is_matrix, refuse_codes
 from mtp_export.plan import COPY, OutputShard, PartPlan, Step, pack_together
 from mtp_export.schemes.gguf_forms import Reform
 from mtp_export.schemes.gguf_transforms import SplitLatentUp, Widen
@@ -205,6 +205,7 @@ def _as_stored(step: Step, family: ModelSpec, form_of: Callable[[str], Form | No
 
 def _reformed(step: Step, form: Form, *, is_wide: bool) -> Step:
     """Return the step of a tensor in another form."""
+    refuse_codes(step)
     output, operation = step.outputs[0], Reform(form)
     if isinstance(step.operation, Convert):
         own = step.operation
@@ -224,6 +225,7 @@ def _reformed(step: Step, form: Form, *, is_wide: bool) -> Step:
 
 def _split(step: Step, names: tuple[str, ...], sizes: LatentSizes) -> Step:
     """Return the step of both halves of a projection of latents."""
+    refuse_codes(step)
     (output,) = step.outputs
     operation = SplitLatentUp(sizes)
     if isinstance(step.operation, Convert):

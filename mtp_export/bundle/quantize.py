@@ -92,7 +92,7 @@ def default_input() -> Path:
     return folder
 
 
-def default_output(source: Place, precision: Precision) -> tuple[Path, Opened]:
+def default_output(source: Place, precision: Precision, target: str) -> tuple[Path, Opened]:
     """Return a folder beside the input, named after the pair of schemes, and the input opened.
 
     Raises UsageError for a remote input, beside which nothing can be written.
@@ -104,7 +104,7 @@ def default_output(source: Place, precision: Precision) -> tuple[Path, Opened]:
             expected="--output-dir",
             todo="Name the folder of the bundle",
         )
-    opened = open_source(source, nvfp4=True)
+    opened = open_source(source, carried_to=target_of(target))
     names = _scheme_names(precision, opened[1])
     folder = source.resolve()
     return folder.with_name("-".join([folder.name, *names])), opened
@@ -133,7 +133,7 @@ def quantize_recipe(
     """Check source and options; return the source, and the recipe of the bundle. Raises as
     plan_quantize."""
     target = target_of(options.bundle.target)
-    source = checkpoint, stored = opened or open_source(options.bundle.input_dir, nvfp4=True)
+    source = checkpoint, stored = opened or open_source(options.bundle.input_dir, carried_to=target)
     choice = _choose(options, stored)
     _check_format(options)
     _check_head(options, choice.head)

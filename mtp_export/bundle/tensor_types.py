@@ -16,6 +16,7 @@ from mtp_checkpoints.errors import UnsupportedError, UsageError
 from mtp_checkpoints.formats import FORMATS, GGUF, UNQUANTIZED, WeightFormat
 from mtp_checkpoints.formats.base import ReadOnlyFormat
 from mtp_export.plan import COPY, Copy, PartPlan, Step, Transform
+from mtp_export.schemes.carried import CarryToBlocks
 from mtp_export.schemes.gguf_forms import Reform
 from mtp_export.schemes.gguf_transforms import SplitLatentUp
 from mtp_export.schemes.transforms import Convert
@@ -79,6 +80,7 @@ class TensorTypes:
         wanted = [self.of_name(name) for name in names]
         if not any(wanted):
             return step
+        refuse_codes(step)
         formats = [_kept(step, number) if own is None else own for number, own in enumerate(wanted)]
         outputs = tuple(map(_in_format, formats, step.outputs))
         operation = _operation(step, formats, source)
@@ -86,6 +88,19 @@ class TensorTypes:
 
 
 OF_SCHEMES = TensorTypes()
+
+
+def refuse_codes(step: Step) -> None:
+    """Refuse a step that carries codes where numbers would change, or their places: each group of
+    codes has a scale of its own (UnsupportedError)."""
+    if isinstance(step.operation, CarryToBlocks):
+        raise UnsupportedError(
+            f"Tensor {step.inputs[0]} is in {step.operation.source.storage}, whose codes are"
+            " carried as they are alone",
+            expected="no other type for it, and no tensor that llama.cpp has in another form",
+            found=f"{step.operation.format.storage} would hold its codes in the released form",
+            todo="Start from the original checkpoint",
+        )
 
 
 def is_matrix(output: OutputTensor) -> bool:

@@ -107,7 +107,7 @@ def quantize(options: QuantizeCommand) -> None:
     given = given_once("The input", options.source, "--input-dir", options.input_dir)
     source = given or default_input()
     if output is None and not (making.dry_run and not isinstance(source, Path)):
-        output, opened = default_output(source, options.precision)
+        output, opened = default_output(source, options.precision, making.target)
     command = command_of("quantize", replace(options, input_dir=source))
     bundle = making.bundle(source, output, options.part, command=command)
     chosen = QuantizeOptions(bundle, **vars(options.precision))

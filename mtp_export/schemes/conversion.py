@@ -22,7 +22,7 @@ from mtp_checkpoints.formats.nvfp4 import NvFp4Format
 from mtp_checkpoints.quantization.method import PartStorage
 from mtp_checkpoints.quantization.stored import StoredWeight
 from mtp_export.plan import Step, copy_step
-from mtp_export.schemes.carried import Carry
+from mtp_export.schemes.carried import Carry, CarryToBlocks
 from mtp_export.schemes.scheme import every_linear
 from mtp_export.schemes.transforms import Convert, Transpose
 
@@ -66,6 +66,8 @@ class Conversion(PartStorage):
         if storage is None and self.scheme is not None and one.storage == Fp8Channel.storage:
             # Such as eh_proj: no config.json that is written describes it.
             storage = Unquantized.storage
+        if one.format.held_by and (storage is None or storage not in one.format.held_by):
+            raise _not_held(one, storage, tensor)
         stays = storage in (None, one.storage)
         if is_scale and not stays:
             return None
@@ -77,6 +79,8 @@ class Conversion(PartStorage):
         wanted = FORMATS[storage].of_options(self.options)
         if isinstance(wanted, NvFp4Format) and isinstance(one.format, NvFp4Format):
             return self._carried(one, wanted, tensors, name)
+        if wanted.storage in one.format.held_by:
+            return self._in_blocks(one, wanted, tensors, name)
         converted = wanted.for_columns(tensor.shape[-1])
         _check(tensor, converted)
         own = [stored.name for stored in one.tensors if stored.name in tensors]
@@ -97,6 +101,18 @@ class Conversion(PartStorage):
         assert isinstance(one.format, NvFp4Format), "as the caller asks"
         carry = Carry(inverted=wanted.divides != one.format.divides)
         return Step(carry, tuple(own[: len(outputs)]), outputs, scheme=self.scheme)
+
+    def _in_blocks(
+        self, one: StoredWeight, wanted: WeightFormat, tensors: Mapping[str, TensorInfo], name: str
+    ) -> Step:
+        """Return the step that writes a weight's codes as blocks of a GGUF file, its numbers the
+        same."""
+        codes, scale, *_ = (tensors[stored.name] for stored in one.tensors)
+        released = weight_name(name.removesuffix(codes.name.removeprefix(one.weight.module)))
+        _check_columns(codes, wanted, one.weight.shape)
+        outputs = wanted.tensors(released, one.weight.shape)
+        carry = CarryToBlocks(wanted, one.format)
+        return Step(carry, (codes.name, scale.name), outputs, scheme=self.scheme)
 
     def _joined_with(self, one: StoredWeight, tensors: Collection[str]) -> list[str]:
         """Return the other modules that engines join with a weight's, as far as they are there."""
@@ -125,14 +141,30 @@ def _check(weight: TensorInfo, target: WeightFormat) -> None:
             found=weight.dtype,
             todo="Start from the original release",
         )
-    if weight.shape[1] % target.k_divisor:
+    _check_columns(weight, target, weight.shape)
+
+
+def _check_columns(weight: TensorInfo, target: WeightFormat, shape: tuple[int, ...]) -> None:
+    """Refuse columns of a weight [N, K] that a format cannot divide."""
+    if shape[1] % target.k_divisor:
         raise UnsupportedError(
             f"Tensor {weight.name} cannot become {target.storage}",
             where=weight.path,
             expected=f"K divisible by {target.k_divisor}, {target.k_unit}",
-            found=f"[N, K] = {list(weight.shape)}",
-            todo=_fit(weight.shape[1], target),
+            found=f"[N, K] = {list(shape)}",
+            todo=_fit(shape[1], target),
         )
+
+
+def _not_held(one: StoredWeight, storage: str | None, tensor: TensorInfo) -> UnsupportedError:
+    """Return the error of codes that what is written of them would not hold as they are."""
+    return UnsupportedError(
+        f"Tensor {tensor.name} is in {one.storage}, whose codes are carried as they are alone",
+        where=tensor.path,
+        expected=f"a precision of {' or '.join(sorted(one.format.held_by))} for it",
+        found=storage or "a precision that leaves it as it is",
+        todo="Start from the original checkpoint",
+    )
 
 
 def _fit(columns: int, target: WeightFormat) -> str:

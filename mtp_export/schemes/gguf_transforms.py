@@ -12,7 +12,14 @@ from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.formats import UNQUANTIZED, Fp8Block, WeightFormat
 from mtp_checkpoints.tensors.tensor_stream import TensorStream
 from mtp_export.plan import Facts, Resources, Sink
-from mtp_export.schemes.transforms import RowPiece, array_of, bytes_of, converting, quality
+from mtp_export.schemes.transforms import (
+    RowPiece,
+    array_of,
+    bytes_of,
+    converting,
+    quality,
+    row_pieces,
+)
 from mtp_kernels.sizes import LatentSizes
 
 if TYPE_CHECKING:
@@ -96,7 +103,7 @@ class SplitLatentUp:
         compiles = resources.device == "cpu" and not self.uses_torch
         for start, stop in self._pieces():
             with converting(inputs[0].info, (start, stop)):
-                rows = self._rows(inputs, start, stop)
+                rows = row_pieces(inputs, self.source, start, stop)
                 halves = (self._by_arrays(rows) if compiles else None) or self._by_tensors(rows)
             for number, (half, error) in enumerate(halves):
                 sink(number, bytes_of(half))
@@ -114,14 +121,6 @@ class SplitLatentUp:
         step = max(1, _PIECE_ELEMENTS // (unit * self.sizes.latent)) * unit
         for start in range(0, rows, step):
             yield start, min(start + step, rows)
-
-    def _rows(self, inputs: Sequence[TensorStream], start: int, stop: int) -> list[RowPiece]:
-        per_scale = self.source.scale_rows
-        spans = ((start, stop), (start // per_scale, -(-stop // per_scale)))
-        return [
-            RowPiece(stream.info, stream.row_data(*span), span[1] - span[0])
-            for stream, span in zip(inputs, spans, strict=False)
-        ]
 
     def _by_arrays(self, rows: Sequence[RowPiece]) -> Sequence[Half] | None:
         """Return both halves by compiled code; None for rows that it does not know."""

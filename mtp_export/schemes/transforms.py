@@ -90,7 +90,7 @@ class Convert:
         self, inputs: Sequence[RowBytes], rows: tuple[int, int], device: str
     ) -> torch.Tensor | Fp8Block:
         """Return the next rows of the weight, as they are read (ValueError for unusable scales)."""
-        return self._values(self._rows_of(inputs, *rows), device)
+        return self._values(row_pieces(inputs, self.source, *rows), device)
 
     def constants(self, shape: tuple[int, ...], outputs: int) -> Iterator[tuple[int, memoryview]]:
         """Return the bytes of those of its outputs that no element of a weight [N, K] decides, by
@@ -106,7 +106,7 @@ class Convert:
         of_matrix: Sequence[Any] = ()
         for start, stop in row_ranges(weight):
             with converting(weight, (start, stop)):
-                results, error = self._convert(self._rows_of(inputs, start, stop), device)
+                results, error = self._convert(row_pieces(inputs, self.source, start, stop), device)
             errors.append(error)
             for number, result in enumerate(results[:OF_ROWS]):
                 sink(number, bytes_of(result))
@@ -124,17 +124,9 @@ class Convert:
             one = inputs[number : number + count]
             for start, stop in row_ranges(one[0].info):
                 with converting(one[0].info, (start, stop)):
-                    found = self._largest(self._rows_of(one, start, stop), device)
+                    found = self._largest(row_pieces(one, self.source, start, stop), device)
                 largest = max(largest, found)
         return largest
-
-    def _rows_of(self, inputs: Sequence[RowBytes], start: int, stop: int) -> list[RowPiece]:
-        per_scale = self.source.scale_rows
-        spans = ((start, stop), (start // per_scale, -(-stop // per_scale)))
-        return [
-            RowPiece(stream.info, stream.row_data(*span), span[1] - span[0])
-            for stream, span in zip(inputs, spans, strict=False)
-        ]
 
     def _convert(self, pieces: Sequence[RowPiece], device: str) -> tuple[Sequence[Any], ErrorStats]:
         """Convert rows of a weight: without torch where compiled code knows them."""
@@ -180,6 +172,18 @@ class RowPiece(NamedTuple):
     def tensor(self) -> torch.Tensor:
         """Return the rows as a tensor."""
         return as_rows(self.info, self.data, self.rows)
+
+
+def row_pieces(
+    inputs: Sequence[RowBytes], source: WeightFormat, start: int, stop: int
+) -> list[RowPiece]:
+    """Return the next rows of a weight in a format, [start, stop), and those of its scales."""
+    per_scale = source.scale_rows
+    spans = ((start, stop), (start // per_scale, -(-stop // per_scale)))
+    return [
+        RowPiece(stream.info, stream.row_data(*span), span[1] - span[0])
+        for stream, span in zip(inputs, spans, strict=False)
+    ]
 
 
 def _arrays(pieces: Sequence[RowPiece]) -> Rows:

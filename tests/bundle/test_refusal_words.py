@@ -166,7 +166,7 @@ def test_an_npu_makes_the_bytes_of_a_cpu_or_is_refused(
 
 
 def test_folders_by_default(pristine: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = default_output(pristine, Precision("keep", "bf16"))[0]
+    found = default_output(pristine, Precision("keep", "bf16"), "hf")[0]
     assert found == pristine.with_name(f"{pristine.name}-a8w8_fp8-bf16")
     output.mkdir()
     monkeypatch.chdir(output)
@@ -182,7 +182,7 @@ def test_folders_by_default(pristine: Path, output: Path, monkeypatch: pytest.Mo
 def test_no_folder_beside_a_remote_input() -> None:
     place = Address("hf://acme/tiny")
     with pytest.raises(UsageError) as refusal:
-        default_output(place, Precision("keep", "bf16"))
+        default_output(place, Precision("keep", "bf16"), "hf")
     assert words_of(refusal.value) == (
         "A bundle cannot be written beside a remote input",
         "--output-dir",

@@ -99,6 +99,7 @@ class WeightFormat(ABC):
     # A number of the whole matrix goes with its scales, one for all linears that engines join.
     of_whole_matrix: ClassVar[bool] = False
     of_no_scheme: ClassVar[bool] = False  # conversions start from it, and no scheme keeps it
+    held_by: ClassVar[frozenset[str]] = frozenset()  # storages of GGUF files, with its numbers
     has_grid: ClassVar[bool] = False  # calibration may choose among its numbers
 
     @classmethod

@@ -92,6 +92,7 @@ class MxFp4Packed(_MicroScaled):
     bugs: ClassVar[tuple[Bug, ...]] = (swapped_pairs(), *shifted_exponents())
     operation: ClassVar[str] = "quantize_mxfp4"
     elements_per_code: ClassVar[int] = 2
+    held_by: ClassVar[frozenset[str]] = frozenset({"mxfp4"})
     layout: ClassVar[str] = "mxfp4-pack-quantized"
     bits: ClassVar[int] = 4
     in_words: ClassVar[str] = layout

@@ -72,6 +72,7 @@ class Int8Channel(_PackQuantized):
     operation: ClassVar[str] = "quantize_int8_channel"
     compiled_sources: ClassVar[frozenset[str]] = frozenset({"bf16", "fp8_block"})
     elements_per_code: ClassVar[int] = 4
+    held_by: ClassVar[frozenset[str]] = frozenset({"q8_0"})
     in_words: ClassVar[str] = "pack-quantized int8 per channel"
 
     @classmethod
@@ -108,6 +109,7 @@ class Int4Group(_PackQuantized):
     operation: ClassVar[str] = "quantize_int4_group"
     compiled_sources: ClassVar[frozenset[str]] = frozenset({"bf16", "fp8_block"})
     elements_per_code: ClassVar[int] = 8
+    held_by: ClassVar[frozenset[str]] = frozenset({"q4_0", "q8_0"})
     has_grid: ClassVar[bool] = True
     in_words: ClassVar[str] = (
         f"pack-quantized int4 in groups of {', '.join(map(str, GROUP_SIZES[:-1]))}"

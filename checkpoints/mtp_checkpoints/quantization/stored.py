@@ -210,11 +210,12 @@ class StoredModel:
 
     @cached_property
     def unkept(self) -> str | None:
-        """Storage of all that is quantized in a source where no scheme keeps it; else None."""
+        """Storages of all that is quantized in a source where no scheme keeps it; else None."""
         formats = {kind.format.storage: kind.format for kind in self.kinds}
         formats.pop(Unquantized.storage, None)
-        alone = len(formats) == 1 and all(one.of_no_scheme for one in formats.values())
-        return next(iter(formats)) if alone else None
+        is_alone = len(formats) == 1
+        unkept = all(one.held_by or is_alone and one.of_no_scheme for one in formats.values())
+        return " and ".join(formats) or None if unkept else None
 
     def reread(self, quantization: object, rename: Callable[[str], str]) -> StoredModel:
         """Return what the same weights must be under another quantization_config and other names,
@@ -267,10 +268,9 @@ def stored_model(config: Mapping[str, Any], names: Collection[str] = ()) -> Stor
 
 
 def stored_source(config: Mapping[str, Any], names: Collection[str] = ()) -> StoredModel:
-    """Return what a checkpoint to export or quantize holds: unquantized, native fp8, or fp8 with a
-    scale per channel, or nvfp4.
-
-    names and errors as of stored_model; UnsupportedError for any other quantization too.
+    """Return what a checkpoint to export or quantize holds: unquantized, native fp8, fp8 with a
+    scale per channel, or codes that are carried: nvfp4, and what blocks of GGUF files hold. names
+    and errors as of stored_model; UnsupportedError for any other quantization too.
     """
     family_of(config)
     quantization = quantization_of(config)

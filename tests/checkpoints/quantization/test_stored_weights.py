@@ -209,12 +209,13 @@ def test_a_method_that_is_no_name_is_refused(method: object) -> None:
         stored_model(FP8).mtp.reread({"quant_method": method}, str)
 
 
-def test_a_source_is_unquantized_or_native() -> None:
+def test_a_source_is_unquantized_or_native_or_carried() -> None:
     for config in (FP8, BF16):
         assert stored_source(config) == stored_model(config)
-    for config in (compressed(), w4afp8()):
-        with pytest.raises(UnsupportedError, match="Start from the original checkpoint"):
-            stored_source(config)
+    with pytest.raises(UnsupportedError, match="Start from the original checkpoint"):
+        stored_source(w4afp8())
+    carried = stored_source(compressed())  # into files that hold its codes
+    assert carried.unkept == "int8_channel" and carried.scheme is None
     with pytest.raises(UnsupportedError, match="model_type"):
         stored_source({"model_type": "x", "quantization_config": {"quant_method": "y"}})
 
