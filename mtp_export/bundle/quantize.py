@@ -11,7 +11,7 @@ from typing import Any
 from mtp_checkpoints.containers import SAFETENSORS
 from mtp_checkpoints.errors import UnsupportedError, UsageError
 from mtp_checkpoints.families.base import Role
-from mtp_checkpoints.families.parts.feed_forward import Moe
+from mtp_checkpoints.families.single_experts import has_fused_codes, taken_fused
 from mtp_checkpoints.formats import (
     FormatOptions,
     Fp8Block,
@@ -144,10 +144,12 @@ def quantize_recipe(
     main = _conversion(choice.base, choice, options, stored=stored)
     mtp = _conversion(choice.mtp, choice, options, stored=stored)
     _check_converts(options, main, stored)
-    # No engine reads codes of fused experts, and no GGUF file has fused ones.
+    # Codes of fused experts are converted one by one, and no GGUF file has fused ones.
     of_main, of_mtp = (
         target.rewrites_main or Role.ROUTED_EXPERT in part.quantized_roles for part in (main, mtp)
     )
+    of_main |= has_fused_codes(stored.family, mtp=False)
+    of_mtp |= has_fused_codes(stored.family, main=False)
     _check_fused_experts(options.bundle.target, stored, main=main, mtp=mtp)
     apart = experts_apart(checkpoint, stored.family, main=of_main, mtp=of_mtp)
     source = checkpoint, stored = viewed(apart, source)
@@ -269,16 +271,10 @@ def _check_fused_experts(
 ) -> None:
     """Refuse to quantize a part with fused experts that the target takes as they are alone
     (UnsupportedError)."""
-    moes = [(one.feed_forward, one.feed_forward_prefix) for one in stored.family.every_layer]
-    fused = (
-        name
-        for moe, prefix in moes
-        if isinstance(moe, Moe) and target in moe.names.takes_fused
-        for name in moe.apart(prefix)
-    )
+    fused = taken_fused(stored.family, target)
     for spec in map(stored.family.tensors.__getitem__, fused):
         part = main if spec.mtp_layer is None else mtp
-        if Role.ROUTED_EXPERT in part.quantized_roles:
+        if Role.ROUTED_EXPERT in part.quantized_roles or has_fused_codes(stored.family):
             raise UnsupportedError(
                 f"Target {target} reads this model's experts fused, and no codes of them",
                 expected="bf16 for the part that holds them, or --target vllm",

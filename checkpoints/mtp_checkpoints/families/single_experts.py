@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from mtp_checkpoints.families.parts.feed_forward import Moe
@@ -13,15 +14,32 @@ def single_experts(
 ) -> dict[str, tuple[str, ...]]:
     """Return per fused tensor of main layers, of MTP layers or of both the weights of single
     experts that it holds, in the order of their rows."""
+    found: dict[str, tuple[str, ...]] = {}
+    for moe, prefix in _mixtures(family, main=main, mtp=mtp):
+        found |= moe.apart(prefix)
+    return found
+
+
+def has_fused_codes(family: ModelSpec, *, main: bool = True, mtp: bool = True) -> bool:
+    """Return whether experts of main layers, of MTP layers or of either are stored fused in fp8."""
+    return any(moe.fused_scales for moe, _ in _mixtures(family, main=main, mtp=mtp))
+
+
+def taken_fused(family: ModelSpec, target: str) -> Iterator[str]:
+    """Yield the fused tensors of experts that a target reads fused alone."""
+    for moe, prefix in _mixtures(family, main=True, mtp=True):
+        if target in moe.names.takes_fused:
+            yield from moe.apart(prefix)
+
+
+def _mixtures(family: ModelSpec, *, main: bool, mtp: bool) -> Iterator[tuple[Moe, str]]:
     layers = [
         *(family.layers if main else ()),
         *(module.layer for module in family.mtp if mtp),
     ]
-    found: dict[str, tuple[str, ...]] = {}
     for layer in layers:
         if isinstance(layer.feed_forward, Moe):
-            found |= layer.feed_forward.apart(layer.feed_forward_prefix)
-    return found
+            yield layer.feed_forward, layer.feed_forward_prefix
 
 
 def with_single_experts(family: ModelSpec) -> ModelSpec:

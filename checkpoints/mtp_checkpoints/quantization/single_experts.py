@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from mtp_checkpoints.families.single_experts import single_experts, with_single_experts
+from mtp_checkpoints.families.parts.feed_forward import fused_scale
+from mtp_checkpoints.families.single_experts import (
+    has_fused_codes,
+    single_experts,
+    with_single_experts,
+)
 from mtp_checkpoints.quantization.stored import StoredModel
 from mtp_checkpoints.tensors.experts_apart import experts_apart
 from mtp_checkpoints.tensors.reader import Checkpoint
@@ -17,8 +22,10 @@ def one_by_one(checkpoint: Checkpoint, stored: StoredModel) -> tuple[Checkpoint,
     specs = [family.tensors[name] for name in names]
     if not specs:
         return checkpoint, stored
-    kept = stored.of_tensors(lambda spec: spec.name not in fused)
-    singles = StoredModel(family, None, specs, ()).reread(None, str)  # never quantized
+    others = {*fused, *map(fused_scale, fused)}
+    kept = stored.of_tensors(lambda spec: spec.name not in others)
+    quantization = stored.quantization if has_fused_codes(stored.family) else None
+    singles = StoredModel(family, quantization, specs, ()).reread(quantization, str)
     apart = StoredModel(
         family,
         stored.quantization,

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from mtp_checkpoints.containers.base import TensorInfo
+from mtp_checkpoints.families.parts.feed_forward import fused_scale
 from mtp_checkpoints.families.single_experts import single_experts
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.tensors.reader import Checkpoint
@@ -18,6 +19,7 @@ def experts_apart(
     """Return a checkpoint as if it held the fused experts of main layers, of MTP layers or of both
     one by one, under the names of such; the checkpoint itself where none are fused."""
     apart = single_experts(family, main=main, mtp=mtp)
+    apart |= {fused_scale(name): tuple(map(fused_scale, own)) for name, own in apart.items()}
     if apart.keys().isdisjoint(checkpoint.tensors):
         return checkpoint
     shards = (

@@ -10,7 +10,7 @@ from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
 
-from mtp_checkpoints.families.base import Role
+from mtp_checkpoints.families.base import FLOATS, Role
 from mtp_checkpoints.families.signs import main_layers, projection_in_main
 from mtp_checkpoints.formats import UNQUANTIZED
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
@@ -194,7 +194,8 @@ def _scales_alike(facts: Sequence[WeightFacts]) -> Item:
     kinds: dict[str, list[tuple[str, float]]] = defaultdict(list)
     for fact in facts:
         spec = fact.weight.stored.weight
-        if _varies(fact) and len(spec.shape) > 1:
+        is_values = spec.dtypes[0] in FLOATS  # no codes of fused experts, whose scales lie apart
+        if _varies(fact) and len(spec.shape) > 1 and is_values:
             size = fact.statistics.root_mean_square
             kinds[_kind(spec.name)].append((fact.weight.name, size))
     problems, most = [], 1.0

@@ -11,6 +11,7 @@ from functools import cache
 from itertools import cycle, repeat
 from typing import ClassVar, NamedTuple
 
+from mtp_checkpoints.dtypes import DType
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.families.base import (
     FLOATS,
@@ -26,6 +27,7 @@ from mtp_kernels.sizes import Routing
 
 BIASED = "noaux_tc"  # the method of a router with a bias that counts for picking alone
 GREEDY = "greedy"  # the method of a router whose scores alone count
+_BLOCK = 128  # rows and columns of the blocks of fp8 that releases have
 SOFTMAX = "softmax"  # over the scores of all experts
 DENSE = "mlp.(gate_proj|up_proj|gate_up_proj|down_proj)$"  # the pattern of a dense layer's linears
 _USUAL = ModulePatterns(linears={})  # the names that nearly every model has
@@ -221,7 +223,8 @@ class Moe:
     shared_inner: inner values of all shared experts together; None: each has those of a routed one.
     shared_gate: the sigmoid of a gate multiplies what the shared expert adds. is_fused: the routed
     experts are stored as tensors of three dimensions, else one by one. names are those that
-    checkpoints have for the modules. shared_limit: the limit of the shared experts.
+    checkpoints have for the modules. shared_limit: the limit of the shared experts. fused_scales:
+    fused experts are in fp8 blocks, with scales that are fused as they are.
     """
 
     expert: GatedMlp
@@ -233,6 +236,7 @@ class Moe:
     is_fused: bool = False
     names: MoeNames = _NAMES
     shared_limit: float | None = None
+    fused_scales: bool = False
 
     @classmethod
     def of(cls, fields: Fields, names: MoeNames = _NAMES) -> Moe:
@@ -292,14 +296,16 @@ class Moe:
     @property
     def one_by_one(self) -> Moe:
         """The mixture with its experts stored one by one."""
-        return replace(self, is_fused=False)
+        return replace(self, is_fused=False, fused_scales=False)
 
     def as_stored(self, prefix: str, names: Collection[str], apart: Collection[str]) -> Moe:
         """Return the mixture with its experts as tensors of these names have them, as it is where
         none is there; apart: what names of experts that are stored one by one begin with."""
-        fused = any(name in names for name in self.names.fused.under(prefix).every)
+        every = self.names.fused.under(prefix).every
+        fused = any(name in names for name in every)
+        scales = any(fused_scale(name) in names for name in every)
         return (
-            replace(self, is_fused=fused)
+            replace(self, is_fused=fused, fused_scales=scales)
             if fused or f"{prefix}.{self.names.experts}" in apart
             else self
         )
@@ -333,9 +339,27 @@ class Moe:
             count, inner, hidden = self.experts, expert.inner, expert.hidden
             rows = 2 * inner // len(names.fused.gate_up)
             for name in names.fused.gate_up:
-                yield make.kept(name, (count, rows, hidden), Role.ROUTED_EXPERT)
-            yield make.kept(names.fused.down, (count, hidden, inner), Role.ROUTED_EXPERT)
+                yield from self._fused(name, (count, rows, hidden), make)
+            yield from self._fused(names.fused.down, (count, hidden, inner), make)
         yield from expert.matrices(names.experts, Role.ROUTED_EXPERT, make)
+
+    def _fused(
+        self, name: str, shape: tuple[int, int, int], make: TensorMaker
+    ) -> Iterator[TensorSpec]:
+        """Yield a tensor of all experts; in fp8 its codes and their scales."""
+        values = make.kept(name, shape, Role.ROUTED_EXPERT)
+        if not self.fused_scales:
+            yield values
+            return
+        yield values._replace(dtypes=(DType.F8_E4M3,))
+        blocks = (shape[0], *(-(-size // _BLOCK) for size in shape[1:]))
+        scales = make.kept(fused_scale(name), blocks, Role.ROUTED_EXPERT)
+        yield scales._replace(dtypes=(DType.F32,))
+
+
+def fused_scale(name: str) -> str:
+    """Return the name of the scales of fused experts in fp8 blocks, by that of their codes."""
+    return f"{name}_scale_inv"
 
 
 def _activation(fields: Fields) -> str:
