@@ -71,8 +71,8 @@ def rows_by_turns(weight: torch.Tensor) -> torch.Tensor:
     return weight.view(2, len(weight) // 2, -1).transpose(0, 1).reshape(weight.shape)
 
 
-def exchanged(one: str, other: str, bundle: Path) -> None:
-    planting.swap(bundle / "main", one, other)
+def exchanged(one: str, other: str, bundle: Path, part: str = "main") -> None:
+    planting.swap(bundle / part, one, other)
 
 
 def exchanged_everywhere(bundle: Path) -> None:
@@ -156,6 +156,13 @@ SUSPECTED_LAYER_FAULTS: tuple[Fault, ...] = (
           "likelihood", "in_proj_a and in_proj_b of layer 2 are swapped", **_qwen),
     Fault("decays and betas of every gated delta net exchanged", exchanged_everywhere,
           "likelihood", "in_proj_a and in_proj_b of every layer of its kind are swapped", **_qwen),
+    Fault("rows of in_proj_b of a gated delta net in reverse order",
+          partial(changed, "main", "model.layers.2.linear_attn.in_proj_b.weight",
+                  lambda w: w.flip(0)),
+          "likelihood", "in_proj_b of layer 2 has its rows in reverse order", **_qwen),
+    Fault("dt_bias of a gated delta net halved",
+          partial(changed, "main", "model.layers.2.linear_attn.dt_bias", lambda w: w * 0.5),
+          "likelihood", "dt_bias of the attention of layer 2 is about 0.5 times", **_qwen),
     Fault("taps of a gated delta net a token early",
           partial(changed, "main", "model.layers.1.linear_attn.conv1d.weight",
                   lambda w: torch.nn.functional.pad(w[..., 1:], (0, 1))),
@@ -174,6 +181,7 @@ SUSPECTED_LAYER_FAULTS: tuple[Fault, ...] = (
 )  # fmt: skip
 # Of weights whose norms training keeps alike, which files alone show.
 _MLP, _ATTENTION = "model.layers.1.mlp.experts.3.%s.weight", "model.layers.%d.self_attn.%s.weight"
+_OF_MODULE = "model.layers.3.mlp.experts.%d.down_proj.weight"
 _OTHER = "model.layers.2.mlp.experts.6.up_proj.weight"
 SUSPECTED_NORM_FAULTS: tuple[Fault, ...] = (
     Fault("experts of two layers with each other's up_proj",
@@ -206,4 +214,7 @@ SUSPECTED_NORM_FAULTS: tuple[Fault, ...] = (
     Fault("norms of queries of two layers exchanged",
           partial(exchanged, _ATTENTION % (0, "q_norm"), _ATTENTION % (2, "q_norm")),
           "ledger", f"{_ATTENTION % (0, 'q_norm')} and {_ATTENTION % (0, 'k_norm')} are", **_glm),
+    Fault("two experts of the MTP layer with each other's down_proj",
+          partial(exchanged, _OF_MODULE % 0, _OF_MODULE % 7, part="mtp"),
+          "ledger", f"{_OF_MODULE % 0} and {_OF_MODULE % 7} are exchanged", **_glm),
 )  # fmt: skip

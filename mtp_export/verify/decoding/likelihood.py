@@ -179,7 +179,9 @@ class Changed:
     @property
     def is_far(self) -> bool:
         """True for a gain that makes a layer suspected that nothing else does."""
-        return self.variant.is_left_out or self.gain.value > LEAST_RESIZED_NATS
+        variant = self.variant
+        is_told = variant.is_left_out or variant.is_of_tensor
+        return is_told or self.gain.value > LEAST_RESIZED_NATS
 
     def is_told_from(self, best: Changed) -> bool:
         """True for one that is less than another, text by text."""

@@ -13,7 +13,13 @@ from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.experts import SHARED, router_variants
 from mtp_export.verify.diagnosis.halves import ATTENTION, FEED_FORWARD, SIZES, Suspect
 from mtp_export.verify.diagnosis.leanings import Leaning, ScaledExperts
-from mtp_export.verify.diagnosis.tensor_variants import layer_places, replaced, tensor_variants
+from mtp_export.verify.diagnosis.tensor_variants import (
+    Place,
+    decay_places,
+    layer_places,
+    replaced,
+    tensor_variants,
+)
 from mtp_export.verify.diagnosis.variants import mixed_up
 from mtp_export.verify.evidence.side_by_side import VariantsOf
 from mtp_runtime.cache import CacheSpec, LayerCache
@@ -29,13 +35,14 @@ class LayerVariant:
     """A main model with one layer changed, None for all that can be: the change, in words that
     follow "when", and what is wrong with a bundle that is better with it. half: the part of the
     layer that is changed, "" where it is both. is_left_out: that, or an expert of it, adds
-    nothing."""
+    nothing. is_of_tensor: one of its tensors alone is changed."""
 
     layer: int | None
     change: str
     cause: str
     half: str = ""
     is_left_out: bool = False
+    is_of_tensor: bool = False
 
 
 Named = Iterator[tuple[LayerVariant, DecoderLayer]]
@@ -62,14 +69,16 @@ class _Times:
 
 def whole_variants(weak: Sequence[Leaning]) -> VariantsOf[LayerVariant]:
     """Return what yields a layer with each half halved and doubled, with each known mix-up of its
-    attention undone, there and in every layer, and without each expert that leans little to the
-    others."""
+    attention undone, there and in every layer, with changes undone of what decays are made with,
+    and without each expert that leans little to the others."""
 
     def variants(number: int, layer: DecoderLayer) -> Named:
         for half in WORDS:
             yield from _scaled(number, layer, half, SIZES)
         for place in (number, None):
             yield from _undone(place, _mix_ups(layer), ATTENTION)
+        for variant, other in _of_tensors(number, layer, decay_places(layer)):
+            yield replace(variant, half=ATTENTION), other
         experts = (expert for one in weak if one.layer == number for expert in one.experts)
         yield from _without(number, layer, experts)
 
@@ -120,21 +129,25 @@ def variants_of(suspects: Sequence[Suspect]) -> VariantsOf[LayerVariant]:
     it, changed, and with each change of a tensor undone."""
 
     def variants(number: int, layer: DecoderLayer) -> Named:
-        where = causes.main_layer(number)
         halves = [one.half for one in suspects if one.layer == number]
         for half in halves:
             yield from _scaled(number, layer, half, (LEFT_OUT, *SIZES))
         if FEED_FORWARD in halves and isinstance(layer.feed_forward, Moe):
             yield from _without(number, layer, range(len(layer.feed_forward.experts)))
-        places = [place for place in layer_places(layer) if halves]
-        for place, change, other in tensor_variants(layer, places):
-            if not change.only_last:
-                done = change.done.format(f"{place.name} of {where}")
-                cause = causes.of_tensor(place.name, where, change.wrong)
-                yield LayerVariant(number, done, cause), other
+        yield from _of_tensors(number, layer, layer_places(layer) if halves else ())
         yield from _undone(number, _exchanges(layer) if halves else ())
 
     return variants
+
+
+def _of_tensors(number: int, layer: DecoderLayer, places: Iterable[Place]) -> Named:
+    """Yield a layer with each change undone of each of some of its tensors."""
+    where = causes.main_layer(number)
+    for place, change, other in tensor_variants(layer, [*places]):
+        if not change.only_last:
+            done = change.done.format(f"{place.name} of {where}")
+            cause = causes.of_tensor(place.name, where, change.wrong)
+            yield LayerVariant(number, done, cause, is_of_tensor=True), other
 
 
 Exchanged = tuple[str, str, DecoderLayer]

@@ -112,7 +112,7 @@ class _Usual:
 
     @classmethod
     def of(cls, alike: Sequence[Neurons]) -> _Usual:
-        agreement, spread = _middle([one.agreements for one in alike])
+        agreement, spread = _upper([one.agreements for one in alike])
         octaves, octave_spread = _middle([one.octaves for one in alike])
         sizes, size_spread = _middle([one.sizes for one in alike])
         width = math.sqrt(max(1, alike[0].logs.shape[1] - 3))
@@ -177,6 +177,14 @@ def _middle(values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]
     rows = torch.stack([*values])
     middle = rows.median(0).values
     return middle, _SIGMA * (rows - middle).abs().median(0).values
+
+
+def _upper(values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the median of vectors [3], and the standard deviation by those above it: what is wrong
+    with some makes theirs less."""
+    rows = torch.stack([*values]).sort(0).values
+    middle = rows[len(rows) // 2]
+    return middle, _SIGMA * (rows[len(rows) // 2 :] - middle).median(0).values
 
 
 def _bound(spread: torch.Tensor) -> torch.Tensor:

@@ -136,6 +136,14 @@ def layer_places(layer: Any) -> Iterator[Place]:
             yield replace(place, path=("feed_forward", *place.path))
 
 
+def decay_places(layer: Any) -> Iterator[Place]:
+    """Yield the tensors that decays and betas of a layer's gated delta net are made with, of which
+    what the net adds as a whole shows little."""
+    if isinstance(layer.attention, GatedDeltaNet):
+        for place in _decays(layer.attention):
+            yield replace(place, path=("attention", *place.path))
+
+
 def mlp_places(mlp: Mlp, name: str) -> Iterator[Place]:
     """Yield the tensors of an MLP of this name."""
     middle = mlp.gate_up.weight.shape[0] // 2 if mlp.is_gated else 0
@@ -187,10 +195,17 @@ def _delta(attention: GatedDeltaNet) -> Iterator[Place]:
     channels = attention.sizes.channels
     yield Place("in_proj_qkv", ("inputs",), (0, channels))
     yield Place("in_proj_z", ("inputs",), (channels, None))
-    for name, path in (("conv1d", "convolution"), ("dt_bias", "bias")):
-        yield Place(f"{name} of the attention", (path,))
+    yield Place("conv1d of the attention", ("convolution",))
+    yield from _decays(attention)
     yield Place("the norm of the attention", ("norm", "weight"))
     yield Place("out_proj", ("output",), adds="the attention")
+
+
+def _decays(attention: GatedDeltaNet) -> Iterator[Place]:
+    heads = attention.sizes.value_heads
+    yield Place("in_proj_b", ("gate_inputs",), (0, heads))
+    yield Place("in_proj_a", ("gate_inputs",), (heads, None))
+    yield Place("dt_bias of the attention", ("bias",))
 
 
 # By the kind of attention; of one that is not listed no tensor is tried.
