@@ -159,6 +159,19 @@ def _quantize(sandbox: Sandbox, random: Random, lab: Lab) -> None:
         oracle.check_quantized(source, sandbox.output, reference)
 
 
+def _carried(sandbox: Sandbox, random: Random, lab: Lab) -> None:
+    """Codes into blocks of GGUF files."""
+    base = random.choice(("q4_0", "q4_0", "q8_0", "q5_0"))
+    pair = ("--base-quant", base, "--mtp-quant", "q8_0", "--allow-untested-pair")
+    target = ("--target", "llama.cpp", "--pre-tokenizer", "none", "--workers", "1", "--quiet")
+    where = ("--input-dir", sandbox.bundle, "--output-dir", sandbox.output)
+    outcome = sandbox.run("quantize", *pair, *target, *where)
+    if outcome.code:
+        oracle.check_nothing_whole(sandbox.output)
+    else:
+        _check_verified(sandbox, "--level", "files")
+
+
 def _verify(level: str) -> Callable[[Sandbox, Random, Lab], None]:
     def run(sandbox: Sandbox, random: Random, lab: Lab) -> None:
         reports = {name: sandbox.folder / f"report.{name}" for name in ("json", "xml", "html")}
@@ -364,6 +377,7 @@ COMMANDS: dict[str, Command] = {
     "export": Command(("fp8", "bf16", "qwen"), 30, _export),
     "dry run": Command(("fp8", "bf16", "qwen", "bundle", "drafts"), 15, _dry_run),
     "quantize": Command(("fp8", "bf16", "qwen", "bundle", "drafts"), 5, _quantize),
+    "carried": Command(("carried",), 5, _carried),
     "verify files": Command(("bundle", "int4", "paddlenlp"), 10, _verify("files")),
     "verify weights": Command(("bundle", "paddlenlp"), 5, _verify("weights")),
     "verify foreign": Command((*_FOREIGN, "fp8", "bf16", "qwen"), 25, _foreign),

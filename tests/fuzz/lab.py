@@ -149,6 +149,17 @@ def _paddlenlp(folder: Path) -> None:
 
 def _int4(folder: Path) -> None:
     _bf16(folder)
+    _in_integers(folder)
+
+
+def _carried(folder: Path) -> None:
+    """Codes in int4 and int8 that blocks of GGUF files hold."""
+    _of_whole_blocks(folder / "source")
+    _in_integers(folder)
+
+
+def _in_integers(folder: Path) -> None:
+    """A bundle of a folder's source."""
     pair = ("--base-quant", "weight_only_int4", "--mtp-quant", "weight_only_int8")
     options = (*pair, "--group-size", "32", "--checksums", "all", "--workers", "1", "--quiet")
     _done(quantize(folder / "source", folder / "bundle", *options).code)
@@ -339,6 +350,7 @@ SUBJECTS: dict[str, Callable[[Path], None]] = {
     "bundle": _bundle,
     "paddlenlp": _paddlenlp,
     "int4": _int4,
+    "carried": _carried,
     "unfinished": _unfinished,
     "shares": _shares,
     "drafts": _drafts,
