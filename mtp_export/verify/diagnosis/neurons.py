@@ -28,9 +28,9 @@ _ROWS, _COLUMNS = ([pair[end] for pair in _PAIRS] for end in range(2))
 # of random weights have none, those of the trained fixtures 0.7 to 0.9 of up and down.
 LEAST_ALIKE, LEAST_USUAL = 5, 0.5
 # Standard errors that the correlations of a tensor with both others lie below the medians in sum,
-# in Fisher's transform: 4.7 and less in the trained fixtures. Each lies below half of its median,
-# and no farther from none than in any other order: layers of a good model may differ in how far
-# theirs go together, but none has neurons that do not at all.
+# in Fisher's transform: 6.9 and less in the trained fixtures. Each lies below half of its median,
+# and no farther from none than in any other order, which none does there: layers of a good model
+# may differ in how far theirs go together, but none has neurons that do not at all.
 _MOST_ERRORS, _CHANCE_ERRORS = 6.5, 4.0
 # What training left as it was made, as experts that no token picks, has neurons of one size: less
 # than this share of the usual spread.
