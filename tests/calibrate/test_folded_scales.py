@@ -35,6 +35,7 @@ from cases import (
     run_program,
 )
 from faults import planting
+from faults.matrix import no_progress
 from fuzz.lab import CONFIG as IN_FP8
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.tensors.bundle_folder import open_checkpoint
@@ -46,6 +47,10 @@ from mtp_export.calibrate.linears import Linears
 from mtp_export.calibrate.options import Method
 from mtp_export.calibrate.rounding import Inputs, Rounder
 from mtp_export.tune.source_bundle import SourceBundle
+from mtp_export.verify.check import Level
+from mtp_export.verify.context import Context
+from mtp_export.verify.decoding import rounding
+from mtp_export.verify.options import VerifyOptions
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.streaming import attend_through, open_streamed, pass_through
 from mtp_runtime.teacher_forcing import PagedTexts, Text, Texts
@@ -186,6 +191,16 @@ def test_the_imatrix_has_main_layers_too(scaled: tuple[Outcome, Path]) -> None:
 
 def test_verify_passes_it(scaled: tuple[Outcome, Path], source: Path) -> None:
     verify_weights(scaled[1], source)
+
+
+@pytest.mark.nightly
+def test_verify_judges_outputs_under_the_scales(
+    scaled: tuple[Outcome, Path], source: Path, data: Path
+) -> None:
+    """Of both parts, along the texts of a run: as near as with the nearest codes."""
+    options = VerifyOptions(scaled[1], source, Level.RUN, prompts=data, max_new_tokens=2)
+    items = [*rounding.run(Context.open(options, no_progress))]
+    assert [item.status for item in items] == ["pass", "pass"], items
 
 
 def test_no_bundle_is_made_of_its_layer(scaled: tuple[Outcome, Path]) -> None:
