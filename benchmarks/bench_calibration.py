@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +30,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common.calibrated import Grids, Inputs, awq, int4_grids, nearest, nvfp4_grids
+from benchmarks.common.calibrated import (
+    Grids,
+    Inputs,
+    Joined,
+    Rounding,
+    int4_grids,
+    nvfp4_grids,
+)
 from benchmarks.common.drafts_on_texts import (
     KS,
     NEW_TOKENS,
@@ -51,7 +57,6 @@ from mtp_export.bundle.quantize import QuantizeOptions, plan_quantize
 from mtp_export.calibrate.linears import Linears
 from mtp_export.progress import silent
 from mtp_export.verify.evidence.corpus import Corpus
-from mtp_kernels.quantize.gptq import Factor, gptq
 from mtp_runtime.layers.moe import gated
 from mtp_runtime.models.execution import TorchExecution
 from mtp_runtime.models.load import LoadOptions, OpenedModel, load_model, open_model
@@ -66,16 +71,6 @@ GRIDS: dict[str, dict[str, Grids]] = {
     },
     "nvfp4": {"amax": nvfp4_grids("minmax"), "sweep": nvfp4_grids("mse")},
 }
-
-
-@dataclass(frozen=True)
-class Joined:
-    """Weights that are multiplied as one matrix, by name, and what goes into them; scaled: scales
-    of its columns fold into what comes before."""
-
-    names: tuple[str, ...]
-    inputs: Inputs
-    scaled: bool
 
 
 @dataclass(frozen=True)
@@ -124,50 +119,6 @@ class Layer:
             inner = gated(rows[unit.input].float() @ both.t())
             joined.append(Joined((unit.down,), Inputs.of(inner), scaled=True))
         return joined
-
-
-@dataclass(frozen=True)
-class Rounding:
-    """Ways to round every weight of a layer."""
-
-    weights: Mapping[str, Tensor]
-    joined: Sequence[Joined]
-
-    def rounded(self, grids: Grids, method: str) -> dict[str, Tensor]:
-        """Return the weights on their grids by a method: rtn, gptq or awq."""
-        result, of_input = dict[str, Tensor](), dict[int, list[Joined]]()
-        for own in self.joined:
-            values = [self.weights[name] for name in own.names]
-            if method == "awq" and own.scaled:
-                of_input.setdefault(id(own.inputs), []).append(own)
-                continue
-            for name, w, grid in zip(own.names, values, grids(values), strict=True):
-                if method == "gptq":
-                    numbers = gptq(w, Factor.of(own.inputs.hessian), grid)
-                    result[name] = grid.values(numbers)
-                else:
-                    result[name] = nearest(grid, w)
-        for alike in of_input.values():
-            sets = [[self.weights[name] for name in own.names] for own in alike]
-            for own, kept in zip(alike, awq(sets, alike[0].inputs, grids), strict=True):
-                result |= zip(own.names, kept, strict=True)
-        return result
-
-    def facts(self, rounded: Mapping[str, Tensor], measured: Sequence[Joined]) -> dict[str, float]:
-        """Return the SQNR of the weights, and of the linears' outputs for the inputs that were
-        measured, in dB, all together."""
-        signal = noise = outputs = lost = 0.0
-        for own in measured:
-            for name in own.names:
-                weight, change = self.weights[name], rounded[name] - self.weights[name]
-                signal += float(weight.double().square().sum())
-                noise += float(change.double().square().sum())
-                outputs += own.inputs.loss(weight)
-                lost += own.inputs.loss(change)
-        return {
-            "weights_sqnr_db": 10 * math.log10(signal / noise),
-            "outputs_sqnr_db": 10 * math.log10(outputs / lost),
-        }
 
 
 def judged(corpus: Corpus, module: MtpModule) -> list[Counts]:

@@ -3,7 +3,8 @@ scales is the product's, as GPTQ is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from mtp_checkpoints.formats import Int4Group, NvFp4Packed, WeightFormat
 from mtp_checkpoints.weights.folding import MOST, Folding
 from mtp_kernels.quantize.awq import best_exponents, relative_magnitude
-from mtp_kernels.quantize.gptq import Grid, output_energy
+from mtp_kernels.quantize.gptq import Factor, Grid, gptq, output_energy
 
 
 @dataclass(frozen=True)
@@ -89,3 +90,57 @@ def awq(joined: Sequence[Sequence[Tensor]], inputs: Inputs, grids: Grids) -> lis
 
     relative = relative_magnitude(every, group_size)
     return rounded(best_exponents(inputs.magnitude, relative, MOST, lost))
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Weights that are multiplied as one matrix, by name, and what goes into them; scaled: scales
+    of its columns fold into what comes before."""
+
+    names: tuple[str, ...]
+    inputs: Inputs
+    scaled: bool
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Ways to round every weight of a layer."""
+
+    weights: Mapping[str, Tensor]
+    joined: Sequence[Joined]
+
+    def rounded(self, grids: Grids, method: str) -> dict[str, Tensor]:
+        """Return the weights on their grids by a method: rtn, gptq or awq."""
+        result, of_input = dict[str, Tensor](), dict[int, list[Joined]]()
+        for own in self.joined:
+            values = [self.weights[name] for name in own.names]
+            if method == "awq" and own.scaled:
+                of_input.setdefault(id(own.inputs), []).append(own)
+                continue
+            for name, w, grid in zip(own.names, values, grids(values), strict=True):
+                if method == "gptq":
+                    numbers = gptq(w, Factor.of(own.inputs.hessian), grid)
+                    result[name] = grid.values(numbers)
+                else:
+                    result[name] = nearest(grid, w)
+        for alike in of_input.values():
+            sets = [[self.weights[name] for name in own.names] for own in alike]
+            for own, kept in zip(alike, awq(sets, alike[0].inputs, grids), strict=True):
+                result |= zip(own.names, kept, strict=True)
+        return result
+
+    def facts(self, rounded: Mapping[str, Tensor], measured: Sequence[Joined]) -> dict[str, float]:
+        """Return the SQNR of the weights, and of the linears' outputs for the inputs that were
+        measured, in dB, all together."""
+        signal = noise = outputs = lost = 0.0
+        for own in measured:
+            for name in own.names:
+                weight, change = self.weights[name], rounded[name] - self.weights[name]
+                signal += float(weight.double().square().sum())
+                noise += float(change.double().square().sum())
+                outputs += own.inputs.loss(weight)
+                lost += own.inputs.loss(change)
+        return {
+            "weights_sqnr_db": 10 * math.log10(signal / noise),
+            "outputs_sqnr_db": 10 * math.log10(outputs / lost),
+        }
