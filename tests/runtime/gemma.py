@@ -92,13 +92,13 @@ def write_target(folder: Path, kind: str, **changes: Any) -> Any:
     return _saved(getattr(transformers, f"{own}ForCausalLM")(config), folder)
 
 
-def write_assistant(folder: Path, kind: str) -> Any:
+def write_assistant(folder: Path, kind: str, **changes: Any) -> Any:
     """transformers' model of a random assistant, which the folder holds; that of a small target has
     its vocabulary in clusters, as the releases have."""
     own, heads = CLASSES[kind], ("attention_k_eq_v", "num_global_key_value_heads")
     of_target = {key: KINDS[kind][key] for key in heads if key in KINDS[kind]}
     config = getattr(transformers, f"{own}AssistantConfig")(
-        text_config=text_config(f"{own}TextConfig", **OF_ASSISTANT | of_target),
+        text_config=text_config(f"{own}TextConfig", **OF_ASSISTANT | of_target | changes),
         backbone_hidden_size=HIDDEN,
         **CLUSTERS if kind == "small" else {},
     )

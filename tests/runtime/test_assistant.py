@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 
 from mtp_checkpoints.errors import InvalidInputError, MtpExportError, UnsupportedError
+from mtp_export.inspection import inspect
 from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.drafters.assistant import read_assistant
 from mtp_runtime.layers.tensor_parallel import TensorParallel
@@ -50,7 +51,11 @@ class Pair:
         settings.max_length = 1000
         self.assistant.generation_config.num_assistant_tokens = count
         generator = SinglePositionMultiTokenCandidateGenerator(
-            self.assistant, self.target.get_input_embeddings(), settings
+            input_ids=ids,
+            assistant_model=self.assistant,
+            target_model_input_embeddings=self.target.get_input_embeddings(),
+            generation_config=settings,
+            model_kwargs={},
         )
         with torch.inference_mode():
             computed = self.target(
@@ -109,6 +114,13 @@ def test_drafts_and_tokens(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     for prompt, tokens in zip(PROMPTS[::3], outputs[::3], strict=True):
         assert tokens == generated(pair.target, prompt, TOKENS, pair.assistant)
         assert tokens == generated(pair.target, prompt, TOKENS)
+
+
+def test_both_folders_are_inspected(pair: Pair) -> None:
+    for folder in (pair.folder / "target", pair.folder / "assistant"):
+        found = inspect(folder)
+        assert (found.parts, found.problems, found.unknown) == (("main",), (), "")
+        assert not {"unexpected", "any"} & {amount.role for amount in found.amounts}
 
 
 def test_drafts_of_a_sampling_request_have_distributions(pair: Pair) -> None:
