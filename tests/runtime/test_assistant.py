@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 
+from cases import nightly_but
 from mtp_checkpoints.errors import InvalidInputError, MtpExportError, UnsupportedError
 from mtp_export.inspection import inspect
 from mtp_runtime import LLM, SamplingParams
@@ -72,7 +73,7 @@ class Pair:
         return drafted
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=nightly_but(["small"], KINDS))
 def pair(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder, kind = tmp_path_factory.mktemp("pair"), request.param
     with pytest.MonkeyPatch.context() as patch:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+from cases import nightly_but
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.families import DRAFTED_APART, SEPARATE_DRAFTS, family_of
 from mtp_checkpoints.families.spec import ModelSpec
@@ -127,7 +128,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("gemma")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", nightly_but(["small"], KINDS))
 def test_logits_and_tokens(kind: str, folders: Path) -> None:
     """Of a prefill, of tokens one by one behind it, and of batches of one and of eight, whose
     texts are shorter and longer than the window."""
