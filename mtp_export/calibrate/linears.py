@@ -119,11 +119,14 @@ class Linears:
         Raises UnsupportedError where no layer has experts, for one without that norm, or with a
         weight that takes no scales.
         """
-        pairs = zip(self.layers, self.experts, strict=True)
-        layers = [layer for layer, units in pairs if units] or self.layers  # to be refused by name
+        of_layers = zip(self.layers, self.experts, strict=True)
+        layers = [
+            layer for layer, units in of_layers if units
+        ] or self.layers  # to be refused by name
         folds = {layer.feed_forward_prefix: folds_of(layer)[0] for layer in layers}
         weight_of = self.plan.stored.weight_of
-        written = {weight_of[step.inputs[0]].weight.name: step for step in self._steps}
+        pairs = ((weight_of.get(step.inputs[0]), step) for step in self._steps)
+        written = {own.weight.name: step for own, step in pairs if own is not None}
         for fold in folds.values():
             for name in (fold.divided, *fold.multiplied):
                 step = written[name]
