@@ -302,7 +302,9 @@ MIMO_V2: dict[str, Any] = {
     "swa_v_head_dim": 8,
     "add_swa_attention_sink_bias": True,
 }
-NEMOTRON_H: dict[str, Any] = PLAIN | {
+_OTHER_EPS = {key: value for key, value in PLAIN.items() if key != "rms_norm_eps"}
+NEMOTRON_H: dict[str, Any] = _OTHER_EPS | {
+    "layer_norm_epsilon": PLAIN["rms_norm_eps"],
     "architectures": ["NemotronHForCausalLM"],
     "model_type": "nemotron_h",
     "num_hidden_layers": 5,
