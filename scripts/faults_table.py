@@ -65,11 +65,11 @@ words.
 _SUSPECTED = """## {heading}
 
 Weights and config values that look right, planted into bundles of the trained fixtures, which are
-run without `--source`. `tests/verify/test_run_faults.py`, `test_likelihood.py`,
-`test_layer_variants.py` and `test_balanced_norms.py` plant each again: the check must fail and say
-the words. `python -m faults.blind` (with tests/ on the path) draws others at random, over fixtures,
-schemes and parts, exports each whole and judges it; `python -m faults.good_bundles` does so with
-good bundles.
+run without `--source`. `tests/verify/test_run_faults.py`, `test_qwen_module_faults.py`,
+`test_likelihood.py`, `test_layer_variants.py` and `test_balanced_norms.py` plant each again: the
+check must fail and say the words. `python -m faults.blind` (with tests/ on the path) draws others
+at random, over fixtures, schemes and parts, exports each whole and judges it;
+`python -m faults.good_bundles` does so with good bundles.
 
 With `--count 30 --seed 52711`, which nobody had seen, 25 change tokens or acceptance by more than
 1 %. Each was judged once, in batches of ten with what was missing mended between them: `quantize`
@@ -185,9 +185,11 @@ def _suspected_lines() -> Iterator[str]:
         SUSPECTED_LAYER_FAULTS,
         SUSPECTED_MAIN_FAULTS,
         SUSPECTED_NORM_FAULTS,
+        SUSPECTED_QWEN_FAULTS,
     )
 
-    of_running = (*SUSPECTED_FAULTS, *SUSPECTED_MAIN_FAULTS, *SUSPECTED_LAYER_FAULTS)
+    of_modules = (*SUSPECTED_FAULTS, *SUSPECTED_QWEN_FAULTS)
+    of_running = (*of_modules, *SUSPECTED_MAIN_FAULTS, *SUSPECTED_LAYER_FAULTS)
     faults = (*of_running, *SUSPECTED_NORM_FAULTS)
     totals = _totals([fault.caught_by for fault in faults])
     yield _SUSPECTED.format(heading=SUSPECTED_HEADING, count=len(faults), totals=totals)

@@ -40,7 +40,7 @@ def names_in(output: Path) -> list[str]:
 
 
 def test_the_parts_and_the_names_beside_them() -> None:
-    assert module.PARTS == ("main", "mtp", "eagle3", "parallel_heads")
+    assert module.PARTS == ("main", "mtp", "eagle3", "assistant", "parallel_heads")
     own = (MANIFEST, ".mtp_export.journal", ".mtp_export.shares", ".mtp_export.downloads")
     for name in own:
         assert is_left_over(temporary_path(Path(name)).name)

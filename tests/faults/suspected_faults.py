@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from cases import read_tensors
 from faults import planting
 from faults.fault import Fault
 from faults.run_faults import EXPERT, MTP
@@ -73,6 +74,31 @@ def rows_by_turns(weight: torch.Tensor) -> torch.Tensor:
 
 def exchanged(one: str, other: str, bundle: Path, part: str = "main") -> None:
     planting.swap(bundle / part, one, other)
+
+
+def values_and_gates_exchanged(layer: int, bundle: Path) -> None:
+    """Values and output gates of a gated delta net of the Qwen3.5 fixture in each other's place."""
+    net, tensors = f"model.layers.{layer}.linear_attn", read_tensors(bundle / "main")
+    mixed, gates = (tensors[f"{net}.{name}.weight"] for name in ("in_proj_qkv", "in_proj_z"))
+    values = mixed[-len(gates) :].clone()
+    mixed = torch.cat([mixed[: -len(gates)], gates])
+    changes = {f"{net}.in_proj_qkv.weight": mixed, f"{net}.in_proj_z.weight": values}
+    planting.write(bundle / "main", changes)
+
+
+def gates_behind(weight: torch.Tensor) -> torch.Tensor:
+    """Its rows, a query and a gate of 32 rows for each of four heads, with all gates last."""
+    return weight.view(4, 2, 32, -1).transpose(0, 1).reshape(weight.shape)
+
+
+def gates_first(weight: torch.Tensor) -> torch.Tensor:
+    """The same rows, with the gate of each head before its query."""
+    return weight.view(4, 2, 32, -1).flip(1).reshape(weight.shape)
+
+
+def columns_exchanged(weight: torch.Tensor) -> torch.Tensor:
+    """Its halves of columns in each other's place."""
+    return torch.cat([*weight.chunk(2, dim=1)][::-1], dim=1)
 
 
 def exchanged_everywhere(bundle: Path) -> None:
@@ -150,6 +176,12 @@ SUSPECTED_LAYER_FAULTS: tuple[Fault, ...] = (
           partial(changed, "main", "model.layers.2.linear_attn.in_proj_qkv.weight",
                   lambda w: torch.cat([w[:128].roll(64, 0), w[128:]])),
           "likelihood", "queries and keys of in_proj_qkv of layer 2 are swapped", **_qwen),
+    Fault("values and output gates of a gated delta net exchanged",
+          partial(values_and_gates_exchanged, 1),
+          "likelihood", "values of in_proj_qkv and in_proj_z of layer 1 are swapped", **_qwen),
+    Fault("gates of a main layer behind the queries of all heads",
+          partial(changed, "main", "model.layers.3.self_attn.q_proj.weight", gates_behind),
+          "likelihood", "q_proj of layer 3 has the gates of all heads behind", **_qwen),
     Fault("decays and betas of a gated delta net exchanged",
           partial(exchanged, "model.layers.2.linear_attn.in_proj_a.weight",
                   "model.layers.2.linear_attn.in_proj_b.weight"),
@@ -217,4 +249,24 @@ SUSPECTED_NORM_FAULTS: tuple[Fault, ...] = (
     Fault("two experts of the MTP layer with each other's down_proj",
           partial(exchanged, _OF_MODULE % 0, _OF_MODULE % 7, part="mtp"),
           "ledger", f"{_OF_MODULE % 0} and {_OF_MODULE % 7} are exchanged", **_glm),
+)  # fmt: skip
+# Of the MTP module of Qwen3.5, whose drafts show them.
+_module = "mtp.layers.0"
+SUSPECTED_QWEN_FAULTS: tuple[Fault, ...] = (
+    Fault("gates of the MTP layer behind the queries of all heads",
+          partial(changed, "mtp", f"{_module}.self_attn.q_proj.weight", gates_behind),
+          "acceptance", "q_proj of the MTP layer has the gates of all heads behind", **_qwen),
+    Fault("gates of the MTP layer before their queries",
+          partial(changed, "mtp", f"{_module}.self_attn.q_proj.weight", gates_first),
+          "acceptance", "queries and gates of q_proj of the MTP layer are swapped", **_qwen),
+    Fault("halves of fc exchanged",
+          partial(changed, "mtp", "mtp.fc.weight", columns_exchanged),
+          "acceptance", "the concatenation is reversed", **_qwen),
+    Fault("the last norm of Qwen3.5's module plus one",
+          partial(changed, "mtp", "mtp.norm.weight", lambda w: w + 1),
+          "acceptance", "the norm before the draft's head has 1 too much", **_qwen),
+    Fault("the norms before fc exchanged",
+          partial(exchanged, "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight",
+                  part="mtp"),
+          "acceptance", "enorm and hnorm are swapped", **_qwen),
 )  # fmt: skip

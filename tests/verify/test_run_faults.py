@@ -33,9 +33,9 @@ TOKENS, K = 24, 2
 PLANTED = (*RUN_FAULTS, *SUSPECTED_FAULTS)
 
 
-def held_out(count: int) -> list[tuple[int, ...]]:
+def held_out(count: int, fixture: Path = FIXTURE) -> list[tuple[int, ...]]:
     """Held-out prompts, shortened."""
-    tokenizer = Tokenizer.find(FIXTURE)
+    tokenizer = Tokenizer.find(fixture)
     lines = (ROOT / "fixtures/prompts.jsonl").read_text().splitlines()
     texts = [json.loads(line)["prompt"] for line in lines[:: len(lines) // count]]
     return [tokenizer.encode(text)[:24] for text in texts[:count]]

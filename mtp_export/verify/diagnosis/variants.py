@@ -184,6 +184,25 @@ def _gated(attention: Gqa) -> Iterator[MixedUp]:
         yield "q_norm and k_norm are exchanged", causes.QUERY_AND_KEY_NORMS_SWAPPED, swapped
 
 
+def _with_gates(attention: GatedGqa) -> Iterator[MixedUp]:
+    yield from _gated(attention)
+    rows = torch.arange(attention.qkv.weight.shape[0]).view(-1, attention.sizes.head)
+    queries, rest = rows[: attention.sizes.queries], rows[attention.sizes.queries :]
+    for change, cause, order in (
+        (
+            "gates are put behind the queries of their heads",
+            causes.GATES_BEHIND_ALL_QUERIES,
+            torch.stack(queries.chunk(2), dim=1).flatten(0, 1),
+        ),
+        (
+            "queries and gates of q_proj are exchanged",
+            causes.QUERIES_AND_GATES_SWAPPED,
+            queries.view(-1, 2, queries.shape[1]).flip(1).flatten(0, 1),
+        ),
+    ):
+        yield change, cause, _with_rows(attention, torch.cat([order, rest]).flatten())
+
+
 def _delta(attention: GatedDeltaNet) -> Iterator[MixedUp]:
     keys = attention.sizes.key_heads * attention.sizes.key
     rows = torch.arange(attention.inputs.weight.shape[0])
@@ -211,7 +230,7 @@ MixedUp = tuple[str, str, Attention]
 _MIXED_UP: dict[type, Callable[[Any], Iterator[MixedUp]]] = {
     Mla: _latent,
     Gqa: _grouped,
-    GatedGqa: _gated,
+    GatedGqa: _with_gates,
     SlidingGqa: _grouped,
     HeadGatedGqa: _grouped,
     GatedDeltaNet: _delta,
@@ -330,9 +349,7 @@ def in_halves(attention: Gqa) -> Gqa:
     size, turned = attention.rope.size, attention.sizes.heads + attention.sizes.kv_heads
     rows = torch.arange(attention.qkv.weight.shape[0]).view(-1, attention.sizes.head)
     rows[:turned, :size] = rows[:turned, :size].view(turned, -1, 2).transpose(1, 2).flatten(1)
-    order = rows.flatten()
-    bias = None if attention.bias is None else attention.bias[order]
-    return replace(attention, qkv=reordered(attention.qkv, order), bias=bias)
+    return _with_rows(attention, rows.flatten())
 
 
 def missing_temperatures(rope: Rope | None) -> list[float]:
@@ -353,8 +370,7 @@ def query_halves_exchanged(attention: Gqa) -> Gqa:
     rows = torch.arange(attention.qkv.weight.shape[0])
     queries = attention.sizes.heads * attention.sizes.head
     rows[:queries] = rows[:queries].roll(queries // 2)
-    bias = None if attention.bias is None else attention.bias[rows]
-    return replace(attention, qkv=reordered(attention.qkv, rows), bias=bias)
+    return _with_rows(attention, rows)
 
 
 def keys_and_values_exchanged(attention: Gqa) -> Gqa:
@@ -362,4 +378,10 @@ def keys_and_values_exchanged(attention: Gqa) -> Gqa:
     rows = torch.arange(attention.qkv.weight.shape[0])
     size = attention.sizes.kv_heads * attention.sizes.head
     rows[-2 * size :] = rows[-2 * size :].roll(size)
-    return replace(attention, qkv=reordered(attention.qkv, rows))
+    return _with_rows(attention, rows)
+
+
+def _with_rows(attention: Gqa, rows: torch.Tensor) -> Gqa:
+    """The attention with the rows of what it projects to in another order."""
+    bias = None if attention.bias is None else attention.bias[rows]
+    return replace(attention, qkv=reordered(attention.qkv, rows), bias=bias)

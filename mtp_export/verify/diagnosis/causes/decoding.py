@@ -57,6 +57,11 @@ QUERY_HALVES_SWAPPED = (
 )
 KEYS_AND_VALUES_SWAPPED = "k_proj and v_proj of {layer} are swapped"
 QUERY_AND_KEY_NORMS_SWAPPED = "q_norm and k_norm of {layer} are swapped"
+GATES_BEHIND_ALL_QUERIES = (
+    "q_proj of {layer} has the gates of all heads behind their queries, where each head's gate must"
+    " follow its own query"
+)
+QUERIES_AND_GATES_SWAPPED = "queries and gates of q_proj of {layer} are swapped"
 QUERIES_AND_KEYS_SWAPPED = "queries and keys of in_proj_qkv of {layer} are swapped"
 VALUES_AND_GATES_SWAPPED = "values of in_proj_qkv and in_proj_z of {layer} are swapped"
 DECAYS_AND_BETAS_SWAPPED = "in_proj_a and in_proj_b of {layer} are swapped"
