@@ -13,6 +13,7 @@ import torch
 from faults.run_faults import DRAFTER_FAULTS, KeepsOneProbability
 from mtp_export.verify.evidence import noise
 from mtp_kernels.batch_layout import BatchLayout, StateLayout
+from mtp_kernels.gated_delta import DeltaState
 from mtp_runtime import engine, teacher_forcing
 from mtp_runtime.acceptance import ACCEPTANCE_RULES
 from mtp_runtime.acceptance.base import Verdict
@@ -115,7 +116,16 @@ def not_replayed(pages: Any, sequences: Any, spans: Any, certain: Any) -> StateL
 
 
 def begun_with_anothers(plant: Plant) -> None:
-    """States of sequences that begin are what others left there."""
+    """States of sequences that begin are what others left there, and at first zeros."""
+    made = DeltaState.empty
+
+    def zeros(*arguments: Any) -> DeltaState:
+        state = made(*arguments)
+        for tensor in (state.states, state.inputs, state.gates):
+            tensor.zero_()
+        return state
+
+    plant.setattr(DeltaState, "empty", zeros)
     for module in (compiled, gated_delta_net):
         plant.setattr(module, "clear_new", lambda *arguments: None)
 

@@ -12,7 +12,7 @@ _M_PERTURB = -6  # of glibc's mallopt
 _PATTERN = 0xA5
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(autouse=True)
 def overwritten_when_freed() -> Iterator[None]:
     """Have the C library overwrite memory that is freed: what a kernel reads by an address after
     its array's last use is wrong, not right by chance."""
