@@ -71,7 +71,7 @@ def open_source(place: Place, *, carried_to: Target | None = None) -> Opened:
     """
     checkpoint = open_checkpoint(place)
     stored = stored_source(checkpoint.config, checkpoint.tensors)
-    for one in {kind.format for kind in stored.kinds}:
+    for one in dict.fromkeys(kind.format for kind in stored.kinds):
         is_nvfp4 = isinstance(one, NvFp4Format)
         if not (is_nvfp4 or one.held_by) or _is_carried(one, carried_to):
             continue

@@ -120,10 +120,9 @@ class Linears:
         weight that takes no scales.
         """
         of_layers = zip(self.layers, self.experts, strict=True)
-        layers = [
-            layer for layer, units in of_layers if units
-        ] or self.layers  # to be refused by name
-        folds = {layer.feed_forward_prefix: folds_of(layer)[0] for layer in layers}
+        mixed = [layer for layer, units in of_layers if units]
+        # Without any, all are to be refused by name.
+        folds = {layer.feed_forward_prefix: folds_of(layer)[0] for layer in mixed or self.layers}
         weight_of = self.plan.stored.weight_of
         pairs = ((weight_of.get(step.inputs[0]), step) for step in self._steps)
         written = {own.weight.name: step for own, step in pairs if own is not None}

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from mtp_kernels.batch_layout import BatchLayout
+from mtp_kernels.batch_layout import BatchLayout, StateLayout
 from mtp_kernels.gated_delta import DeltaState, gated_delta
 from mtp_kernels.sizes import DeltaSizes
 from mtp_runtime.cache import CacheSpec, LayerCache
@@ -36,20 +36,9 @@ class GatedNorm:
 
 
 @dataclass(frozen=True)
-class GatedDeltaNet(Attention):
-    """Projections around the recurrence; the cache is a state per sequence.
+class Recurrent(Attention):
+    """Attention that reads a state per sequence, its cache, in place of keys and values."""
 
-    inputs maps x to [queries | keys | values | output gates], gate_inputs to [betas | decays],
-    heads side by side. A value head's log decay is rate * softplus(decay + bias), both float32 [h].
-    """
-
-    inputs: Linear
-    gate_inputs: Linear
-    convolution: torch.Tensor  # [channels, width], in the dtype of activations
-    rate: torch.Tensor
-    bias: torch.Tensor
-    norm: GatedNorm
-    output: Linear
     sizes: DeltaSizes
 
     has_reference: ClassVar[bool] = False
@@ -63,18 +52,40 @@ class GatedDeltaNet(Attention):
         """Make the states."""
         return DeltaState.empty(spec.states, spec.drafts, self.sizes, spec.dtype, spec.device)
 
-    def __call__(self, x: torch.Tensor, cache: LayerCache, forward: ForwardPass) -> torch.Tensor:
-        """Take rows x [T, d] through the states of their sequences; returns [T, d]."""
+    def states_of(self, cache: LayerCache, forward: ForwardPass) -> tuple[DeltaState, StateLayout]:
+        """Return the states, cleared of sequences that begin in a pass, and its layout of them."""
         assert isinstance(cache, DeltaState), "the cache that new_cache made"
-        layout, sizes = forward.layout, self.sizes
+        layout = forward.layout
         assert layout.states is not None, "a layout of sequences with states"
         clear_new([cache], layout)
+        return cache, layout.states
+
+
+@dataclass(frozen=True)
+class GatedDeltaNet(Recurrent):
+    """Projections around the recurrence.
+
+    inputs maps x to [queries | keys | values | output gates], gate_inputs to [betas | decays],
+    heads side by side. A value head's log decay is rate * softplus(decay + bias), both float32 [h].
+    """
+
+    inputs: Linear
+    gate_inputs: Linear
+    convolution: torch.Tensor  # [channels, width], in the dtype of activations
+    rate: torch.Tensor
+    bias: torch.Tensor
+    norm: GatedNorm
+    output: Linear
+
+    def __call__(self, x: torch.Tensor, cache: LayerCache, forward: ForwardPass) -> torch.Tensor:
+        """Take rows x [T, d] through the states of their sequences; returns [T, d]."""
+        (state, layout), sizes = self.states_of(cache, forward), self.sizes
         rows, gate = torch.split(self.inputs(x), [sizes.channels, sizes.output], dim=1)
         beta, decay = self.gate_inputs(x).chunk(2, dim=1)
         gates = torch.stack(
             [self.rate * F.softplus(decay.float() + self.bias), beta.sigmoid().float()], dim=1
         )
-        out = gated_delta(rows.contiguous(), gates, self.convolution, cache, layout.states, sizes)
+        out = gated_delta(rows.contiguous(), gates, self.convolution, state, layout, sizes)
         normed = self.norm(out, gate.reshape(out.shape))
         return self.output(normed.flatten(1))
 
