@@ -137,20 +137,6 @@ def prefetch(typing: Any, source: Any, row: Any, first: Any) -> Any:
     return types.void(source, types.intp, types.intp), generate
 
 
-@intrinsic
-def store_word(typing: Any, out: Any, at: Any, word: Any) -> Any:
-    """Store the eight bytes of a word at any place of an array of bytes."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        array = context.make_array(signature.args[0])(context, builder, arguments[0])
-        place = builder.gep(array.data, [arguments[1]])
-        pointer = builder.bitcast(place, ir.IntType(64).as_pointer())
-        builder.store(arguments[2], pointer, align=1)
-        return context.get_dummy_value()
-
-    return types.void(out, types.intp, types.uint64), generate
-
-
 @inner
 def largest(weights: Any) -> Any:
     bits = np.uint32(0)  # non-negative floats are ordered as their bits

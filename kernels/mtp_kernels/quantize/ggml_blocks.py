@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mtp_kernels.quantize import ggml_decoded, ggml_encoded
-from mtp_kernels.quantize.ggml_encoded import SIZE
+from mtp_kernels.quantize import ggml_decoded, ggml_encoded, ggml_vectors
 from mtp_kernels.quantize.ggml_k_encoded import encode_k_rows
+from mtp_kernels.quantize.ggml_vectors import SIZE
 from mtp_kernels.quantize.layouts import OutOfRangeError
 
 
@@ -27,12 +27,12 @@ class GgmlBlock(NamedTuple):
 
 
 GGML_BLOCKS: dict[str, GgmlBlock] = {
-    "q8_0": GgmlBlock(ggml_encoded.Q8_0, 32, 34),
-    "q4_0": GgmlBlock(ggml_encoded.Q4_0, 32, 18),
-    "q4_1": GgmlBlock(ggml_encoded.Q4_1, 32, 20),
-    "q5_0": GgmlBlock(ggml_encoded.Q5_0, 32, 22),
-    "q5_1": GgmlBlock(ggml_encoded.Q5_1, 32, 24),
-    "mxfp4": GgmlBlock(ggml_encoded.MXFP4, 32, 17),
+    "q8_0": GgmlBlock(ggml_vectors.Q8_0, 32, 34),
+    "q4_0": GgmlBlock(ggml_vectors.Q4_0, 32, 18),
+    "q4_1": GgmlBlock(ggml_vectors.Q4_1, 32, 20),
+    "q5_0": GgmlBlock(ggml_vectors.Q5_0, 32, 22),
+    "q5_1": GgmlBlock(ggml_vectors.Q5_1, 32, 24),
+    "mxfp4": GgmlBlock(ggml_vectors.MXFP4, 32, 17),
     "q4_k": GgmlBlock(ggml_decoded.Q4_K, 256, 144),
     "q5_k": GgmlBlock(ggml_decoded.Q5_K, 256, 176),
     "q6_k": GgmlBlock(ggml_decoded.Q6_K, 256, 210),

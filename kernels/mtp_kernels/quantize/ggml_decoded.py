@@ -8,20 +8,11 @@ import numpy as np
 
 from mtp_kernels.cpu.jit import compiled, inner
 from mtp_kernels.quantize.cpu_numbers import magnitude_bits
-from mtp_kernels.quantize.ggml_encoded import (
-    HALF,
-    MXFP4,
-    Q4_0,
-    Q4_1,
-    Q5_0,
-    Q8_0,
-    SIZE,
-    e2m1_halves,
-    half_of_bytes,
-    half_of_e8m0,
-)
+from mtp_kernels.quantize.ggml_encoded import e2m1_halves, half_of_bytes, half_of_e8m0
+from mtp_kernels.quantize.ggml_vectors import MXFP4, Q4_0, Q4_1, Q5_0, Q8_0, SIZE
 
 Q4_K, Q5_K, Q6_K = range(6, 9)
+HALF = SIZE // 2
 SUPER = 256  # elements of a block of K-quants
 _SCALES = 12  # bytes of its 16 numbers of six bits
 _INFINITY = np.uint32(0x7F800000)

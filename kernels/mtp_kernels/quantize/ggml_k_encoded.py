@@ -14,7 +14,7 @@ from mtp_kernels.cpu.jit import compiled, inner
 from mtp_kernels.quantize.cpu_numbers import bits_of, prefetch
 from mtp_kernels.quantize.cpu_rows import add_errors, end_row, load_row
 from mtp_kernels.quantize.ggml_decoded import Q4_K, Q5_K, Q6_K, SUPER, decode_q6_k, decode_q45_k
-from mtp_kernels.quantize.ggml_encoded import SIZE, store_half
+from mtp_kernels.quantize.ggml_encoded import store_half
 from mtp_kernels.quantize.ggml_k_search import (
     ERROR,
     INVERSE,
@@ -39,6 +39,7 @@ from mtp_kernels.quantize.ggml_k_search import (
     signed_sums,
     squares,
 )
+from mtp_kernels.quantize.ggml_vectors import SIZE
 from mtp_kernels.quantize.layouts import LANES as SEGMENT
 from mtp_kernels.sizes import LANES
 
