@@ -3,6 +3,8 @@
     python -m benchmarks.bench_real_sizes SCRATCH OUTPUT.json --llama-cpp FOLDER [--layers 8]
     python -m benchmarks.bench_real_sizes SCRATCH OUTPUT.json --llama-cpp FOLDER --model qwen3_5
     python -m benchmarks.bench_real_sizes SCRATCH OUTPUT.json --layers 47 --only int4-linears
+    python -m benchmarks.bench_real_sizes SCRATCH OUTPUT.json --model deepseek_v3 --layers 5 \
+        --without-drafts
 
 Writes GLM-4.7-Flash's shapes with fewer layers and random weights to SCRATCH, or Qwen3.5-0.8B's,
 whose head is its embedding, as bundles and, by the package gguf, as GGUF files; runs each in a
@@ -51,6 +53,7 @@ POOL_BYTES = 64 << 20
 ACTIVATIONS = ("float32", "int8")
 # By model ours, and what llama.cpp has beside it.
 PAIRS = {
+    "deepseek_v3": {"int4-linears": "Q4_0"},
     "glm4_moe_lite": {"int4-linears": "Q4_0", "int8-head": "Q8_0"},
     "qwen3_5": {"int8-linears": "Q8_0"},
 }
@@ -130,7 +133,7 @@ def models(
     return made
 
 
-def run_ours(folder: Path, activations: str) -> dict[str, Any]:
+def run_ours(folder: Path, activations: str, drafts: bool) -> dict[str, Any]:
     """Load a bundle in this process; return its seconds, memory, and tokens per second."""
     begun = time.perf_counter()
     given = {"speculate_method": "none", "cache_tokens": CACHE_TOKENS, "activations": activations}
@@ -146,7 +149,7 @@ def run_ours(folder: Path, activations: str) -> dict[str, Any]:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     found = {"load": load, "peak_bytes": peak, "prompt": PROMPT / prompt, "decode": decode}
     del llm  # there may be no room for two
-    return found | {"drafted": _drafted(folder, given)}
+    return found | ({"drafted": _drafted(folder, given)} if drafts else {})
 
 
 def read_seconds(folder: Path) -> float:
@@ -167,10 +170,12 @@ def _drafted(folder: Path, given: dict[str, Any]) -> float:
     return (DRAFTED_TOKENS - 1) / took
 
 
-def run_llama_cpp(programs: Path, model: Path) -> dict[str, Any]:
+def run_llama_cpp(programs: Path, model: Path, drafts: bool) -> dict[str, Any]:
     """Return the same of a GGUF file by llama.cpp, but for seconds and memory."""
     found: dict[str, Any] = speeds(programs, model, PROMPT, TOKENS, BATCHES)
-    return found | {"drafted": drafted_speed(programs, model, RATES, DRAFTED_TOKENS)}
+    if drafts:
+        found["drafted"] = drafted_speed(programs, model, RATES, DRAFTED_TOKENS)
+    return found
 
 
 def _seconds(llm: LLM, prompts: list[list[int]], tokens: int) -> float:
@@ -202,21 +207,24 @@ def better(one: Any, other: Any, name: str = "") -> Any:
     return (min if name in ("load", "read", "peak_bytes") else max)(one, other)
 
 
-def cases(made: dict[str, Path], programs: Path | None) -> Iterator[tuple[str, Path, Run]]:
+def cases(
+    made: dict[str, Path], programs: Path | None, drafts: bool
+) -> Iterator[tuple[str, Path, Run]]:
     """Yield the name, the model and the call of every row."""
     for name, path in made.items():
         if programs is not None and path.is_file():
-            yield name, path, partial(run_llama_cpp, programs, path)
+            yield name, path, partial(run_llama_cpp, programs, path, drafts)
             continue
         for activations in ACTIVATIONS:
-            yield f"{name}, {activations}", path, partial(in_a_process, path, activations)
+            yield f"{name}, {activations}", path, partial(in_a_process, path, activations, drafts)
 
 
-def in_a_process(folder: Path, activations: str) -> dict[str, Any]:
+def in_a_process(folder: Path, activations: str, drafts: bool) -> dict[str, Any]:
     """Return what read_seconds and run_ours do, each from a process of its own."""
     command = [sys.executable, "-m", "benchmarks.bench_real_sizes"]
     read = _printed([*command, "--read", str(folder)])
-    ours: dict[str, Any] = _printed([*command, "--run", str(folder), "--activations", activations])
+    command += ["--run", str(folder), "--activations", activations]
+    ours: dict[str, Any] = _printed(command if drafts else [*command, "--without-drafts"])
     return {"read": read} | ours
 
 
@@ -244,12 +252,14 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="8 unless another model is named")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--only", help="one pair of precisions")
+    parser.add_argument("--without-drafts", action="store_true", help="the module takes memory")
     parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--read", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--activations", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    drafts = not options.without_drafts
     if options.run:
-        print(json.dumps(run_ours(options.run, options.activations)))
+        print(json.dumps(run_ours(options.run, options.activations, drafts)))
         return
     if options.read:
         print(json.dumps(read_seconds(options.read)))
@@ -262,7 +272,7 @@ def main() -> None:
         layers = 8
     config = config_of(options.model, layers)
     made = models(options.scratch, config, kinds, options.llama_cpp)
-    runs = [*cases(made, options.llama_cpp)]
+    runs = [*cases(made, options.llama_cpp, drafts)]
     rows = in_turns(runs, options.turns)
     for name, path, _ in runs:
         rows[name]["stored_bytes"] = stored_bytes(path)

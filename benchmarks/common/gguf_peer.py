@@ -10,6 +10,7 @@ import json
 import subprocess
 from collections.abc import Sequence
 from contextlib import closing
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -45,28 +46,46 @@ def write_gguf(path: Path, config: dict[str, Any], kind: str) -> Path:
     writer.add_token_list([f"token{number}" for number in range(config["vocab_size"])])
     writer.add_token_types([1] * config["vocab_size"])
     writer.add_token_merges(["t o"])
-    pools = {name: _blocks(name) for name in (kind, "Q6_K")}
-    at = 0
-    for name, shape in architecture.tensors(config):
-        if len(shape) == 1 or name.endswith(IN_FLOAT32):
-            values = np.random.default_rng(len(name)).standard_normal(shape) * shape[-1] ** -0.5
-            writer.add_tensor(name, (values if len(shape) > 1 else 1 + 0 * values).astype("f4"))
-            continue
-        own = "Q6_K" if kind == "Q4_0" and name == "output.weight" else kind
-        width, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[own]]
-        count = prod(shape) // width
-        pool, at = pools[own], (at + 4093) % 65536
-        repeats = -(-(at + count) // len(pool))
-        blocks = (np.concatenate([pool] * repeats) if repeats > 1 else pool)[at : at + count]
-        data = blocks.reshape(*shape[:-1], shape[-1] // width * size)
-        writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType[own])
+    tensors = [(*tensor, _type_of(*tensor, kind)) for tensor in architecture.tensors(config)]
+    for name, shape, own in tensors:
+        width, size = gguf.GGML_QUANT_SIZES[own]
+        stored = (*shape[:-1], shape[-1] // width * size)
+        writer.add_tensor_info(name, stored, np.dtype("u1"), prod(stored), raw_dtype=own)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    writer.write_ti_data_to_file()
+    for number, (_, shape, own) in enumerate(tensors):  # one at a time in memory
+        writer.write_tensor_data(_content(shape, own, number))
     writer.close()
     return path
 
 
+def _type_of(name: str, shape: tuple[int, ...], kind: str) -> Any:
+    import gguf
+
+    if len(shape) == 1 or name.endswith(IN_FLOAT32):
+        kind = "F32"
+    elif kind == "Q4_0" and name == "output.weight":
+        kind = "Q6_K"
+    return gguf.GGMLQuantizationType[kind]
+
+
+def _content(shape: tuple[int, ...], kind: Any, number: int) -> np.ndarray[Any, Any]:
+    """Return what a file has of a tensor: ones, small random numbers, or random blocks."""
+    import gguf
+
+    if len(shape) == 1:
+        return np.ones(shape, "f4")
+    if kind.name == "F32":
+        values = np.random.default_rng(number).standard_normal(shape) * shape[-1] ** -0.5
+        return values.astype("f4")
+    pool = _blocks(kind.name)
+    count, at = prod(shape) // gguf.GGML_QUANT_SIZES[kind][0], 4093 * number % 65536
+    repeats = -(-(at + count) // len(pool))
+    return (np.concatenate([pool] * repeats) if repeats > 1 else pool)[at : at + count]
+
+
+@cache
 def _blocks(kind: str) -> np.ndarray[Any, Any]:
     """Random blocks of a kind [blocks, bytes], each with the same scale."""
     import gguf
