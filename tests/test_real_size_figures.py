@@ -1,0 +1,29 @@
+"""The tables of real layer sizes in docs/benchmarks.md are those of the result files."""
+
+from __future__ import annotations
+
+import json
+
+from pages import ROOT, rows_of, sections_of
+
+PAGE = ROOT / "docs/benchmarks.md"
+SECTION = sections_of(PAGE)["Real layer sizes, beside llama.cpp"]
+# Of each table the result files, and whether it has a column with drafts.
+TABLES = (
+    (("real_sizes.json", "real_sizes_int8.json"), False),
+    (("real_sizes_avx2.json",), True),
+    (("real_sizes_qwen.json",), True),
+)
+
+
+def test_real_sizes() -> None:
+    measured = []
+    for names, drafted in TABLES:
+        for name in names:
+            result = json.loads((ROOT / "benchmarks/results" / name).read_text())
+            assert result["machine"]["commit"][:8] in SECTION
+            for row in result["rows"].values():
+                speeds = [row["prompt"], *row["decode"].values(), row.get("drafted", 0.0)]
+                measured.append([f"{speed:.1f}" for speed in speeds[: 4 + drafted]])
+    shown = [cells for _, *cells in rows_of(SECTION)]
+    assert sorted(shown) == sorted(measured)
