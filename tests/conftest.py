@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import forked
 from cases import export, make_checkpoint, quantize
 from quantize_rows import CONFIGS, ROWS
 
@@ -39,6 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Refuse to start without the GPU that is asked for, and take Ctrl-C, which a shell's `&` has
     commands ignore, and the programs that tests start with them."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if config.getoption("markexpr") != "not nightly":
+        forked.IMPORTED.extend(forked.IMPORTED_TO_TRAIN)
     if importlib.util.find_spec("pytest_timeout") is None:
         config.addinivalue_line("markers", "timeout(seconds): as above")
     if config.getoption("--require-cuda"):

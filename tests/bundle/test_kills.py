@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import itertools
 import json
-import multiprocessing
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from subprocess import TimeoutExpired
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ import torch
 from bundle.commands import COMMANDS, Files, check_nothing_looks_whole, finish
 from cases import Outcome, export, looks_finished, nightly_but, quantize, run_program, tree
 from faults.matrix import no_progress
+from forked import Forked
 from mtp_export.verify.context import Context
 from mtp_export.verify.decoding import stream
 from mtp_export.verify.options import VerifyOptions
@@ -31,30 +32,20 @@ SEED = 9
 FEW, SOME, MANY = 2, 10, 50
 MAIN = ("--calibrate-main",)
 EVERY_PUSH = [("export, linked", FEW), ("quantize", FEW), ("quantize, GGUF", FEW)]
-IMPORTED = [__name__, "mtp_kernels.quantize.cpu_rows"]
-IMPORTED += ["mtp_export.commands.export", "mtp_export.commands.quantize"]
-# By trainings and calibrations alone: torch's part by optimizers, as they are made.
-IMPORTED_TO_TRAIN = ["mtp_export.tune.run", "torch._dynamo", "mtp_export.calibrate.run"]
 
 
 class Forks:
-    """Processes forked from one that has imported everything and computed nothing: they start at
-    once, and no thread of another is missing in them."""
-
-    def __init__(self, imported: list[str]) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(imported)
+    """Runs in processes of their own, some of which are killed."""
 
     def run(self, action: Action, seconds: float | None = None) -> float | None:
         """Run to the end and return its seconds, or kill it after some and return None."""
         start = time.monotonic()
-        process = self._context.Process(target=_run, args=(action,))
-        process.start()
-        process.join(seconds)
+        process = Forked(_run, action)
+        with suppress(TimeoutExpired):
+            process.wait(seconds)
         process.kill()
-        process.join()
-        assert process.exitcode in (0, -signal.SIGKILL), "it ends by itself or is killed"
-        return None if process.exitcode == -signal.SIGKILL else time.monotonic() - start
+        assert process.wait() in (0, -signal.SIGKILL), "it ends by itself or is killed"
+        return None if process.wait() == -signal.SIGKILL else time.monotonic() - start
 
     def kills(self, number: int, start: Callable[[Path], Action], folder: Path) -> Iterator[Path]:
         """Kill a run at random moments; yield each output, also of a run that ended before."""
@@ -76,13 +67,8 @@ def _run(action: Action) -> None:
 
 
 @pytest.fixture(scope="module")
-def forks(request: pytest.FixtureRequest) -> Iterator[Forks]:
-    names = ("test_a_training", "test_a_calibration")
-    trains = any(item.name.startswith(names) for item in request.session.items)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(Path(__file__).parents[1])  # before other folders with a `cases`
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
-        yield Forks([*IMPORTED, *(IMPORTED_TO_TRAIN if trains else [])])
+def forks() -> Forks:
+    return Forks()
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,6 @@ import json
 import os
 import shlex
 import signal
-import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -26,6 +24,7 @@ from cases import (
     run_in_a_fork,
     tree,
 )
+from forked import Forked, Pipe, program
 from mtp_checkpoints.sources.direct_io import PAGE_BYTES
 from mtp_checkpoints.tensors import writer
 from mtp_export.bundle.journal import Journal
@@ -110,40 +109,26 @@ def test_death_with_links_and_something_there_before(
     assert tree(pristine) == original
 
 
-# The program on a disk that takes its time, so that a signal always finds it at work. Where tests
-# run in the background, a shell has made them ignore Ctrl-C, and their children too.
-SLOW_DISK = """
-import os, signal, time
-signal.signal(signal.SIGINT, signal.default_int_handler)
-real = os.fsync
-os.fsync = lambda fd: (time.sleep(0.05), real(fd))
-from mtp_export.cli import main
-main()
-"""
+def on_a_slow_disk(*arguments: object) -> None:
+    """The program on a disk that takes its time, so that a signal always finds it at work."""
+    real = os.fsync
+    os.fsync = lambda fd: (time.sleep(0.05), real(fd))[1]
+    program(*arguments)
 
 
-def start(source: Path, output: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", SLOW_DISK]
-    arguments = ["--input-dir", str(source), "--output-dir", str(output), *OPTIONS]
-    path = os.pathsep.join(filter(None, sys.path))
-    environment = os.environ | {"PYTHONPATH": path}
-    return subprocess.Popen(command + arguments, env=environment, stderr=subprocess.PIPE)
-
-
-def wait_for_writing(process: subprocess.Popen[bytes], output: Path) -> None:
+def wait_for_writing(process: Forked, output: Path) -> None:
     while process.poll() is None and not list(output.glob("*/.*.tmp")):
         time.sleep(0.001)
 
 
 def test_ctrl_c(pristine: Path, output: Path, whole: dict[str, bytes]) -> None:
-    process = start(pristine, output)
+    pipe, words = Pipe(), ["--input-dir", str(pristine), "--output-dir", str(output), *OPTIONS]
+    process = Forked(on_a_slow_disk, *words, streams=(0, 1, pipe))
     wait_for_writing(process, output)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate()
-    assert process.returncode == 130
-    said, again = err.decode().splitlines()[-2:]
+    said, again = pipe.read().splitlines()[-2:]
+    assert process.wait() == 130
     assert said == "mtp-export: Interrupted. To go on:"
-    words = ["--input-dir", str(pristine), "--output-dir", str(output), *OPTIONS]
     assert again == f"  {shlex.join(['mtp-export', *words])}"
     assert not list(output.glob("*/.*.tmp"))
     assert not (output / MANIFEST).exists()

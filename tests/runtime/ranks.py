@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -16,17 +14,11 @@ import numpy as np
 import pytest
 import torch
 
+from forked import Forked
 from mtp_runtime.layers.tensor_parallel import VocabParallelEmbedding
 from mtp_runtime.models.sharded import ShardedLayers
 from mtp_runtime.parallel.group import Group
 from mtp_runtime.parallel.join import joined
-
-_FOLLOW = """
-from mtp_runtime.parallel.join import joined
-with joined(watched=False) as group:
-    group.follow()
-"""
-_TESTS = Path(__file__).resolve().parents[1]
 
 
 def launch_variables(size: int) -> dict[str, str]:
@@ -41,10 +33,8 @@ def launch_variables(size: int) -> dict[str, str]:
 def ranks(size: int, *, killed: bool = False) -> Iterator[Group]:
     """Start ranks; a failure of one is an IoError in the others. killed: none ends in peace."""
     variables = launch_variables(size)
-    paths = [str(_TESTS), str(_TESTS.parent), *sys.path]
-    others = os.environ | variables | {"PYTHONPATH": os.pathsep.join(paths)}
     followers = [
-        subprocess.Popen([sys.executable, "-c", _FOLLOW], env=others | {"RANK": str(rank)})
+        Forked(_follow, environment=os.environ | variables | {"RANK": str(rank)})
         for rank in range(1, size)
     ]
     with pytest.MonkeyPatch.context() as patch:
@@ -54,6 +44,11 @@ def ranks(size: int, *, killed: bool = False) -> Iterator[Group]:
             yield group
     codes = [follower.wait(60) for follower in followers]
     assert all(codes) if killed else not any(codes), codes
+
+
+def _follow() -> None:
+    with joined(watched=False) as group:
+        group.follow()
 
 
 def of_each(group: Group, function: Any, *arguments: Any) -> list[list[float]]:

@@ -6,19 +6,18 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
 from random import Random
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 
+from forked import Forked, Pipe, environment_of, program
 from mtp_checkpoints.errors import UsageError
 from mtp_export.serve import answers
 from mtp_export.serve.address import Address
@@ -33,6 +32,7 @@ from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.engine import Engine
 from mtp_runtime.models.load import Loaded
 from serve.conftest import FIXTURE
+from serve.hanging import HANGING
 from serve.running import Client, Running, announced_port, running, wait_for
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 3000, "ignore_eos": True}
@@ -281,35 +281,20 @@ def test_many_clients_some_of_whom_hang_up(served: Running, plain: LLM) -> None:
     wait_for(served.is_idle)
 
 
-SERVE = "from mtp_export.cli import main; main()"
-HANG = "def hang():\n    print('hangs', file=sys.stderr, flush=True)\n    while True: pass\n"
-# A step that never ends, and a prompt that is tokenized for ever.
-STUCK = {
-    "engine": "from mtp_runtime.engine import Engine; real = Engine.step\n"
-    "def step(engine):\n    if threading.current_thread().name == 'engine': hang()\n"
-    "    real(engine)\nEngine.step = step\n",
-    "tokenizer": "from mtp_runtime.tokenizer import Tokenizer\n"
-    "Tokenizer.encode = lambda *given, **more: hang()\n",
-}
-
-
 @contextmanager
-def in_a_process(*options: str, before: str = "") -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """Serve in a process of its own; yields it and its port. before: a program that it runs
-    first."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    # A shell in the background has its commands ignore Ctrl-C.
-    heeded = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    program = f"import sys, threading\n{heeded}{HANG}{before}{SERVE}"
-    command = [sys.executable, "-c", program, "serve", str(FIXTURE), "--port", "0", *options]
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    try:
-        yield process, announced_port(process.stderr)
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
+def in_a_process(
+    *options: str, serve: Callable[..., None] = program
+) -> Iterator[tuple[Forked, int, TextIO]]:
+    """Serve in a process of its own; yields it, its port, and what it writes to stderr."""
+    pipe = Pipe()
+    words = ("serve", FIXTURE, "--port", 0, *options)
+    process = Forked(serve, *words, streams=(0, 1, pipe), environment=environment_of({}))
+    with pipe as lines:
+        try:
+            yield process, announced_port(lines), lines
+        finally:
+            process.kill()
+            process.wait()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -346,15 +331,14 @@ def default_interrupts() -> Iterator[None]:
 
 def test_sigterm_drains_and_ends() -> None:
     """Requests under way end whole, nothing new is taken, and the exit code is 0."""
-    with in_a_process("--enable-prefix-cache") as (process, port):
+    with in_a_process("--enable-prefix-cache") as (process, port, lines):
         stream = Client(port).stream("/v1/completions", **LONG | {"max_tokens": 1000})
         chunks = [next(stream)]
         process.send_signal(signal.SIGTERM)
         chunks += stream
         assert chunks[-1]["choices"][0]["finish_reason"] == "length"
         assert process.wait(60) == 0
-        assert process.stderr is not None
-        assert process.stderr.read().endswith("Stopped: 1 request served.\n")
+        assert lines.read().endswith("Stopped: 1 request served.\n")
         with pytest.raises(OSError):
             Client(port).ask("GET", "/health")
 
@@ -362,7 +346,7 @@ def test_sigterm_drains_and_ends() -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_requests_that_are_left_at_the_end_get_an_error(number: int) -> None:
     error = {"message": "The server ended the request", "type": "server_error"}
-    with in_a_process("--shutdown-timeout", "1") as (process, port):
+    with in_a_process("--shutdown-timeout", "1") as (process, port, lines):
         stream = Client(port).stream("/v1/completions", **LONG)
         next(stream)
         kind = {"Content-Type": "application/json"}
@@ -385,18 +369,16 @@ def test_requests_that_are_left_at_the_end_get_an_error(number: int) -> None:
         for asked in (whole, unread, client):
             asked.close()
         assert process.wait(60) == 0
-        assert process.stderr is not None
-        assert process.stderr.read().endswith("Stopped: 0 requests served.\n")
+        assert lines.read().endswith("Stopped: 0 requests served.\n")
 
 
-@pytest.mark.parametrize("part", STUCK)
+@pytest.mark.parametrize("part", HANGING)
 def test_what_hangs_does_not_keep_the_process(part: str) -> None:
-    with in_a_process("--shutdown-timeout", "0", before=STUCK[part]) as (process, port):
+    with in_a_process("--shutdown-timeout", "0", serve=HANGING[part]) as (process, port, lines):
         client = Client(port)
         kind = {"Content-Type": "application/json"}
         client._connection.request("POST", "/v1/completions", json.dumps(LONG).encode(), kind)
-        assert process.stderr is not None
-        assert next(line for line in process.stderr if "hangs" in line)
+        assert next(line for line in lines if "hangs" in line)
         process.send_signal(signal.SIGTERM)
         assert client._connection.getresponse().status == 503
         client.close()

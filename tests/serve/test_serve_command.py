@@ -16,6 +16,7 @@ import sys
 import pytest
 
 from cases import run_program
+from forked import Forked, environment_of, program
 from mtp_checkpoints.errors import IoError
 from mtp_export.commands import serve
 from mtp_export.serve import app
@@ -55,13 +56,13 @@ def test_options_that_make_no_sense(options: tuple[str, ...], words: str) -> Non
 
 def test_a_port_that_is_taken_is_refused_before_a_model_is_loaded() -> None:
     """In a process of its own, to see that torch is not imported either."""
-    program = (
+    code = (
         "import sys\nfrom mtp_export.cli import main\n"
         "try: main()\nfinally: print('torch' in sys.modules)"
     )
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        command = [sys.executable, "-c", program, "serve", str(FIXTURE), "--port", str(port)]
+        command = [sys.executable, "-c", code, "serve", str(FIXTURE), "--port", str(port)]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         ended = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ended.returncode == 6 and ended.stdout == "False\n"
@@ -153,9 +154,8 @@ def test_a_full_pipe_of_stderr_holds_up_no_request() -> None:
     os.write(writer, b"x" * 4096)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    command = [sys.executable, "-m", "mtp_export", "serve", str(FIXTURE), "--port", str(port)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    server = subprocess.Popen(command, stderr=writer, env=environment)
+    words = ("serve", FIXTURE, "--port", port)
+    server = Forked(program, *words, streams=(0, 1, writer), environment=environment_of({}))
     try:
         wait_for(lambda: is_listening(port), 120)
         with contextlib.closing(Client(port)) as client:

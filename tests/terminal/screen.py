@@ -6,10 +6,7 @@ import contextlib
 import fcntl
 import os
 import re
-import signal
 import struct
-import subprocess
-import sys
 import termios
 import threading
 import time
@@ -20,24 +17,9 @@ from types import TracebackType
 
 from rich.cells import cell_len
 
-_ROOT = Path(__file__).resolve().parents[2]
-# The child takes the terminal as its own, so that Ctrl-C reaches it as a signal.
-_IN_TERMINAL = (
-    "import fcntl, signal, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
-    " signal.signal(signal.SIGINT, signal.default_int_handler);"  # a shell's `&` ignores it
-    " from mtp_export.cli import main; main()"
-)
+from forked import Forked, Pipe, environment_of, program
+
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\].*?(?:\x07|\x1b\\)|[@-_])")
-# Variables of the tests' own environment that decide what the program prints.
-_OF_TERMINALS = (
-    "NO_COLOR",
-    "FORCE_COLOR",
-    "TERM",
-    "COLUMNS",
-    "LINES",
-    "TTY_COMPATIBLE",
-    "COLORTERM",
-)
 
 
 @dataclass(frozen=True)
@@ -97,14 +79,12 @@ class Terminal:
         self._ours, theirs = os.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self._written = b""
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _IN_TERMINAL, *map(str, arguments)],
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            env=environment_of({"TERM": "xterm-256color", **(environment or {})}),
-            cwd=folder,
-            start_new_session=True,
+        self._process = Forked(
+            program,
+            *arguments,
+            streams=(theirs, theirs, theirs),
+            environment=environment_of({"TERM": "xterm-256color", **(environment or {})}),
+            folder=folder,
         )
         os.close(theirs)
         self._reader = threading.Thread(target=self._read)
@@ -119,9 +99,8 @@ class Terminal:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGKILL)
-            self._process.wait()
+        self._process.kill()
+        self._process.wait()
         self._reader.join()
         os.close(self._ours)
 
@@ -172,25 +151,15 @@ def in_pipe(
     *arguments: object,
     environment: Mapping[str, str] | None = None,
     folder: Path | None = None,
-    seconds: float = 240.0,
 ) -> Seen:
     """Run the program with stdout and stderr in one pipe, as in `mtp-export ... 2>&1 | less`."""
-    done = subprocess.run(
-        [sys.executable, "-m", "mtp_export", *map(str, arguments)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=environment_of(environment or {}),
-        cwd=folder,
-        timeout=seconds,
-        check=False,
+    pipe = Pipe()
+    process = Forked(
+        program,
+        *arguments,
+        streams=(0, pipe, pipe),
+        environment=environment_of(environment or {}),
+        folder=folder,
     )
-    return Seen(done.returncode, done.stdout.decode(errors="replace"))
-
-
-def environment_of(added: Mapping[str, str]) -> dict[str, str]:
-    """Return the tests' environment without what decides what the program prints, and with some
-    variables added."""
-    own = {name: value for name, value in os.environ.items() if name not in _OF_TERMINALS}
-    paths = [str(_ROOT / name) for name in ("", "runtime", "checkpoints", "kernels")]
-    return {**own, "PYTHONPATH": os.pathsep.join(paths), **added}
+    raw = pipe.read()
+    return Seen(process.wait(), raw)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import signal
-import subprocess
-import sys
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.cells import cell_len
 
 from cases import nightly_but, run_in_a_fork, run_program
-from terminal.screen import Seen, Terminal, environment_of, in_pipe, in_terminal
+from forked import Forked, Pipe, environment_of, program
+from terminal.screen import Seen, Terminal, in_pipe, in_terminal
 
 FIXTURE = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"
 SERVED = FIXTURE.parent / "glm4-moe-tiny"  # of few layers, which load at once
@@ -155,19 +152,15 @@ def test_a_server_has_no_colour_where_none_belongs(environment: dict[str, str]) 
 
 
 def test_a_server_in_a_pipe_writes_plain_lines() -> None:
-    words = [sys.executable, "-m", "mtp_export", "serve", str(SERVED), "--port", "0"]
-    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(words, env=environment_of({}), **options) as process:
-        assert process.stdout is not None
-        raw = b""
-        while b"Ctrl-C stops it." not in raw:
-            read = os.read(process.stdout.fileno(), 4096)
-            assert read, raw.decode()
-            raw += read
-        process.send_signal(signal.SIGINT)
-        raw += process.stdout.read()
-        code = process.wait(60)
-    seen = Seen(code, raw.decode())
+    pipe, words = Pipe(), ("serve", SERVED, "--port", 0)
+    server = Forked(program, *words, streams=(0, pipe, pipe), environment=environment_of({}))
+    with pipe as output:
+        lines = []
+        for line in output:
+            lines.append(line)
+            if "Ctrl-C stops it." in line:
+                server.send_signal(signal.SIGINT)
+        seen = Seen(server.wait(60), "".join(lines))
     assert_served(seen, None)
     assert seen.escapes == [] and "\r" not in seen.raw
     assert all(cell_len(line) < 200 for line in seen.lines)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from cases import read_shard, shard_of
+from forked import Forked, Pipe, environment_of, program
 from runtime.ranks import launch_variables
 
 NORM = "model.layers.0.input_layernorm.weight"
@@ -33,22 +31,21 @@ def test_ranks_that_see_other_files_train_nothing(
     for machine in ("first", "other"):
         shutil.copytree(bundle, tmp_path / machine / "bundle")
     change_weight(tmp_path / "other/bundle/main", NORM)
-    words = [sys.executable, "-m", "mtp_export", "tune", "--bundle", "bundle", "--data", prompts]
+    words = ["tune", "--bundle", "bundle", "--data", prompts]
     words += ["--output-dir", "tuned", "--steps", "1", "--k", "1", "--max-new-tokens", "2"]
-    paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    environment = os.environ | launch_variables(2) | paths
+    environment, pipes = environment_of(launch_variables(2)), [Pipe(), Pipe()]
     processes = [
-        subprocess.Popen(
-            words,
-            cwd=tmp_path / machine,
-            env=environment | {"RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
+        Forked(
+            program,
+            *words,
+            streams=(0, 1, pipe),
+            environment=environment | {"RANK": str(rank)},
+            folder=tmp_path / machine,
         )
-        for rank, machine in enumerate(("first", "other"))
+        for rank, (machine, pipe) in enumerate(zip(("first", "other"), pipes, strict=True))
     ]
-    errors = [process.communicate()[1] for process in processes]
-    assert [process.returncode for process in processes] == [3, 3], errors
+    errors = [pipe.read() for pipe in pipes]
+    assert [process.wait() for process in processes] == [3, 3], errors
     shard = f"bundle/main/{shard_of(bundle / 'main', NORM).name}"
     for error, found in zip(errors, ("another rank", "this rank"), strict=True):
         assert "The processes of this run see different files" in error
