@@ -111,6 +111,14 @@ def owner_of(folder: Path) -> str | None:
     return None if claim is None else described(claim)
 
 
+def is_owned(folder: Path) -> bool:
+    """Return True while a process that is alive has a folder; one of another machine is waited for,
+    as it renews its claim."""
+    path = folder / OWNER_NAME
+    claim = _content(path)
+    return claim is not None and _is_alive(path, claim)
+
+
 def _owned(folder: Path, claim: bytes) -> OutputExistsError:
     return OutputExistsError(
         "Another run is writing this output",

@@ -16,12 +16,13 @@ from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.options import BundleOptions, RunOptions, Share
 from mtp_export.plan import Link
 
-# Planners by the name of their command, each imported when it is asked for. A planner takes its
+# Planners by the words of their command, each imported when it is asked for. A planner takes its
 # options, and whether this is a dry run.
 PLANNERS = {
     "export": ("mtp_export.bundle.export", "plan_export"),
     "graft": ("mtp_export.bundle.graft", "plan_graft"),
     "quantize": ("mtp_export.bundle.quantize", "plan_quantize"),
+    "quantize --calibrate": ("mtp_export.calibrate.request", "plan_calibrated"),
 }
 _UNRECORDED = ("output_dir", "run")  # where and by what means, which each run says itself
 

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtp_checkpoints.errors import InvalidInputError, UsageError
+from mtp_checkpoints.errors import InvalidInputError, IoError, UsageError
 from mtp_checkpoints.sources import strict_json
 from mtp_checkpoints.sources.files import (
     read_failure,
@@ -25,6 +25,7 @@ from mtp_checkpoints.sources.files import (
 )
 from mtp_export.bundle.build import (
     BundleResult,
+    Maker,
     Work,
     facts_of,
     make_shards,
@@ -35,7 +36,7 @@ from mtp_export.bundle.bundle_plan import BundlePlan, jobs_of
 from mtp_export.bundle.downloads import CHECKS
 from mtp_export.bundle.journal import Journal, JournalContent, ShardFacts, journaled
 from mtp_export.bundle.options import Share
-from mtp_export.bundle.owner import owner_of
+from mtp_export.bundle.owner import PATIENCE_SECONDS, is_owned, owner_of
 from mtp_export.bundle.request import Request, restored
 from mtp_export.bundle.run import Record, is_made
 from mtp_export.bundle.run_folder import (
@@ -51,17 +52,51 @@ from mtp_export.bundle.run_folder import (
 from mtp_export.progress import ProgressCallback
 
 _MOST_NAMED = 12
+_POLL_SECONDS = 0.5
 
 
-def run_share(request: Request, plan: BundlePlan, progress: ProgressCallback) -> BundleResult:
+def run_share(
+    request: Request, plan: BundlePlan, progress: ProgressCallback, make: Maker | None = None
+) -> BundleResult:
     """Make the shards of the share that a request asks for, as run_bundle does, beside a record of
-    the request that finish_shares plans by."""
+    the request that finish_shares plans by. make as run_bundle takes it."""
 
-    def make(plan: BundlePlan, work: Work, record: Record, progress: ProgressCallback) -> None:
+    def make_recorded(
+        plan: BundlePlan, work: Work, record: Record, progress: ProgressCallback
+    ) -> None:
         write_json(plan.options.output_dir / SHARES_NAME / REQUEST_NAME, request.recorded())
-        make_shards(plan, work, record, progress)
+        (make or make_shards)(plan, work, record, progress)
 
-    return run_bundle(plan, progress, make)
+    return run_bundle(plan, progress, make_recorded)
+
+
+def await_part(plan: BundlePlan, part: str) -> None:
+    """Wait for the shards of a part that other shares than a plan's are making.
+
+    Raises IoError, after which the same command goes on, naming shares without theirs that nobody
+    makes, once PATIENCE_SECONDS have passed.
+    """
+    own, output = plan.options.run.share, plan.options.output_dir
+    if own is None:
+        return
+    end = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        begun = {share.number: journaled(room_of(output, share)) for share in begun_shares(output)}
+        finished = {number: one.finished for number, one in begun.items() if one is not None}
+        missing = _unmade(plan, finished, own.count, part)
+        if not missing:
+            return
+        if any(is_owned(room_of(output, share)) for share in missing):
+            end = time.monotonic() + PATIENCE_SECONDS
+        elif time.monotonic() >= end:
+            raise IoError(
+                f"This share goes on beside the whole {part} part, of which shards are missing",
+                where=output,
+                expected="the other shares to have made theirs, or to run",
+                found=_named(missing),
+                todo="Run their commands, and this one again: it goes on where it stopped",
+            )
+        time.sleep(_POLL_SECONDS)
 
 
 def finish_shares(plan: BundlePlan) -> BundleResult:
@@ -104,7 +139,10 @@ def shared_request(output: Path) -> Request:
         return restored(strict_json.parse(path.read_bytes()), output, share)
     except OSError as error:
         raise read_failure(path, error) from error
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+    except (
+        *(AttributeError, KeyError, TypeError, ValueError, RecursionError),
+        UsageError,  # of options that check their bounds
+    ) as error:
         raise InvalidInputError(
             "What the shares were asked for cannot be read",
             where=path,
@@ -172,29 +210,46 @@ def _check_all_there(
 
     finished is what each share that has begun has finished, by its number.
     """
-    missing: dict[str, str] = {}
-    for number in range(1, count + 1):
-        share, own = Share(number, count), finished.get(number)
-        jobs = jobs_of(plan.jobs, share)
-        if own is None:
-            missing[str(share)] = "not begun"
-            continue
-        made = sum(is_made(job, own) for job in jobs)
-        if made < len(jobs) or CHECKS not in own:
-            owner = owner_of(room_of(plan.options.output_dir, share))
-            running = "" if owner is None else f", by {owner}"
-            missing[str(share)] = f"{made} of {len(jobs)} shards made{running}"
+    missing = _unmade(plan, finished, count)
     if not missing:
         return
-    named = [f"{share} ({state})" for share, state in missing.items()]
-    more = [f"and {len(named) - _MOST_NAMED} more"] if len(named) > _MOST_NAMED else []
     raise InvalidInputError(
         f"{len(missing)} of {count} shares {'is' if len(missing) == 1 else 'are'} missing",
         where=plan.options.output_dir,
-        found=", ".join([*named[:_MOST_NAMED], *more]),
+        found=_named(missing),
         todo="Run their commands again, with the same --share; then finish. What they finished"
         " is kept",
     )
+
+
+def _unmade(
+    plan: BundlePlan,
+    finished: Mapping[int, Mapping[str, ShardFacts]],
+    count: int,
+    part: str | None = None,
+) -> dict[Share, str]:
+    """Return how far those of count shares are, in words, that have not ended; of a part, that have
+    not made their shards of it. finished as in _check_all_there."""
+    missing: dict[Share, str] = {}
+    for number in range(1, count + 1):
+        share, own = Share(number, count), finished.get(number, {})
+        jobs = jobs_of(plan.jobs, share)
+        if part is not None:
+            jobs = [job for job in jobs if job.key.startswith(f"{part}/")]
+        made = sum(is_made(job, own) for job in jobs)
+        if made == len(jobs) and (part is not None or CHECKS in own):
+            continue
+        owner = owner_of(room_of(plan.options.output_dir, share))
+        running = "" if owner is None else f", by {owner}"
+        begun = f"{made} of {len(jobs)} shards made{running}"
+        missing[share] = begun if number in finished else "not begun"
+    return missing
+
+
+def _named(missing: Mapping[Share, str]) -> str:
+    named = [f"{share} ({state})" for share, state in missing.items()]
+    more = [f"and {len(named) - _MOST_NAMED} more"] if len(named) > _MOST_NAMED else []
+    return ", ".join([*named[:_MOST_NAMED], *more])
 
 
 def _retire(output: Path) -> None:

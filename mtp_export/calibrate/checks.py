@@ -7,19 +7,36 @@ from pathlib import Path
 from mtp_checkpoints.errors import UnsupportedError, UsageError
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.options import Part
+from mtp_export.calibrate.options import CalibrationOptions
 
 
-def check_calibration(plan: BundlePlan, cluster: str | None = None) -> None:
-    """Refuse a bundle whose main model does not run here while it is made (UsageError,
-    UnsupportedError)."""
+def check_calibration(
+    plan: BundlePlan, calibration: CalibrationOptions, cluster: str | None = None
+) -> None:
+    """Refuse a bundle whose main model does not run here while it is made, and shares of what is
+    not divided (UsageError, UnsupportedError)."""
     options = plan.options
-    if options.run.share is not None or cluster is not None:
+    if cluster is not None:
         raise UsageError(
-            "A calibration is not divided: its texts and its Hessians are those of one process,"
-            " which has the main model",
-            expected="--calibrate without --share and --cluster",
+            "The tasks of a cluster share no work folder, in which a calibration keeps its texts",
+            expected="--calibrate without --cluster",
+            found="both",
+            todo="Divide the bundle with --share, or make it on one machine",
+        )
+    if options.run.share is not None and calibration.main:
+        raise UsageError(
+            "The calibration of a main model is not divided: each layer takes what all layers"
+            " before it, as they are written, make of the texts",
+            expected="--calibrate-main without --share",
             found="both",
             todo="Make the whole bundle on one machine",
+        )
+    if options.run.share is not None and calibration.imatrix is not None:
+        raise UsageError(
+            "An imatrix has the squares of all weights, and a share has its own",
+            expected="--imatrix without --share",
+            found="both",
+            todo="Leave --imatrix out, or make the whole bundle on one machine",
         )
     if options.content.part is not Part.BOTH:
         raise UsageError(

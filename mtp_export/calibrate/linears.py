@@ -127,7 +127,7 @@ class Linears:
         pairs = ((weight_of.get(step.inputs[0]), step) for step in self._steps)
         written = {own.weight.name: step for own, step in pairs if own is not None}
         for fold in folds.values():
-            for name in (fold.divided, *fold.multiplied):
+            for name in fold.tensors:
                 step = written[name]
                 dtype = step.outputs[0].dtype
                 if name in self.steps or (isinstance(step.operation, Copy) and dtype in FLOATS):

@@ -22,9 +22,10 @@ from mtp_export import state_files
 from mtp_export.bundle.build import Work, make_shards, write_files
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.links import link_shard, resolve_links
-from mtp_export.bundle.run import Record
+from mtp_export.bundle.run import Record, ShardJob
+from mtp_export.bundle.shares import await_part
 from mtp_export.calibrate.imatrix import Imatrix, Squares
-from mtp_export.calibrate.jobs import with_codes
+from mtp_export.calibrate.jobs import weights_of, with_codes
 from mtp_export.calibrate.linears import Linears, Unit
 from mtp_export.calibrate.main_model import MainCalibration, texts_of
 from mtp_export.calibrate.options import CalibrationOptions, Method
@@ -116,16 +117,16 @@ class Calibration:
         self, plan: BundlePlan, work: Work, record: Record, progress: ProgressCallback
     ) -> None:
         """Make the shards of a work: those of the MTP part last, with the codes that are chosen."""
-        mtp = [job for job in work.jobs if job.key.startswith(f"{MTP}/")]
+        mtp = [job for job in work.jobs if _is_mtp(job)]
         others = replace(work, jobs=[job for job in work.jobs if job not in mtp])
         make = make_shards if self.main is None else self.main.make
         make(plan, others, record, progress)
         if mtp:
-            jobs = (
-                [with_codes(job, self.linears, self._files, self._scales.folded) for job in mtp]
-                if self.linears.steps
-                else mtp
-            )
+            jobs = mtp
+            if self.linears.steps:
+                await_part(plan, MAIN)
+                given = self.linears, self._files, self._scales.folded
+                jobs = [with_codes(job, *given) for job in mtp]
             make_shards(plan, replace(work, jobs=jobs, checks=False), record, progress)
         if self.imatrix is not None and self.options.imatrix is not None:
             self.imatrix.write(self.options.imatrix, self._squares)
@@ -146,21 +147,34 @@ class Calibration:
 
     @property
     def _main(self) -> Path:
-        return self.folder / MAIN
+        share = self.plan.options.run.share
+        return self.folder / (MAIN if share is None else f"{MAIN}-{share.number}")
 
     @cached_property
     def _scales(self) -> Scales:
         return Scales(self.linears, self.options.method, self.folder / "scales")
 
+    @property
+    def _written(self) -> set[str]:
+        """Weights of the MTP part that the plan's share writes; all without one."""
+        jobs = filter(_is_mtp, self.plan.share_jobs)
+        return {name for job in jobs for name in weights_of(job, self.linears)}
+
     @cached_property
     def _files(self) -> dict[str, Path]:
-        """Files of chosen codes by their weights; those that are missing are made."""
+        """Files of chosen codes by their weights, those of which the plan's share writes some;
+        those that are missing are made, and its scales."""
+        written, scales = self._written, self._scales
         others = self.linears.of_modules(self._rest.mtp_modules)
-        units = [*others, *self.linears.of_experts]
+        every = (*others, *self.linears.of_experts)
+        units = [unit for unit in every if not written.isdisjoint(unit.every)]
         paths = {unit: self.folder / "weights" / f"{unit.name}.pt" for unit in units}
         missing = defaultdict[str, list[Unit]](list)
+        for name, fold in scales.folds.items():
+            if scales.is_missing(name) and not written.isdisjoint(fold.tensors):
+                missing[name] = []
         for unit in units:
-            if not paths[unit].is_file() or self._scales.is_missing(unit.input):
+            if not paths[unit].is_file() or scales.is_missing(unit.input):
                 missing[unit.input].append(unit)
         with self.show_count("calibration", len(units), "units") as advance:
             advance(len(units) - sum(map(len, missing.values())))
@@ -238,6 +252,10 @@ class Calibration:
             link_shard(ways[path], path, self._main / path.name)
         write_files(self.plan, part, self._main)
         write_json(self._main / CONFIG_NAME, part.config)
+
+
+def _is_mtp(job: ShardJob) -> bool:
+    return job.key.startswith(f"{MTP}/")
 
 
 def _folder(plan: BundlePlan, options: CalibrationOptions) -> Path:

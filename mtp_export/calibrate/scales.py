@@ -54,7 +54,8 @@ class Scales:
             every = [unit for unit in self.linears.of_experts if unit.input == name]
             some = every[:: -(-len(every) // SEARCHED)]
             exponents = Rounder(self.linears, self.method).exponents(some, inputs)
-            state_files.save(self.path(name), {"exponents": exponents})
+            if self.is_missing(name):  # no share may fold others than those that codes are under
+                state_files.save(self.path(name), {"exponents": exponents})
         found: Tensor = state_files.load(self.path(name))["exponents"]
         return found
 

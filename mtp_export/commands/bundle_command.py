@@ -193,7 +193,7 @@ class PlannedBundle:
         with progress_bar(planner, total_bytes, quiet=quiet, waits=True) as progress:
             if share is None:
                 return run_bundle(self.plan, progress, self._maker())
-            made = run_share(self.request, self.plan, progress)
+            made = run_share(self.request, self.plan, progress, self.maker)
         self.report(share_facts(made), share_table(made))
         return None
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_export.bundle.build import BundleResult, Maker
 from mtp_export.bundle.bundle_plan import BundlePlan
+from mtp_export.bundle.quantize import QuantizeOptions
+from mtp_export.bundle.request import Request
 from mtp_export.calibrate.checks import check_calibration
 from mtp_export.calibrate.options import CalibrationOptions
 from mtp_export.commands.bundle_command import Making
@@ -35,7 +37,7 @@ class Calibrating:
         """Plan the calibration that options ask for, if they do (MtpExportError)."""
         if options.calibrate is None:
             return cls(plan)
-        check_calibration(plan, making.cluster)
+        check_calibration(plan, options, making.cluster)
         from mtp_export.calibrate.run import Calibration
 
         show = partial(count_bar, quiet=making.reporting.quiet)
@@ -57,6 +59,16 @@ class Calibrating:
                 yield Estimate.of_main(own.main).in_words
             if own.linears.steps:
                 yield Estimate.of_mtp(own).in_words
+
+
+def request_of(chosen: QuantizeOptions, calibration: CalibrationOptions) -> Request:
+    """Return the request of a quantization that may be calibrated."""
+    if calibration.calibrate is None:
+        return Request("quantize", chosen)
+    from mtp_export.calibrate.request import CalibratedOptions
+
+    options = CalibratedOptions(**vars(chosen), calibration=calibration)
+    return Request("quantize --calibrate", options)
 
 
 def calibration_facts(result: BundleResult) -> dict[str, Any]:

@@ -27,6 +27,7 @@ _FORMS: dict[
     "export": (bundle_tables.result_facts, export.result_table),
     "graft": (bundle_tables.result_facts, graft.result_table),
     "quantize": (quantize.result_facts, quantize.result_table),
+    "quantize --calibrate": (quantize.result_facts, quantize.result_table),
 }
 
 

@@ -18,7 +18,6 @@ from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.options import Part
 from mtp_export.bundle.precision import Format, Precision
 from mtp_export.bundle.quantize import QuantizeOptions, default_input, default_output, plan_quantize
-from mtp_export.bundle.request import Request
 from mtp_export.calibrate.options import CalibrationOptions
 from mtp_export.commands.bundle_command import (
     PART,
@@ -33,6 +32,7 @@ from mtp_export.commands.calibration import (
     Calibrating,
     calibration_facts,
     calibration_lines,
+    request_of,
     work_folder,
 )
 from mtp_export.commands.garbage import gc_paused
@@ -128,7 +128,7 @@ def quantize(options: QuantizeCommand) -> None:
     calibrating = Calibrating.of(plan, options.calibration, making)
     plan = calibrating.plan
     said = [*remarks(plan), *calibrating.remarks(dry_run=making.dry_run)]
-    request = Request("quantize", chosen)
+    request = request_of(chosen, options.calibration)
     planned = PlannedBundle(request, making, plan, reports, said, calibrating.maker)
     result = planned.run()
     if result is not None:

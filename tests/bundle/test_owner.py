@@ -20,7 +20,7 @@ from cases import export, tree
 from mtp_checkpoints.errors import IoError, OutputExistsError
 from mtp_export.bundle import owner as module
 from mtp_export.bundle.journal import Journal, ShardFacts
-from mtp_export.bundle.owner import OWNER_NAME, Owner
+from mtp_export.bundle.owner import OWNER_NAME, Owner, is_owned
 
 ELSEWHERE = {
     "host": "node17",
@@ -96,13 +96,14 @@ def test_a_dead_owner_of_this_machine_is_known_at_once(
         Owner(output / OWNER_NAME)
         os._exit(0)
     os.waitpid(child, 0)
-    assert (output / OWNER_NAME).exists()
+    assert (output / OWNER_NAME).exists() and not is_owned(output)
     owner = Owner(output / OWNER_NAME)
     owner.check()
+    assert is_owned(output)
     with pytest.raises(OutputExistsError, match=f"process {os.getpid()} on"):
         Owner(output / OWNER_NAME)
     owner.release()
-    assert tree(output) == {}
+    assert tree(output) == {} and not is_owned(output)
 
 
 def test_the_number_of_a_dead_process_given_again(output: Path) -> None:

@@ -27,6 +27,8 @@ from mtp_export.bundle.options import (
 from mtp_export.bundle.precision import Device, HeadQuant, Int4Scope, Int8Scope, ScaleRule
 from mtp_export.bundle.quantize import QuantizeOptions
 from mtp_export.bundle.request import PLANNERS, Request, restored
+from mtp_export.calibrate.options import CalibrationOptions, Method
+from mtp_export.calibrate.request import CalibratedOptions
 from mtp_export.plan import Link
 
 ADDRESS = Address("hf://acme/tiny@main")
@@ -53,6 +55,13 @@ OPTIONS: dict[str, Any] = {
         scale=ScaleRule.MSE,
         device=Device.AUTO,
         allow_untested_pair=True,
+    ),
+    "quantize --calibrate": CalibratedOptions(
+        BUNDLE,
+        mtp_quant="weight_only_nvfp4",
+        calibration=CalibrationOptions(
+            calibrate=Path("/texts.jsonl"), method=Method.AWQ, new_tokens=7, stream=True
+        ),
     ),
     "graft": GraftOptions(BUNDLE, Address("s3://bucket/x"), mtp_quant="a8w8_fp8"),
 }

@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from calibrate.texts import LENGTH, PROMPT, TEXTS
-from cases import Outcome, quantize, read_json, read_tensors, run_program
+from cases import Outcome, looks_finished, quantize, read_json, read_tensors, run_program
 from faults import planting
 from faults.matrix import no_progress
 from mtp_export import state_files
+from mtp_export.bundle import shares
 from mtp_export.calibrate.rounding import Rounder
 from mtp_export.verify.check import Level
 from mtp_export.verify.context import Context
@@ -45,6 +46,7 @@ CONFIG = SMALL | {
 INT4 = (
     *("--base-quant", "weight_only_int4", "--mtp-quant", "weight_only_int4"),
     *("--group-size", "32", "--allow-untested-pair"),
+    *("--max-shard-size", "20kB"),
 )
 IN_BF16 = ("--base-quant", "weight_only_nvfp4", "--mtp-quant", "bf16")
 NVFP4 = ("--base-quant", "weight_only_nvfp4", "--mtp-quant", "weight_only_nvfp4")
@@ -241,6 +243,37 @@ def test_it_resumes_by_expert_and_ends_with_the_same_bytes(
     assert files_of(output) == files_of(calibrated[1])
 
 
+def test_shares_make_the_bundle_of_one_run(
+    calibrated: tuple[Outcome, Path],
+    make: Callable[..., Outcome],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One after the other. What goes into the MTP layer comes of the whole main part: a share says
+    which others are missing, and then goes on."""
+    monkeypatch.setattr(shares, "PATIENCE_SECONDS", 0)
+    output, rounded, units = tmp_path / "bundle", Rounder.rounded, list[str]()
+
+    def counted(self: Rounder, unit: Any, *given: Any) -> dict[str, Any]:
+        units.append(unit.name)
+        return rounded(self, unit, *given)
+
+    monkeypatch.setattr(Rounder, "rounded", counted)
+    early = make(output, *INT4, "--share", "2/3")
+    said = " ".join(early.err.split())
+    assert early.code == 6 and "the whole main part" in said and "1/3 (not begun)" in said
+    assert "3/3" not in said and not units
+    for share in ("1/3", "2/3", "3/3"):
+        before = len(units)
+        assert make(output, *INT4, "--share", share).code == 0
+        assert (len(units) == before) == (share == "1/3")  # which has the main part
+        assert not looks_finished(output)
+    assert len({*units}) == len(units) == EXPERTS  # none twice
+    finished = run_program("finish", output)
+    assert finished.code == 0 and f"Calibrated: {3 * EXPERTS} weights" in finished.out
+    assert files_of(output) == files_of(calibrated[1])
+
+
 def test_without_a_factor_weights_are_rounded_to_the_nearest_and_named(
     nearest: Path, make: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,8 +334,9 @@ def test_a_dry_run_says_what_it_takes_and_writes_nothing(
 @pytest.mark.parametrize(
     ("options", "code", "said"),
     [
-        ((*INT4, "--share", "1/2"), 2, "A calibration is not divided"),
-        ((*INT4, "--cluster", "local"), 2, "A calibration is not divided"),
+        ((*INT4, "--share", "1/2", "--calibrate-main"), 2, "of a main model is not divided"),
+        ((*INT4, "--share", "1/2", "--imatrix", "{folder}/a.gguf"), 2, "squares of all weights"),
+        ((*INT4, "--cluster", "local"), 2, "The tasks of a cluster share no work folder"),
         ((*INT4, "--part", "mtp"), 2, "the main model of the bundle that it is part of"),
         (
             (*IN_BF16, "--imatrix", "{folder}/bundle/x.gguf"),
@@ -311,7 +345,10 @@ def test_a_dry_run_says_what_it_takes_and_writes_nothing(
         ),
         (IN_BF16, 4, "no weight whose codes a calibration chooses"),
     ],
-    ids=["share", "cluster", "mtp alone", "imatrix in the bundle", "mtp in bf16"],
+    ids=[
+        *("share of main", "imatrix of a share", "cluster", "mtp alone"),
+        *("imatrix in the bundle", "mtp in bf16"),
+    ],
 )
 def test_refusals(
     options: tuple[str, ...],

@@ -21,6 +21,11 @@ class Fold(NamedTuple):
     divided: str
     multiplied: tuple[str, ...]
 
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """All that scales are folded into."""
+        return (self.divided, *self.multiplied)
+
 
 def folds_of(layer: LayerSpec) -> tuple[Fold, ...]:
     """Return the folds around a layer's experts: that of the norm before them, then those of up
