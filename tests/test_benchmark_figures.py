@@ -100,14 +100,17 @@ def test_quantize(name: str, position: int) -> None:
         assert float(ratio) == round(facts["ratios"][f"{name[-4:]} / cp (at most 1.5)"], 2)
 
 
-def test_quantize_on_another_machine() -> None:
-    facts = results("quantize_amd.json")
-    shown = []
-    for name, runs in facts["runs"].items():
+@pytest.mark.parametrize(
+    ("name", "scheme", "digits"), [("amd", "int8", 2), ("gguf", "q8_0", None), ("q4_0", "q4_0", 1)]
+)
+def test_quantize_on_other_machines(name: str, scheme: str, digits: int | None) -> None:
+    facts = results(f"quantize_{name}.json")
+    kernels = facts["limits"][scheme]["kernels_seconds"]
+    shown = [] if digits is None else [f"{kernels:.{digits}f} s"]
+    for run, runs in facts["runs"].items():
         seconds = ", ".join(f"{run['seconds']:.1f}" for run in runs)
-        shown.append(f"{facts['median_seconds'][name]:.1f} s ({seconds})")
-    shown.append(f"share of {facts['shares']['fp8 -> int8']:.2f}")
-    shown.append(f"{facts['limits']['int8']['kernels_seconds']:.2f} s")
+        shown.append(f"{facts['median_seconds'][run]:.1f} s ({seconds})")
+    shown.append(f"share of {facts['shares'][f'fp8 -> {scheme}']:.2f}")
     shown.append(facts["machine"]["commit"][:12])
     section = " ".join(SECTIONS["Quantization"].split())
     assert [figure for figure in shown if figure not in section] == []
