@@ -1,4 +1,5 @@
-"""Main models as Quark, bitsandbytes and mlx-lm name their parts: the numbers are none."""
+"""Main models as Quark, bitsandbytes and mlx-lm name their parts, in numbers that are not decoded
+here: none is one."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def stacked(stored: Tensors) -> Tensors:
     return {name.replace(".experts.0.", ".switch_mlp."): one for name, one in main.items()}
 
 
-MLX = {"group_size": 64, "bits": 4, "lm_head": {"group_size": 64, "bits": 8}}
+MLX = {"group_size": 32, "bits": 4, "mode": "mxfp4", "lm_head": {"group_size": 64, "bits": 8}}
 # By method: what it writes, and config.json's fields.
 MAINS: dict[str, tuple[Callable[[Tensors], Tensors], dict[str, Any]]] = {
     "quark": (
@@ -47,7 +48,7 @@ MAINS: dict[str, tuple[Callable[[Tensors], Tensors], dict[str, Any]]] = {
         {
             "quantization_config": {
                 "quant_method": "quark",
-                "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}},
+                "global_quant_config": {"weight": {"dtype": "fp4", "qscheme": "per_group"}},
                 "layer_quant_config": {},
                 "layer_type_quant_config": {},
                 "export": {"kv_cache_group": [], "pack_method": "reorder"},
@@ -57,7 +58,13 @@ MAINS: dict[str, tuple[Callable[[Tensors], Tensors], dict[str, Any]]] = {
     ),
     "bitsandbytes": (
         packed(torch.uint8, **{"weight.absmax": torch.ones(4), "weight.quant_map": torch.ones(16)}),
-        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+        {
+            "quantization_config": {
+                "quant_method": "bitsandbytes",
+                "load_in_4bit": True,
+                "bnb_4bit_quant_storage": "bfloat16",
+            }
+        },
     ),
     "mlx": (stacked, {"quantization": MLX, "quantization_config": MLX}),
 }

@@ -130,8 +130,11 @@ def tensor_bytes(dtype: DType, shape: tuple[int, ...]) -> int:
     return bits // 8
 
 
+ANY_LENGTH = -1  # as the size of a vector that no other shape decides
+
+
 class OutputTensor(NamedTuple):
-    """Tensor to be written."""
+    """Tensor to be written, or read."""
 
     name: str
     dtype: DType

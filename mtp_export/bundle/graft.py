@@ -14,16 +14,17 @@ from mtp_checkpoints.formats import FORMATS, GGUF
 from mtp_checkpoints.formats.base import ReadOnlyFormat
 from mtp_checkpoints.layouts import engine_of, names_that_read, target_names, target_of
 from mtp_checkpoints.quantization.method import VLLM
+from mtp_checkpoints.quantization.methods import undecoded_of
 from mtp_checkpoints.quantization.native import (
     DTYPE_KEYS,
-    MLX,
     Config,
     is_gguf,
+    method_of,
     quantization_of,
     with_quantization,
 )
 from mtp_checkpoints.quantization.stored import StoredModel, stored_model
-from mtp_checkpoints.quantization.undecoded import Undecoded, undecoded_of
+from mtp_checkpoints.quantization.undecoded import UNDECODED, Undecoded
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.tensors.bundle_folder import open_checkpoint
 from mtp_checkpoints.tensors.reader import Checkpoint
@@ -38,7 +39,7 @@ from mtp_export.bundle.graft_sources import GraftSources
 from mtp_export.bundle.options import PlannerOptions
 from mtp_export.bundle.run_folder import check_output
 from mtp_export.bundle.split import SplitOptions
-from mtp_export.bundle.undecoded_graft import check_target_reads, undecoded_main
+from mtp_export.bundle.undecoded_graft import undecoded_main
 from mtp_export.paths import refuse_overlaps
 from mtp_export.schemes import SCHEMES
 from mtp_export.schemes.conversion import AS_STORED
@@ -100,6 +101,7 @@ def _in_safetensors(options: GraftOptions, sources: GraftSources) -> _Grafted:
     host, donated = sources.host, sources.donated
     dialect = engine_of(options.bundle.target).dialect or VLLM  # without integers they are alike
     draft = Draft(donated, SCHEMES[options.mtp_quant], dialect)
+    _check_method_is_read(options.bundle.target, host.config)
     if (known := undecoded_of(host.config)) is not None:
         return _beside_undecoded(options, sources, draft=draft, known=known)
     tensors = sources.main_tensors
@@ -108,7 +110,7 @@ def _in_safetensors(options: GraftOptions, sources: GraftSources) -> _Grafted:
     main = stored_model(config, tensors).main
     sources.check_main(main)
     _check_draft_is_read(options, draft, main)
-    method = described.main["quant_method"] if described.main else "none"
+    method = method_of(described.main) or "none"
     return _joined(options, replace(sources, config=config), described, main=main, method=method)
 
 
@@ -117,11 +119,10 @@ def _beside_undecoded(
 ) -> _Grafted:
     """Return the graft onto a main model whose numbers are not decoded, by whose own list its
     engines leave the draft out."""
-    check_target_reads(options.bundle.target, known)
-    described = describe_beside_undecoded(known, draft)
+    described = describe_beside_undecoded(known, quantization_of(sources.config), draft)
     main = undecoded_main(sources, known)
     _check_draft_is_read(options, draft, main)
-    config = known.leave_out(sources.config, draft.family)
+    config = with_quantization(sources.config, described.main)
     with_config = replace(sources, config=config)
     grafted = _joined(options, with_config, described, main=main, method=known.name)
     return replace(grafted, storages=frozenset())
@@ -233,6 +234,19 @@ def _check_target(options: GraftOptions, *, in_gguf: bool) -> None:
         )
 
 
+def _check_method_is_read(target: str, config: Mapping[str, Any]) -> None:
+    """Refuse a target whose engine does not read main models of a method that not all do
+    (UnsupportedError)."""
+    known = UNDECODED.get(method_of(quantization_of(config)))
+    if known is not None and known.name not in engine_of(target).methods:
+        readers = [name for name in target_names() if known.name in engine_of(name).methods]
+        raise UnsupportedError(
+            f"Target {target} does not read main models of {known.title}",
+            expected=f"--target {' or '.join(readers)}",
+            found=target,
+        )
+
+
 def _real(place: Place) -> str:
     return os.path.realpath(place) if isinstance(place, Path) else str(place)
 
@@ -269,7 +283,7 @@ def _draft_config(
 ) -> dict[str, Any]:
     """Return the draft's config.json: the main one, with the dtype and the quantization of the
     draft's own tensors."""
-    others = {key: value for key, value in config.items() if key not in (*DTYPE_KEYS, MLX)}
+    others = {key: value for key, value in config.items() if key not in DTYPE_KEYS}
     dtypes = {key: donor[key] for key in DTYPE_KEYS if key in donor}
     return with_quantization({**others, **dtypes}, quantization)
 

@@ -68,7 +68,7 @@ class GraftSources:
         for pair in self.donated.family.shared:
             if pair.mtp_name not in moved:
                 moved[pair.mtp_name] = pair.main_name
-        return GraftedCheckpoint.of(self.host, self.donor, self.config, moved, self.own)
+        return GraftedCheckpoint.of(self.host.as_written, self.donor, self.config, moved, self.own)
 
 
 def _has_layers(host: Checkpoint, own: Mapping[str, int], module: str) -> InvalidInputError:

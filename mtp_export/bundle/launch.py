@@ -216,7 +216,7 @@ def _reads(engine: Engine, recorded: Mapping[str, Any], base: str, mtp: str) -> 
         reader, dialect = recorded.get("reader"), engine.dialect
         described = reader is None or (dialect is not None and dialect.name == reader)
         known = UNDECODED.get(str(recorded.get("main_quant_method")))
-        if known is not None and engine.name not in known.targets:
+        if known is not None and known.name not in engine.methods:
             return False
         return described and engine.storages >= main | SCHEMES[mtp].recorded_storages(recorded)
     heads = {head} if (head := recorded_head(recorded)) else set()

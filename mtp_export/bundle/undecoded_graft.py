@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.base import FLOATS
 from mtp_checkpoints.formats.ggml_blocks import OpaqueBlocks
-from mtp_checkpoints.layouts import target_names
 from mtp_checkpoints.quantization.native import with_quantization
 from mtp_checkpoints.quantization.stored import StoredModel, stored_model
 from mtp_checkpoints.quantization.undecoded import Undecoded
@@ -33,14 +31,3 @@ def undecoded_main(sources: GraftSources, known: Undecoded) -> StoredModel:
         for kind in main.kinds
     ]
     return replace(main, kinds=kinds)
-
-
-def check_target_reads(target: str, known: Undecoded) -> None:
-    """Refuse a target whose engine does not read such a main model (UnsupportedError)."""
-    if target not in known.targets:
-        readers = [name for name in target_names() if name in known.targets]
-        raise UnsupportedError(
-            f"Target {target} does not read main models of {known.title}",
-            expected=f"--target {' or '.join(readers)}",
-            found=target,
-        )

@@ -8,8 +8,8 @@ from pathlib import Path
 from rich.console import Group, RenderableType
 
 from mtp_checkpoints.errors import UsageError
+from mtp_checkpoints.quantization.methods import undecoded_of
 from mtp_checkpoints.quantization.native import DTYPE_KEYS
-from mtp_checkpoints.quantization.undecoded import undecoded_of
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_export.bundle.build import BundleResult
 from mtp_export.bundle.bundle_plan import BundlePlan
@@ -139,7 +139,7 @@ def _untested(options: GraftCommand, plan: BundlePlan) -> str:
     if options.proving.prove:
         plan.checkpoint.check_decoded()
         if known is not None:
-            raise known.refusal(plan.checkpoint.path)
+            raise known.refusal(f"those of {plan.checkpoint.path}")
     return "" if known is None else known.why_not_tested
 
 

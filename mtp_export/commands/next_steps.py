@@ -6,7 +6,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from mtp_checkpoints.quantization.undecoded import UNDECODED
+from mtp_checkpoints.quantization.methods import undecoded_of
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.launch import draft_lines, launch_lines
 from mtp_export.bundle.options import Part
@@ -23,7 +23,7 @@ def next_steps(plan: BundlePlan) -> dict[str, str]:
     both with drafts of its MTP module, where it has all that this needs."""
     bundle, source = str(plan.options.output_dir), plan.options.input_dir
     is_graft = plan.recorded.get("base_quant") == GRAFTED
-    is_decoded = plan.recorded.get("main_quant_method") not in UNDECODED
+    is_decoded = not is_graft or undecoded_of(plan.checkpoint.config) is None
     if isinstance(source, Path) and not is_graft:
         words = ["--source", str(source), "--level", "weights"]
     else:

@@ -4,7 +4,7 @@ build both as they are stored. vLLM reads the main folder's for both, SGLang eac
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from mtp_checkpoints.errors import UnsupportedError
@@ -13,10 +13,10 @@ from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.formats import FormatOptions, Fp8Block, Unquantized
 from mtp_checkpoints.formats.base import COMPRESSED_SCALE, NATIVE_SCALE
 from mtp_checkpoints.layouts import engine_of, target_names
-from mtp_checkpoints.quantization.absent import plain_linears
+from mtp_checkpoints.quantization.absent import plain_linears, uncoded
 from mtp_checkpoints.quantization.method import Dialect, Method, QuantConfig, modules_of
 from mtp_checkpoints.quantization.methods import METHODS, quant_config_of
-from mtp_checkpoints.quantization.native import Config
+from mtp_checkpoints.quantization.native import Config, method_of
 from mtp_checkpoints.quantization.stored import StoredModel
 from mtp_checkpoints.quantization.undecoded import Undecoded
 from mtp_export.schemes.configs import quantization_configs
@@ -105,17 +105,20 @@ def describe_graft(
     )
 
 
-def describe_beside_undecoded(known: Undecoded, draft: Draft) -> GraftDescription:
+def describe_beside_undecoded(
+    known: Undecoded, quantization: Config, draft: Draft
+) -> GraftDescription:
     """Describe a draft beside a main model whose numbers are not decoded: its config leaves the
     draft out, whose own describes it, for an engine that reads it (UnsupportedError for others)."""
     mtp = draft.conversion(in_groups=False)
+    main = _left_out(METHODS[known.name], quantization, draft.family)
     if not draft.storages:
-        return GraftDescription(main=None, mtp=None, conversion=mtp, reader=None)
+        return GraftDescription(main=main, mtp=None, conversion=mtp, reader=None)
     if not draft.dialect.own_config:
         raise _undescribed(known.name, draft)
     own = quantization_configs(draft.stored, main=mtp, mtp=mtp, dialect=draft.dialect).mtp
     _check_described(known.name, quant_config_of(own), draft.family, mtp)
-    return GraftDescription(main=None, mtp=own, conversion=mtp, reader=draft.dialect.name)
+    return GraftDescription(main=main, mtp=own, conversion=mtp, reader=draft.dialect.name)
 
 
 def _main_config(
@@ -135,16 +138,26 @@ def _main_config(
     if together is not None:
         assert method.describe is not None, "the draft fits"
         return method.describe(quantization, family, together)
-    assert method.leave_out is not None, "_method_of refuses others"
     listed: list[str] = []
     if method.absent_key:
         main = [spec for spec in _linears(family) if spec.mtp_layer is None]
         listed += plain_linears(quant_config_of(quantization), main, tensors)
+    if method.coded_by:
+        every = (spec for spec in family.tensors.values() if spec.mtp_layer is None)
+        listed += uncoded(quantization, every, tensors)
+    return _left_out(method, quantization, family, listed)
+
+
+def _left_out(
+    method: Method, quantization: Config, family: ModelSpec, listed: Sequence[str] = ()
+) -> Config:
+    """Return a config that leaves out the MTP modules of a family, behind modules that are
+    listed."""
+    assert method.leave_out is not None, "_method_of refuses others"
+    own = [module.name for module in family.mtp]
     if method.whole_names:
-        listed += modules_of(spec for spec in _linears(family) if spec.mtp_layer is not None)
-    else:
-        listed += [module.name for module in family.mtp]
-    return method.leave_out(quantization, listed)
+        own = modules_of(spec for spec in _linears(family) if spec.mtp_layer is not None)
+    return method.leave_out(quantization, [*listed, *own])
 
 
 def _method_of(quantization: object) -> str | None:
@@ -154,7 +167,7 @@ def _method_of(quantization: object) -> str | None:
     if not quantization:
         return None
     assert isinstance(quantization, dict), "quant_config_of refuses anything else"
-    name = str(quantization["quant_method"])
+    name = method_of(quantization)
     if METHODS[name].leave_out is None:
         others = (other for other, method in METHODS.items() if method.leave_out)
         raise UnsupportedError(

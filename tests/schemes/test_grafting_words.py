@@ -158,6 +158,7 @@ def test_a_method_that_leaves_nothing_out() -> None:
     )
     assert error.expected == (
         "quant_method fp8 or compressed-tensors or awq or gptq or modelopt or auto-round"
+        " or quark or bitsandbytes or mlx"
     )
     assert error.found == "w4afp8"
 

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from mtp_checkpoints.formats.auto_round import AutoRoundInt4, AutoRoundInt8
 from mtp_checkpoints.formats.awq import AwqInt4
 from mtp_checkpoints.formats.base import DamagedWeight, EncodedWeight, FormatOptions, WeightFormat
+from mtp_checkpoints.formats.bitsandbytes import BitsAndBytes4, BitsAndBytesInt8
 from mtp_checkpoints.formats.compressed import COMPRESSED
 from mtp_checkpoints.formats.float16 import Float16
 from mtp_checkpoints.formats.fp8_block import Fp8Block
@@ -29,6 +30,7 @@ from mtp_checkpoints.formats.ggml_blocks import (
 from mtp_checkpoints.formats.gptq import GptqInt4, GptqInt8, GptqWords
 from mtp_checkpoints.formats.int_quantized import Int8Unpacked
 from mtp_checkpoints.formats.int_words import CODES_PER_WORD, WHOLE_ROW, InputWords
+from mtp_checkpoints.formats.mlx_affine import MlxAffine
 from mtp_checkpoints.formats.modelopt import Fp8Tensor, NvFp4, NvFp4A16
 from mtp_checkpoints.formats.mx import MxFp4Packed, MxFp8
 from mtp_checkpoints.formats.nvfp4 import NvFp4Packed, NvFp4PackedA4
@@ -46,6 +48,8 @@ __all__ = [
     "AutoRoundInt4",
     "AutoRoundInt8",
     "AwqInt4",
+    "BitsAndBytes4",
+    "BitsAndBytesInt8",
     "DamagedWeight",
     "EncodedWeight",
     "Float16",
@@ -62,6 +66,7 @@ __all__ = [
     "Int8Channel",
     "Int8Unpacked",
     "Int8ZeroPoints",
+    "MlxAffine",
     "MxFp4Packed",
     "MxFp8",
     "NvFp4",
@@ -94,6 +99,9 @@ FORMATS: dict[str, type[WeightFormat]] = {
     "gptq_int8": GptqInt8,
     "auto_round_int4": AutoRoundInt4,
     "auto_round_int8": AutoRoundInt8,
+    "mlx_affine": MlxAffine,
+    "bitsandbytes_int8": BitsAndBytesInt8,
+    "bitsandbytes_4bit": BitsAndBytes4,
     "int8_unpacked": Int8Unpacked,
     "int4_zero_points": Int4ZeroPoints,
     "int8_zero_points": Int8ZeroPoints,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 BLOCK = 128  # rows and columns per fp8 scale
 GROUP_SIZES = (32, 64, 128)  # columns per int4 scale
 OF_ROWS = 2  # tensors of a format that have rows: codes and scales
-# Last name components of an fp8 scale. The released name says inverse, but the scale multiplies.
+# Last names of an fp8 scale. The released one says inverse, but the scale multiplies.
 NATIVE_SCALE = "weight_scale_inv"
 COMPRESSED_SCALE = "weight_scale"
 # Last name components of a linear's codes in any format, each with those of scales that go with it.
@@ -87,14 +87,14 @@ class WeightFormat(ABC):
     is_decoded: ClassVar[bool] = True  # its numbers are known here
     gate: ClassVar[FormatGate]  # bounds that verify holds its weights to
     bugs: ClassVar[tuple[Bug, ...]] = ()  # of its codes, which verify undoes to find a cause
-    # quant_methods whose configs describe it, its own first; none: it needs no description.
-    methods: ClassVar[tuple[str, ...]] = ()
+    methods: ClassVar[tuple[str, ...]] = ()  # quant_methods that describe it, its own first
     code_offset: ClassVar[int | None] = None  # of integer codes on disk
     elements_per_code: ClassVar[int] = 1  # elements of the weight per element of the codes
     scale_rows: ClassVar[int] = 1  # rows of the weight per row of scales
     in_words: ClassVar[str] = ""  # of a group of a compressed-tensors config
     reads_whole: ClassVar[bool] = False  # all codes are read for some rows: as read they are others
     word_rows: ClassVar[int] = 0  # rows that words of some tensor run across; 0: none does
+    whole_rows: ClassVar[bool] = False  # with word_rows: windows are read with all columns
     compiled_sources: ClassVar[frozenset[str]] = frozenset()  # of quantize_rows
     # A number of the whole matrix goes with its scales, one for all linears that engines join.
     of_whole_matrix: ClassVar[bool] = False

@@ -21,6 +21,7 @@ from mtp_checkpoints.layouts.base import (
 from mtp_checkpoints.quantization.method import SGLANG, VLLM
 from mtp_checkpoints.quantization.methods import METHODS
 from mtp_checkpoints.quantization.readers import RENAMED_BY_SGLANG, sglang_reads, vllm_reads
+from mtp_checkpoints.quantization.undecoded import MLX_METHOD
 
 VLLM_PROBE = "command -v vllm"
 VLLM_READING = DraftReading(
@@ -108,7 +109,7 @@ HF = Target(
         Engine("hf", _METHODS, VLLM, _VLLM_HEADS),
         Engine(
             "vllm",
-            _METHODS - {"w4afp8"},
+            _METHODS - {"w4afp8", "bitsandbytes", MLX_METHOD},
             VLLM,
             _VLLM_HEADS,
             launch=partial(vllm_launch, method="mtp"),
@@ -119,7 +120,7 @@ HF = Target(
         ),
         Engine(
             "sglang",
-            _METHODS,
+            _METHODS - {MLX_METHOD},
             SGLANG,
             launch=partial(_sglang, algorithm="EAGLE"),
             extra_drafts=(

@@ -9,8 +9,13 @@ from typing import Any
 from mtp_checkpoints.families import family_of
 from mtp_checkpoints.families.base import Role, TensorSpec, weight_name
 from mtp_checkpoints.quantization.method import QuantConfig, modules_of
-from mtp_checkpoints.quantization.methods import METHODS, quant_config_of
-from mtp_checkpoints.quantization.native import Config, quantization_of, with_quantization
+from mtp_checkpoints.quantization.methods import METHODS, quant_config_of, undecoded_of
+from mtp_checkpoints.quantization.native import (
+    Config,
+    method_of,
+    quantization_of,
+    with_quantization,
+)
 
 
 def as_engines_take(
@@ -19,7 +24,7 @@ def as_engines_take(
     """Return a config.json as a loader that looks at a folder's tensors takes it. experts is that
     of with_absent_listed. Raises as family_of and quant_config_of."""
     listed = with_absent_listed(config, tensors, experts=experts)
-    return with_projection_listed(listed, tensors)
+    return with_projection_listed(_with_uncoded_listed(listed, tensors), tensors)
 
 
 def with_absent_listed(
@@ -34,7 +39,7 @@ def with_absent_listed(
     quantization = quantization_of(config)
     if not isinstance(quantization, dict) or not quantization:
         return dict(config)
-    method = METHODS.get(str(quantization.get("quant_method")))
+    method = METHODS.get(method_of(quantization))
     if method is None or not method.absent_key or quantization.get(method.absent_key):
         return dict(config)
     specs = [
@@ -43,6 +48,17 @@ def with_absent_listed(
         if experts or spec.role is not Role.ROUTED_EXPERT
     ]
     return _listed(config, plain_linears(quant_config_of(quantization), specs, tensors))
+
+
+def _with_uncoded_listed(config: Mapping[str, Any], tensors: Collection[str]) -> Config:
+    """Return a config.json in which all is listed that its method's loaders find unquantized by the
+    tensors alone."""
+    quantization = quantization_of(config)
+    method = METHODS.get(method_of(quantization))
+    if method is None or not method.coded_by or undecoded_of(config) is not None:
+        return dict(config)
+    every = family_of(config, tensors).tensors.values()
+    return _listed(config, uncoded(quantization, every, tensors))
 
 
 def with_projection_listed(config: Mapping[str, Any], tensors: Collection[str]) -> Config:
@@ -69,10 +85,26 @@ def plain_linears(
     return modules_of(s for s in stored if config.format_of(s.module, s.role) is not None)
 
 
+def uncoded(
+    quantization: Mapping[str, Any], specs: Iterable[TensorSpec], tensors: Collection[str]
+) -> list[str]:
+    """Return matrices that a config quantizes and that are stored without what its method tells
+    quantized ones by."""
+    known, ends = quant_config_of(quantization), METHODS[method_of(quantization)].coded_by
+    return modules_of(
+        spec
+        for spec in specs
+        if len(spec.shape) == 2
+        and spec.name in tensors
+        and not any(f"{spec.module}.{end}" in tensors for end in ends)
+        and known.format_of(spec.module, spec.role) is not None
+    )
+
+
 def _listed(config: Mapping[str, Any], modules: Sequence[str]) -> Config:
     """Return a config.json that leaves modules out too, if its method can."""
     quantization = quantization_of(config)
-    leave_out = METHODS[quantization["quant_method"]].leave_out
+    leave_out = METHODS[method_of(quantization)].leave_out
     if not modules or leave_out is None:
         return dict(config)
     return with_quantization(config, leave_out(quantization, modules))

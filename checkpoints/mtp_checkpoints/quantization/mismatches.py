@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from mtp_checkpoints.dtypes import DType
+from mtp_checkpoints.dtypes import ANY_LENGTH, DType
 from mtp_checkpoints.errors import InvalidInputError
 
 _SCALE_SUFFIX = "_scale_inv"
@@ -36,6 +36,13 @@ class StoredTensor(NamedTuple):
     dtypes: tuple[DType, ...]
     scale_of: str | None = None
     optional: bool = False
+
+    def fits(self, tensor: HasLayout) -> bool:
+        """Return whether a stored tensor has the layout; a size of ANY_LENGTH is any."""
+        if len(tensor.shape) != len(self.shape) or tensor.dtype not in self.dtypes:
+            return False
+        sizes = zip(tensor.shape, self.shape, strict=True)
+        return all(promised in (own, ANY_LENGTH) for own, promised in sizes)
 
 
 @dataclass(frozen=True)
@@ -91,10 +98,8 @@ def _unlike(
             if not optional or scale_of in stored:
                 yield expected
         elif (
-            tensor.shape != shape
-            or tensor.dtype not in dtypes
-            or (scale_of is not None and scale_of not in stored)
-        ):
+            (tensor.shape != shape or tensor.dtype not in dtypes) and not expected.fits(tensor)
+        ) or (scale_of is not None and scale_of not in stored):
             yield expected
 
 

@@ -11,6 +11,7 @@ from mtp_checkpoints.dtypes import DType
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.formats.base import BLOCK, SCALE_DTYPES
 from mtp_checkpoints.formats.ggml_blocks import GGUF
+from mtp_checkpoints.quantization.undecoded import MLX_METHOD
 
 Config = dict[str, Any]
 
@@ -28,12 +29,22 @@ _LEFT_OUT_KEYS = ("modules_to_not_convert", "ignored_layers")
 
 
 def quantization_of(config: Mapping[str, Any]) -> Any:
-    """Return a config.json's quantization_config; None where it has none."""
-    return config.get(QUANTIZATION)
+    """Return a config.json's quantization_config, of MLX that of its own field; None where it has
+    none."""
+    return config[MLX] if config.get(MLX) and is_mlx(config) else config.get(QUANTIZATION)
+
+
+def method_of(quantization: object) -> str:
+    """Return the name of the method of a quantization_config, "" where it has none."""
+    if not isinstance(quantization, Mapping):
+        return ""
+    if is_mlx({QUANTIZATION: quantization}):
+        return MLX_METHOD
+    return str(quantization.get("quant_method") or "")
 
 
 def is_mlx(config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json describes MLX's affine groups, which name no method."""
+    """Return whether a config.json describes MLX's groups, which name no method."""
     kept = config.get(MLX) or quantization_of(config)  # mlx-lm writes both
     return isinstance(kept, Mapping) and "group_size" in kept and "quant_method" not in kept
 
@@ -45,17 +56,20 @@ def is_gguf(quantization: object) -> bool:
 
 
 def with_quantization(config: Mapping[str, Any], quantization: Any) -> Config:
-    """Return a config.json with another quantization_config; None takes it out.
+    """Return a config.json with another quantization_config, of MLX in both its fields; None takes
+    it out.
 
     It becomes the last field.
     """
-    rest = {key: value for key, value in config.items() if key != QUANTIZATION}
-    return rest if quantization is None else {**rest, QUANTIZATION: quantization}
+    fields = (QUANTIZATION, MLX) if is_mlx(config) else (QUANTIZATION,)
+    rest = {key: value for key, value in config.items() if key not in fields}
+    return rest if quantization is None else replaced_quantization(rest, quantization)
 
 
 def replaced_quantization(config: Mapping[str, Any], quantization: object) -> Config:
     """Return a config.json with another quantization_config in the same place, or the last."""
-    return {**config, QUANTIZATION: quantization}
+    of_mlx = {MLX: quantization} if is_mlx({QUANTIZATION: quantization}) else {}
+    return {**config, **of_mlx, QUANTIZATION: quantization}
 
 
 def describe(config: Mapping[str, Any]) -> str:

@@ -24,10 +24,11 @@ from mtp_checkpoints.formats import (
 from mtp_checkpoints.named_tuples import rows_of
 from mtp_checkpoints.quantization.fusion_rules import EXPERTS, check_fusion_rules
 from mtp_checkpoints.quantization.method import QuantConfig
-from mtp_checkpoints.quantization.methods import METHODS, quant_config_of
+from mtp_checkpoints.quantization.methods import METHODS, check_decoded, quant_config_of
 from mtp_checkpoints.quantization.mismatches import HasLayout, Mismatch, StoredTensor, compare
 from mtp_checkpoints.quantization.native import (
     NativeFp8,
+    method_of,
     native_fp8,
     native_scheme,
     quantization_of,
@@ -184,11 +185,7 @@ class StoredModel:
 
     def of_parts(self, *, main: bool, mtp: bool) -> StoredModel:
         """Return what a folder must hold that holds these parts."""
-
-        def is_there(spec: TensorSpec) -> bool:
-            return main if spec.mtp_layer is None else mtp
-
-        return self.of_tensors(is_there)
+        return self.of_tensors(lambda spec: main if spec.mtp_layer is None else mtp)
 
     def of_tensors(self, is_there: Callable[[TensorSpec], bool]) -> StoredModel:
         """Return what a folder must hold of some tensors, all or none of a kind."""
@@ -220,8 +217,7 @@ class StoredModel:
     def reread(self, quantization: object, rename: Callable[[str], str]) -> StoredModel:
         """Return what the same weights must be under another quantization_config and other names,
         experts by the name that engines ask for. Raises as stored_model."""
-        name = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        method = METHODS.get(str(name))  # of a damaged config it may be anything
+        method = METHODS.get(method_of(quantization))  # of a damaged config it may be anything
         as_one = method is not None and method.experts_as_one
         return _stored(self.family, self.specs, quantization, rename, experts_as_one=as_one)
 
@@ -264,6 +260,7 @@ def stored_model(config: Mapping[str, Any], names: Collection[str] = ()) -> Stor
     not know, InvalidInputError for a config that contradicts itself or that engines cannot follow.
     """
     family = family_of(config, names)
+    check_decoded(config)
     return _stored(family, list(family.tensors.values()), quantization_of(config))
 
 

@@ -19,6 +19,7 @@ from mtp_checkpoints.containers.gguf_restored import held
 from mtp_checkpoints.sources.addresses import byte_source
 from mtp_checkpoints.sources.byte_source import ByteSource, Place, local_path
 from mtp_checkpoints.sources.strict_json import parsed_json_object
+from mtp_checkpoints.tensors.mlx_experts import with_experts_of_mlx
 from mtp_checkpoints.tensors.tensor_reader import TensorReader
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ class Checkpoint(Opened):
         """Read the config and every tensor's place; raises what container_of and its open do."""
         opened = container_of(source).open(source)
         config = _with_modelopt(opened.config, source)
-        return cls(path=source.path, **vars(replace(opened, config=config)))
+        shards = tuple(map(with_experts_of_mlx, opened.shards))
+        return cls(path=source.path, **vars(replace(opened, config=config, shards=shards)))
 
     @property
     def folder(self) -> Path:
@@ -112,6 +114,12 @@ class Checkpoint(Opened):
     def written(self) -> dict[str, TensorInfo]:
         """Every tensor by the name that plans and manifests have for it."""
         return {tensor.name: tensor for shard in self.shards for tensor in shard.written}
+
+    @property
+    def as_written(self) -> Self:
+        """The checkpoint with what lies in its files, as plans have it."""
+        shards = (replace(shard, tensors=shard.written, apart=()) for shard in self.shards)
+        return replace(self, shards=tuple(shards))
 
     @cached_property
     def opaque(self) -> tuple[TensorInfo, ...]:

@@ -213,7 +213,7 @@ def weights_on_disk(stored: StoredModel, tensors: Mapping[str, TensorInfo]) -> l
             continue
         infos = [tensors.get(tensor.name) for tensor in weight.tensors]
         fits = all(
-            info is not None and info.dtype in spec.dtypes and info.shape == spec.shape
+            info is not None and spec.fits(info)
             for info, spec in zip(infos, weight.tensors, strict=True)
         )
         if fits:

@@ -87,7 +87,8 @@ def _of_words(weight: WeightOnDisk, window: Window, read: Read) -> EncodedWindow
     """Read the words and groups that a window lies in."""
     stored, shape = weight.stored, weight.stored.weight.shape
     rows = _widened(window.rows, stored.format.word_rows, shape[0])
-    columns = _widened(window.columns, stored.format.k_divisor, shape[1])
+    unit = shape[1] if stored.format.whole_rows else stored.format.k_divisor
+    columns = _widened(window.columns, unit, shape[1])
     places = stored.format.places(rows, columns, shape)
     tensors = [read(tensor, *place) for tensor, place in zip(weight.tensors, places, strict=True)]
     first = (window.rows.start - rows.start, window.columns.start - columns.start)

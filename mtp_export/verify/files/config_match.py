@@ -180,12 +180,8 @@ def _of_other_layers(layout: PartLayout, problems: Sequence[Problem]) -> list[Pr
 def _draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
     """The draft compared with what each engine that reads it expects."""
     tensors = layout.checkpoint.tensors
-    of_main = {
-        kind.format.storage
-        for part in context.layouts
-        if part.name == MAIN
-        for kind in part.stored.kinds
-    }
+    mains = (one.stored.kinds for one in context.layouts if one.name == MAIN)
+    of_main = {kind.format.storage for kinds in mains for kind in kinds}
     for engine in _readers(context, layout.stored.family):
         assert engine.draft_reading is not None, f"_readers returned {engine.name}"
         method = engine.draft_reading.method
@@ -194,6 +190,10 @@ def _draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
         if context.options.engine not in (None, engine.name):
             why = f"--engine {context.options.engine} leaves it out"
             yield not_tested(name, why, data={LEFT_OUT: True})
+            continue
+        if unread := of_main - engine.storages:
+            why = f"{engine.title} does not read a main model in {' and '.join(sorted(unread))}"
+            yield not_tested(name, why)
             continue
         config = layout.checkpoint.config
         if engine.draft_reading.by_main_config:

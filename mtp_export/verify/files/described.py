@@ -11,8 +11,9 @@ from mtp_checkpoints.containers.base import CONFIG_NAME
 from mtp_checkpoints.errors import MtpExportError
 from mtp_checkpoints.families.signs import expert_count
 from mtp_checkpoints.formats.base import BLOCK
+from mtp_checkpoints.quantization.methods import undecoded_of
 from mtp_checkpoints.quantization.native import quantization_of, replaced_quantization
-from mtp_checkpoints.quantization.undecoded import Undecoded, undecoded_of
+from mtp_checkpoints.quantization.undecoded import Undecoded
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_checkpoints.tensors.reader import MODELOPT_FILE
 from mtp_export.progress import counted

@@ -17,6 +17,7 @@ from mtp_checkpoints.formats import UNQUANTIZED, WeightFormat
 from mtp_checkpoints.formats.base import SCALES_OF_CODES
 from mtp_checkpoints.quantization.method import QuantConfig, modules_of
 from mtp_checkpoints.quantization.methods import METHODS, quant_config_of
+from mtp_checkpoints.quantization.native import method_of
 from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight
 from mtp_export.verify.check import Problem
 from mtp_export.verify.diagnosis.causes import files as causes
@@ -107,7 +108,7 @@ class ListedDraft:
         """The config whose lists have what lacks; None where nothing does, or no list can."""
         if not self._unquantized:
             return None
-        leave_out = METHODS[self.quantization["quant_method"]].leave_out
+        leave_out = METHODS[method_of(self.quantization)].leave_out
         if leave_out is None:
             return None
         return leave_out(self.quantization, self._to_leave_out(self._unquantized))
@@ -155,7 +156,7 @@ class ListedDraft:
         knows modules; else the linears."""
         own = {weight.weight.name for weight in weights}
         every = (one.weight for one in self.described.weights.values())
-        whole_names = METHODS[self.quantization["quant_method"]].whole_names
+        whole_names = METHODS[method_of(self.quantization)].whole_names
         if not whole_names and all(s.name in own for s in every if s.is_linear_weight):
             return list(self.layers)
         return modules_of(weight.weight for weight in weights)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from mtp_checkpoints.containers.base import CONFIG_NAME, QUANTIZATION, TensorInfo
+from mtp_checkpoints.containers.base import CONFIG_NAME, TensorInfo
 from mtp_checkpoints.errors import MtpExportError
 from mtp_checkpoints.families.base import FLOATS
 from mtp_checkpoints.families.signs import (
@@ -317,6 +317,6 @@ def _copies(found: Found) -> Iterator[Item]:
     layouts = {layout.name: layout.stored for layout in found.context.layouts}
     if layouts.keys() != {MAIN, MTP}:  # or config_match says why one cannot be followed
         return
-    stored = layouts[MAIN].with_mtp_of(layouts[MTP], found.config.get(QUANTIZATION))
+    stored = layouts[MAIN].with_mtp_of(layouts[MTP], quantization_of(found.config))
     for name, state in shared_tensors(found.tensors, stored).items():
         yield measured(f"copy of {name.split('.', 3)[-1]}", state, {"tensor": name})

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_checkpoints.errors import InvalidInputError, MtpExportError, UnsupportedError
 from mtp_checkpoints.families import FAMILIES
-from mtp_checkpoints.quantization.methods import quant_config_of
+from mtp_checkpoints.quantization.methods import quant_config_of, undecoded_of
 from mtp_checkpoints.quantization.native import is_gguf, quantization_of
-from mtp_checkpoints.quantization.undecoded import undecoded_of
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_checkpoints.tensors.untied_head import with_head_like
 from mtp_export.bundle.journal import journaled

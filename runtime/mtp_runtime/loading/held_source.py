@@ -73,6 +73,3 @@ class HeldSource(WeightSource):
 
     def _note(self, name: str) -> None:
         """Keep no account: a draft's reader compares all tensors with what is promised."""
-
-    def _check_plain(self, name: str) -> None:
-        """Accept every tensor: none is quantized."""

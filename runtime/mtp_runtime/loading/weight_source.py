@@ -13,7 +13,7 @@ import torch
 
 from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.dtypes import DType
-from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
+from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.families.base import TensorSpec
 from mtp_checkpoints.families.contract import MtpContract
 from mtp_checkpoints.formats import EncodedWeight, unquantized
@@ -114,7 +114,8 @@ class WeightSource:
         return dtype if len(on_disk.tensors) == 1 and dtype is DType.BF16 else None
 
     def raw(self, name: str) -> torch.Tensor:
-        """Return an unquantized tensor in its stored dtype, on the device.
+        """Return an unquantized tensor in its stored dtype, the values of a quantized one in
+        float32, on the device.
 
         Raises InvalidInputError where there is none.
         """
@@ -159,9 +160,8 @@ class WeightSource:
         return Linear.build(self.weight(module, rows, columns), self.dtype, self.keep_dense)
 
     def embedding(self, name: str) -> Embedding:
-        """Return token embeddings (UnsupportedError for quantized ones)."""
+        """Return token embeddings, of quantized ones their values where they are held."""
         if self.split.size > 1:
-            self._check_plain(name)
             module = name.removesuffix(".weight")
             vocab = self.shape(module)[0]
             local = self.weight(module, self.split.part(vocab)).dequantize(self.dtype)
@@ -171,7 +171,6 @@ class WeightSource:
             kept = stored if stored.dtype is torch.bfloat16 else stored.to(self.dtype)
             return EmbeddingTable(kept, self.dtype)
         self._note(name)
-        self._check_plain(name)
         return EmbeddingOnDemand(self._on_disk(name), self.dtype, self.device, self.readers)
 
     def head(self, module: str) -> Linear:
@@ -354,18 +353,9 @@ class WeightSource:
         self.advance(values.nbytes)
         return values.to(self._reading_device)
 
-    def _check_plain(self, name: str) -> None:
-        if len((weight := self.stored(name)).tensors) > 1:
-            raise UnsupportedError(
-                "The runtime reads embeddings unquantized",
-                expected=f"{name} in the ignore list of quantization_config",
-                found=f"{name} as {weight.storage}",
-            )
-
     def _plain(self, name: str) -> torch.Tensor:
-        self._check_plain(name)
         on_disk = self._on_disk(name)
-        if on_disk.tensors[0].dtype.is_packed:
+        if len(on_disk.tensors) > 1 or on_disk.tensors[0].dtype.is_packed:
             return self._encoded(name).dequantize(torch.float32)
         tensor = self._read(on_disk.tensors[0], self.device)
         return tensor.t() if on_disk.stored.transposed else tensor

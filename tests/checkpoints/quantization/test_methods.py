@@ -112,7 +112,7 @@ def test_methods_that_are_not_read() -> None:
         assert error.what.endswith("names a quantization method that this tool does not read")
         assert error.expected == (
             "quant_method fp8 or compressed-tensors or w4afp8 or awq or gptq or modelopt"
-            " or auto-round or gguf"
+            " or auto-round or quark or bitsandbytes or mlx or gguf"
         )
         assert error.found == repr(method)[:100]
     assert refusal(InvalidInputError, ["fp8"]).found == "['fp8']"

@@ -1,0 +1,83 @@
+"""Grafts onto main models of MLX and bitsandbytes, whose numbers are decoded: judged and proven as
+any other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cases import Outcome, read_json, run_program
+from decoded_mains import write_mlx, write_nf4
+from mtp_export.verify.evidence.prompts import BUILT_IN
+from verify.foreign import GLM, GLM_MTP
+
+MAINS: dict[str, tuple[Callable[[Path, Path, str], Path], str]] = {
+    "mlx": (write_mlx, "mlx_affine"),
+    "bitsandbytes": (write_nf4, "bitsandbytes_4bit"),
+}
+READ_BY: dict[str, set[str]] = {"mlx": set(), "bitsandbytes": {"SGLang"}}
+
+
+@pytest.fixture(scope="module")
+def main_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("mains")
+
+    def made(method: str) -> Path:
+        place = folder / method
+        return place if place.exists() else MAINS[method][0](GLM, place, GLM_MTP)
+
+    return made
+
+
+def graft(main: Path, output: Path, *options: object) -> dict[str, Any]:
+    options = ("--output-dir", output, "--quiet", "--json", *options)
+    made = run_program("graft", main, GLM, *options)
+    assert made.code == 0, made.err
+    facts: dict[str, Any] = json.loads(made.out)
+    return facts
+
+
+def items_of(outcome: Outcome) -> dict[str, Any]:
+    checks = json.loads(outcome.out)["checks"]
+    return {item["name"]: item for check in checks for item in check["items"]}
+
+
+@pytest.mark.parametrize("method", MAINS)
+def test_tensors_and_precision_are_judged(
+    method: str, main_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The files stay, experts in one tensor too, and what is packed is looked for as such."""
+    main, output = main_of(method), tmp_path / "out"
+    facts = graft(main, output)
+    assert set(facts["launch"]) == {title.lower() for title in READ_BY[method]}
+    assert "prove" in facts["next"]
+    (shard,) = (output / "main").glob("*.safetensors")
+    assert shard.samefile(main / "model.safetensors")
+    options = read_json(output / "mtp_export.json")["options"]
+    assert options["main_quant_method"] == method
+    assert options["main_storages"] == sorted(["bf16", MAINS[method][1]])
+    found = run_program("verify", output, "--level", "files", "--json", "--quiet")
+    assert found.code == 0, found.out
+    items = items_of(found)
+    assert items["main: precision on disk"]["status"] == "pass"
+    for title in ("vLLM", "SGLang"):
+        status = "pass" if title in READ_BY[method] else "not tested"
+        assert items[f"mtp: precision as {title} reads it"]["status"] == status
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("method", MAINS)
+def test_a_main_model_is_proven(
+    method: str, main_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in BUILT_IN[:2]))
+    proof = graft(main_of(method), tmp_path / "out", "--prove", "--prompts", prompts)["pairing"]
+    assert proof["status"] == "pass", proof
+    assert proof["words"].startswith("Pairing proven by acceptance: draft 1 0.")
+    found = run_program("verify", tmp_path / "out", "--level", "weights", "--json", "--quiet")
+    assert found.code == 0, found.out

@@ -1,0 +1,95 @@
+"""Main models as mlx-lm writes them, in affine groups and the experts of a layer in one tensor, and
+as bitsandbytes does, in nf4."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import torch
+
+from mtp_checkpoints.formats.bitsandbytes import NF4
+from verify.foreign import Tensors, rewritten, without
+
+_LINEAR = re.compile(r"(lm_head|model\.embed_tokens|model\.layers\.\d+\..*_proj)\.weight")
+_EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(.*)")
+
+
+def packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Words U32 of codes [n, K]: one stream of bits, each code from its lowest on."""
+    stream = (codes[..., None] >> torch.arange(bits) & 1).flatten(1).unflatten(1, (-1, 32))
+    words = (stream.long() << torch.arange(32)).sum(-1)
+    return words.to(torch.uint32)
+
+
+def affine(weight: torch.Tensor, bits: int, group: int) -> dict[str, torch.Tensor]:
+    """Tensors of a matrix [N, K]: the least of a group is code 0, the greatest the last one."""
+    groups = weight.float().unflatten(1, (-1, group))
+    biases = groups.amin(-1).bfloat16()
+    scales = ((groups.amax(-1) - biases.float()) / ((1 << bits) - 1)).bfloat16()
+    steps = (groups - biases.float()[..., None]) / scales.float()[..., None].clamp(min=1e-9)
+    codes = steps.round().clamp(0, (1 << bits) - 1).long().flatten(1)
+    return {"weight": packed(codes, bits), "scales": scales, "biases": biases}
+
+
+def write_mlx(source: Path, folder: Path, layer: str, *, bits: int = 8, group: int = 32) -> Path:
+    """A checkpoint without its MTP layer, quantized and stacked as mlx-lm does it."""
+
+    def change(stored: Tensors) -> Tensors:
+        made: Tensors = {}
+        for name, one in without(layer)(stored).items():
+            if not _LINEAR.fullmatch(name):
+                made[name] = one
+                continue
+            parts = affine(one, bits, group).items()
+            made |= {name.removesuffix("weight") + last: part for last, part in parts}
+        return stacked(made)
+
+    own = {"group_size": group, "bits": bits, "mode": "affine"}
+    fields = {"quantization": own, "quantization_config": own}
+    return rewritten(source, folder, change, lambda config: config.update(fields))
+
+
+def stacked(tensors: Tensors) -> Tensors:
+    """The same with one tensor for all experts of a layer."""
+    apart: dict[str, list[torch.Tensor]] = {}
+    others = {}
+    for name, one in tensors.items():
+        if found := _EXPERT.fullmatch(name):
+            apart.setdefault(f"{found[1]}.switch_mlp.{found[3]}", []).append(one)
+        else:
+            others[name] = one
+    return others | {name: torch.stack(parts) for name, parts in apart.items()}
+
+
+def nf4(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Tensors of a matrix [N, K] whose rows are whole blocks of 64."""
+    blocks = weight.float().reshape(-1, 64)
+    absmax, table = blocks.abs().amax(1), torch.tensor(NF4)
+    codes = ((blocks / absmax[:, None]).reshape(-1, 1) - table).abs().argmin(1).to(torch.uint8)
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [*weight.shape]}
+    said = json.dumps(state).encode()
+    return {
+        "weight": (codes[::2] << 4 | codes[1::2]).unsqueeze(1),
+        "weight.absmax": absmax,
+        "weight.quant_map": table.clone(),
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor([*said], dtype=torch.uint8),
+    }
+
+
+def write_nf4(source: Path, folder: Path, layer: str) -> Path:
+    """A checkpoint without its MTP layer, attention and dense layers in nf4: experts are no linear
+    layers to transformers 5."""
+
+    def change(stored: Tensors) -> Tensors:
+        made: Tensors = {}
+        for name, one in without(layer)(stored).items():
+            if ".layers." not in name or ".experts." in name or not _LINEAR.fullmatch(name):
+                made[name] = one
+                continue
+            made |= {name.removesuffix("weight") + last: part for last, part in nf4(one).items()}
+        return made
+
+    own = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    return rewritten(source, folder, change, lambda config: config.update(quantization_config=own))
