@@ -20,7 +20,7 @@ from mtp_checkpoints.containers.base import (
     TensorInfo,
 )
 from mtp_checkpoints.dtypes import OutputTensor
-from mtp_checkpoints.sources.byte_source import Place
+from mtp_checkpoints.sources.byte_source import ByteSource, Place
 from mtp_checkpoints.tensors.tensor_stream import TensorStream
 
 
@@ -141,12 +141,14 @@ class OutputShard:
 
 @dataclass(frozen=True)
 class PartPlan:
-    """One folder of a bundle: shards, config.json, and files copied unchanged from the source."""
+    """One folder of a bundle: shards, config.json, and files copied unchanged from the source, or
+    from `files` where they are another's."""
 
     name: str
     shards: tuple[OutputShard, ...]
     config: dict[str, Any]
     extra_files: tuple[str, ...]
+    files: ByteSource | None = None
 
     @property
     def written(self) -> tuple[OutputShard, ...]:

@@ -34,6 +34,7 @@ def page_of(text: str) -> str:
 
 def _rows() -> Iterator[str]:
     from mtp_checkpoints.families import DRAFTED_APART, FAMILIES, SEPARATE_DRAFTS, family_of
+    from mtp_checkpoints.families.spec import ModelSpec
     from mtp_checkpoints.families.without_mtp import WITHOUT_MTP
     from mtp_checkpoints.layouts import engine_of
     from mtp_runtime.models.layer_types import why_not_computed
@@ -47,10 +48,8 @@ def _rows() -> Iterator[str]:
         main, mtp = _oracles(model_type)
         cells = (models, f"`{model_type}`", str(len(family.mtp)), run, main, mtp, engines)
         yield f"| {' | '.join(cells)} |"
-    for kind, what, engines in (
-        (DRAFTED_APART, "a draft apart", ""),
-        (SEPARATE_DRAFTS, "a draft of its own", "vLLM"),
-    ):
+    engines = ", ".join(engine_of(name).title for name in ModelSpec.engines)
+    for kind, what in ((DRAFTED_APART, "a draft apart"), (SEPARATE_DRAFTS, "a draft of its own")):
         for model_type, spec in kind.items():
             models = _models(sys.modules[spec.__module__].__doc__)
             cells = (models, f"`{model_type}`", what, "yes", *_APART[what], engines)

@@ -112,8 +112,10 @@ def jobs_left(
 
 
 def facts_of(finished: Mapping[str, ShardFacts]) -> dict[str, Mapping[str, Any]]:
-    """Return what the transforms returned, by tensor."""
-    return {name: noted for shard in finished.values() for name, noted in shard.facts.items()}
+    """Return what the transforms of the main and the MTP part returned, by tensor; a draft in a
+    folder of its own may have the same names."""
+    own = (shard for key, shard in finished.items() if key.partition("/")[0] in (MAIN, MTP))
+    return {name: noted for shard in own for name, noted in shard.facts.items()}
 
 
 def make_shards(plan: BundlePlan, work: Work, record: Record, progress: ProgressCallback) -> None:
@@ -196,9 +198,10 @@ def write_files(plan: BundlePlan, part: PartPlan, folder: Path, main: str | None
     """Write the files beside the shards of one part, which are there, but for its config; main as
     write_beside."""
     make_folder(folder)
+    files = part.files or plan.checkpoint.files
     for name in part.extra_files:
         make_folder((folder / name).parent)
-        write_bytes(folder / name, plan.checkpoint.files.read(name))
+        write_bytes(folder / name, files.read(name))
     for name in part.index_names:
         index = part.index()
         write_json(folder / name, index if main is None else with_main_identity(index, main))

@@ -37,11 +37,13 @@ _MIN_BUDGET_BYTES = 16_000_000
 @dataclass(frozen=True)
 class Recipe:
     """Split of the tensors with their conversions, the options as the manifest keeps them, and the
-    torch device of conversions that compute."""
+    torch device of conversions that compute. draft: the plan of a draft in a checkpoint of its own,
+    where it does not come along as a bundle has it."""
 
     split: SplitOptions
     recorded: Mapping[str, Any]
     device: str = "cpu"
+    draft: PartPlan | None = None
 
 
 @dataclass(frozen=True)

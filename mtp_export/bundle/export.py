@@ -4,6 +4,7 @@ theirs by the same steps."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.signs import count_field
@@ -29,6 +30,7 @@ from mtp_export.bundle.tuning import Tuning
 from mtp_export.paths import refuse_overlaps
 from mtp_export.plan import Link, PartPlan
 from mtp_export.schemes.conversion import AS_STORED, DEQUANTIZED
+from mtp_runtime.drafters import draft_folders
 
 Opened = tuple[Checkpoint, StoredModel]  # a source
 
@@ -69,7 +71,12 @@ def open_source(place: Place, *, carried_to: Target | None = None) -> Opened:
     Raises UnsupportedError for another model or one without MTP layer, InvalidInputError for the
     first tensor that is missing, extra or of another shape or dtype.
     """
-    checkpoint = open_checkpoint(place)
+    return checked_source(open_checkpoint(place), carried_to=carried_to)
+
+
+def checked_source(checkpoint: Checkpoint, *, carried_to: Target | None = None) -> Opened:
+    """Return an opened checkpoint with what it holds. Raises as open_source."""
+    place = checkpoint.path
     stored = stored_source(checkpoint.config, checkpoint.tensors)
     for one in dict.fromkeys(kind.format for kind in stored.kinds):
         is_nvfp4 = isinstance(one, NvFp4Format)
@@ -85,12 +92,19 @@ def open_source(place: Place, *, carried_to: Target | None = None) -> Opened:
             " or start from the original checkpoint",
         )
     # The MTP layer comes last, as a rule.
-    if not any(stored.family.mtp_layer_of(n) is not None for n in reversed(checkpoint.tensors)):
+    in_layers = map(stored.family.mtp_layer_of, reversed(checkpoint.tensors))
+    if all(layer is None for layer in in_layers) and not _has_draft(checkpoint, stored.family):
         raise _without_mtp(checkpoint, stored.family)
     problems = stored.differences(checkpoint.tensors)
     if problems:
         problems[0].raise_as_error(place, len(problems) - 1)
     return checkpoint, stored
+
+
+def _has_draft(checkpoint: Checkpoint, family: ModelSpec) -> bool:
+    """Return whether a checkpoint is that of a bundle which holds its draft as well."""
+    bundle = checkpoint.main_bundle
+    return bundle is not None and family.draft_method in draft_folders(bundle)
 
 
 def _is_carried(one: WeightFormat, target: Target | None) -> bool:
@@ -107,8 +121,9 @@ def _without_mtp(checkpoint: Checkpoint, family: ModelSpec) -> UnsupportedError:
             where=checkpoint.path,
             expected="a model with MTP layers",
             found=family.drafts_apart,
-            todo="There is nothing to split: name the draft's folder where its target is served,"
-            " or as --draft-model of mtp-export generate, with --speculate-method assistant",
+            todo="mtp-export graft --main TARGET --mtp DRAFT makes a bundle of both, which"
+            " mtp-export quantize takes as its input; mtp-export generate takes the draft's folder"
+            f" as --draft-model, with --speculate-method {family.draft_method}",
         )
     field, count = family.count_field, len(family.mtp) if count_field(checkpoint.config) else "no"
     layers = family.layers[-1].prefix.rpartition(".")[0]
@@ -140,6 +155,8 @@ def plan_bundle(
     _check_engine(options, source[1].family)
     refuse_folded(source[0], options.content.part)
     tuning = Tuning.of(source[0].mtp_bundle, options.content.part)
+    if recipe.draft is not None and options.content.part is Part.BOTH:
+        tuning = replace(tuning, converted={recipe.draft.name: recipe.draft})
     shards = [shard.path for shard in (*source[0].shards, *tuning.shards)]
     find_links = guess_links if dry_run else resolve_links
     links = find_links(options.run.link, shards, options.output_dir)
@@ -152,7 +169,8 @@ def plan_bundle(
 def _check_engine(options: BundleOptions, family: ModelSpec) -> None:
     """Refuse to make a draft for an engine that has no class for it (UnsupportedError)."""
     engine, released = engine_of(options.target), target_of(options.target).model_types is None
-    if not released or engine.draft_reading is None or engine.name in family.engines:
+    reads = engine.title if family.drafts_apart else engine.draft_reading
+    if not released or not reads or engine.name in family.engines:
         return
     if options.content.part is not Part.MAIN:
         raise UnsupportedError(
@@ -174,12 +192,14 @@ def lay_out(
     ways in which shards of source and tuning can come into the output."""
     checkpoint, stored = source
     split = recipe.split
+    if stored.family.drafts_apart:
+        split.target.check_model_type(checkpoint.config)
     parts: list[PartPlan] = []
     if options.content.part is not Part.MTP:
         every = options.content.checksums is Checksums.ALL
         main = main_part(checkpoint, stored, split, links)
         parts.append(main.linked_by(links, checked=every))
-    if options.content.part in (Part.BOTH, Part.MTP):
+    if options.content.part in (Part.BOTH, Part.MTP) and stored.mtp.specs:
         mtp = mtp_part(checkpoint, stored, options=split, links=links)
         parts.append(mtp.linked_by(links, checked=True))
     parts += [part.linked_by(links, checked=True) for part in tuning.parts]

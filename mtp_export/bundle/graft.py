@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mtp_checkpoints.errors import UnsupportedError, UsageError
-from mtp_checkpoints.formats import FORMATS, GGUF
+from mtp_checkpoints.formats import FORMATS, GGUF, has_groups
 from mtp_checkpoints.formats.base import ReadOnlyFormat
 from mtp_checkpoints.layouts import engine_of, names_that_read, target_names, target_of
 from mtp_checkpoints.quantization.method import VLLM
@@ -27,9 +27,11 @@ from mtp_checkpoints.quantization.stored import StoredModel, stored_model
 from mtp_checkpoints.quantization.undecoded import UNDECODED, Undecoded
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.tensors.bundle_folder import open_checkpoint
+from mtp_checkpoints.tensors.grafted import GraftedCheckpoint
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.bundle.bundle_plan import BundlePlan, Recipe
-from mtp_export.bundle.export import open_source, plan_bundle
+from mtp_export.bundle.draft_apart import DraftApart, is_draft
+from mtp_export.bundle.export import checked_source, plan_bundle
 from mtp_export.bundle.gguf_graft import (
     files_of_main,
     grafted_parts,
@@ -38,6 +40,7 @@ from mtp_export.bundle.gguf_graft import (
 from mtp_export.bundle.graft_sources import GraftSources
 from mtp_export.bundle.options import PlannerOptions
 from mtp_export.bundle.run_folder import check_output
+from mtp_export.bundle.same_model import check_same_tokenizer
 from mtp_export.bundle.split import SplitOptions
 from mtp_export.bundle.undecoded_graft import undecoded_main
 from mtp_export.paths import refuse_overlaps
@@ -75,12 +78,50 @@ def plan_graft(options: GraftOptions, *, dry_run: bool = False) -> BundlePlan:
     host = open_checkpoint(options.bundle.input_dir)
     in_gguf = is_gguf(quantization_of(host.config))
     _check_target(options, in_gguf=in_gguf)
-    opened = open_source(options.mtp_source)
+    donor = open_checkpoint(options.mtp_source)
+    if is_draft(donor):
+        return _plan_beside(options, host, DraftApart.of(donor), dry_run=dry_run)
+    opened = checked_source(donor)
     sources = GraftSources.of(host, opened, replace=options.replace)
     grafted = _in_gguf(options, sources) if in_gguf else _in_safetensors(options, sources)
     recipe = Recipe(grafted.split, _recorded(options, grafted))
     source = grafted.checkpoint, grafted.stored
     return plan_bundle(options.bundle, source, recipe, dry_run=dry_run)
+
+
+def _plan_beside(
+    options: GraftOptions, host: Checkpoint, draft: DraftApart, *, dry_run: bool
+) -> BundlePlan:
+    """Return the plan of a bundle of a main model, which stays as it is, and its draft."""
+    main = stored_model(host.config, host.tensors)
+    if problems := main.differences(host.tensors):
+        problems[0].raise_as_error(host.path, len(problems) - 1)
+    draft.check_target(main.family)
+    check_same_tokenizer(host, draft.checkpoint)
+    scheme, beside = SCHEMES[options.mtp_quant], draft.beside
+    dialect = engine_of(options.bundle.target).dialect or VLLM
+    described = Draft(draft.stored, scheme, dialect)
+    _check_draft_is_read(options, described, main)
+    own = described.conversion(in_groups=has_groups(described.storages) and not dialect.native_fp8)
+    names = {name: name for name in beside.tensors}
+    grafted = _Grafted(
+        checkpoint=GraftedCheckpoint.of(host, beside, host.config, names),
+        stored=main,
+        split=SplitOptions(
+            target=target_of(options.bundle.target),
+            shared_weights=options.bundle.content.shared_weights,
+            max_shard_bytes=options.bundle.content.max_shard_bytes,
+            main=AS_STORED,
+            mtp=AS_STORED,
+            main_config=host.config,
+            mtp_config=host.config,
+        ),
+        method=str((quantization_of(host.config) or {}).get("quant_method", "none")),
+        storages=_storages(main),
+    )
+    part = draft.part(grafted.split, own, dialect)
+    recipe = Recipe(grafted.split, _recorded(options, grafted), draft=part)
+    return plan_bundle(options.bundle, (grafted.checkpoint, main), recipe, dry_run=dry_run)
 
 
 @dataclass(frozen=True)

@@ -79,9 +79,15 @@ def _deployed(
     base = recorded.get("base_quant", BF16 if target.rewrites_main else bundle.native)
     mtp = recorded.get("mtp_quant", BF16 if target.dequantizes else bundle.native)
     converted = [SCHEMES[scheme] for scheme in (base, mtp) if scheme in SCHEMES]
+    apart = [name for name in bundle.files if name != MAIN] if MTP not in bundle.files else []
     # Of a main model that others quantized nothing is known: what holds for both is said.
     alike = base != GRAFTED and all(one.stores_experts_alike(recorded) for one in converted)
-    deployment = Deployment(bundle.folder, base, mtp, experts_alike=alike, files=bundle.files)
+    deployment = Deployment(
+        *(bundle.folder, base, mtp),
+        experts_alike=alike,
+        draft=apart[0] if apart else MTP,
+        files=bundle.files,
+    )
     engines = [
         engine
         for engine in target.engines
@@ -129,6 +135,8 @@ def draft_lines(
     deployment, engine = _chosen(bundle, engine_name)
     lines: dict[str, list[str] | None] = {}
     for method, folder in draft_folders(bundle).items():
+        if method == deployment.draft:  # node_lines has it
+            continue
         found = method, read_json_object(folder / CONFIG_NAME).get("model_type")
         launches = (d.launch for d in engine.extra_drafts if (d.method, d.model_type) == found)
         launch = next(launches, None)
@@ -161,7 +169,8 @@ def _served(bundle: Path) -> tuple[Deployment, list[Engine]]:
     manifest = read_manifest(bundle)
     recorded = manifest["options"]
     _check_schemes(bundle, recorded)
-    if open_parts(bundle).mtp is None and recorded.get("part") != Part.ONE:
+    has_draft = open_parts(bundle).mtp is not None or draft_folders(bundle)
+    if not has_draft and recorded.get("part") != Part.ONE:
         raise InvalidInputError(
             "An engine needs both parts of a bundle",
             where=bundle,

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from mtp_checkpoints.errors import UsageError
+from mtp_checkpoints.formats.base import GROUP_SIZES
+from mtp_checkpoints.formats.w4afp8 import W4AFP8_GROUP
 from mtp_export.options import Names, Panel, option
 from mtp_export.schemes.scheme import KEEP
 
@@ -141,3 +144,22 @@ class Precision:
             "Accept a pair of schemes that is not in the precision table.", Panel.PRECISION
         ),
     )
+
+
+def check_format(options: Precision) -> None:
+    """Refuse a group size that no engine has kernels for, or that a format does not have
+    (UsageError)."""
+    if options.group_size not in GROUP_SIZES:
+        raise UsageError(
+            "This group size is not one that engines have kernels for",
+            expected=f"--group-size {', '.join(map(str, GROUP_SIZES))}",
+            found=options.group_size,
+        )
+    if options.format is not Format.W4AFP8:
+        return
+    if options.group_size != W4AFP8_GROUP:
+        raise UsageError(
+            "Format w4afp8 has one group size",
+            expected=f"--group-size {W4AFP8_GROUP}",
+            found=options.group_size,
+        )

@@ -4,7 +4,7 @@ engine that reads it. The source is a checkpoint or a bundle."""
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,7 @@ from mtp_checkpoints.formats import (
     W4AFp8,
     has_groups,
 )
-from mtp_checkpoints.formats.base import COMPRESSED_SCALE, GROUP_SIZES, NATIVE_SCALE
-from mtp_checkpoints.formats.w4afp8 import W4AFP8_GROUP
+from mtp_checkpoints.formats.base import COMPRESSED_SCALE, NATIVE_SCALE
 from mtp_checkpoints.layouts import (
     engine_of,
     names_that_read,
@@ -38,10 +37,11 @@ from mtp_checkpoints.tensors.manifest import MANIFEST_NAME
 from mtp_checkpoints.tensors.untied_head import with_untied_head
 from mtp_export.bundle.bundle_plan import BundlePlan, Recipe
 from mtp_export.bundle.devices import device_of
+from mtp_export.bundle.draft_apart import DraftApart
 from mtp_export.bundle.export import Opened, open_source, plan_bundle, viewed
 from mtp_export.bundle.gguf_parts import gguf_parts
 from mtp_export.bundle.options import PlannerOptions
-from mtp_export.bundle.precision import Format, Int4Scope, Int8Scope, Precision
+from mtp_export.bundle.precision import Format, Int4Scope, Int8Scope, Precision, check_format
 from mtp_export.bundle.run_folder import check_output
 from mtp_export.bundle.split import SplitOptions
 from mtp_export.bundle.tensor_types import TensorTypes
@@ -135,7 +135,7 @@ def quantize_recipe(
     target = target_of(options.bundle.target)
     source = checkpoint, stored = opened or open_source(options.bundle.input_dir, carried_to=target)
     choice = _choose(options, stored)
-    _check_format(options)
+    check_format(options)
     _check_head(options, choice.head)
     if choice.head is not None:
         source = checkpoint, stored = viewed(with_untied_head(checkpoint, stored.family), source)
@@ -153,15 +153,16 @@ def quantize_recipe(
     _check_fused_experts(options.bundle.target, stored, main=main, mtp=mtp)
     apart = experts_apart(checkpoint, stored.family, main=of_main, mtp=of_mtp)
     source = checkpoint, stored = viewed(apart, source)
-    main_config, mtp_config = _configs(target, source, main=main, mtp=mtp, dialect=choice.dialect)
+    draft = DraftApart.in_bundle(checkpoint, stored.family)
+    configs = _configs(target, source, main, mtp if draft is None else main, choice.dialect)
     split = SplitOptions(
         target=target,
         shared_weights=options.bundle.content.shared_weights,
         max_shard_bytes=options.bundle.content.max_shard_bytes,
         main=main,
         mtp=mtp,
-        main_config=main_config,
-        mtp_config=mtp_config,
+        main_config=configs[0],
+        mtp_config=configs[1],
         gguf=gguf_parts(
             target,
             checkpoint,
@@ -170,11 +171,21 @@ def quantize_recipe(
             TensorTypes.of(options.tensor_type or ()),
         ),
     )
-    return source, Recipe(split, _recorded(options, choice), device_of(options.device))
+    recipe = Recipe(split, _recorded(options, choice), device_of(options.device))
+    return source, recipe if draft is None else _with_draft(recipe, draft, options, choice)
+
+
+def _with_draft(
+    recipe: Recipe, draft: DraftApart, options: QuantizeOptions, choice: _Choice
+) -> Recipe:
+    """Return the recipe of a bundle whose draft has a checkpoint and a config.json of its own."""
+    alone = replace(choice, base=choice.mtp, head=None)
+    own = _conversion(choice.mtp, alone, options, stored=draft.stored)
+    return replace(recipe, draft=draft.part(recipe.split, own, choice.dialect))
 
 
 def _configs(
-    target: Target, source: Opened, *, main: Conversion, mtp: Conversion, dialect: Dialect
+    target: Target, source: Opened, main: Conversion, mtp: Conversion, dialect: Dialect
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the config.json of both folders, without a quantization_config for a target whose
     files say themselves how they are stored."""
@@ -233,23 +244,6 @@ def _choose(options: QuantizeOptions, stored: StoredModel) -> _Choice:
     dialect = engine_of(options.bundle.target).dialect or VLLM
     head = HEAD_SCHEMES.get(options.head_quant)
     return _Choice(schemes["base"], schemes["mtp"], head, dialect, in_table)
-
-
-def _check_format(options: QuantizeOptions) -> None:
-    if options.group_size not in GROUP_SIZES:
-        raise UsageError(
-            "This group size is not one that engines have kernels for",
-            expected=f"--group-size {', '.join(map(str, GROUP_SIZES))}",
-            found=options.group_size,
-        )
-    if options.format is not Format.W4AFP8:
-        return
-    if options.group_size != W4AFP8_GROUP:
-        raise UsageError(
-            "Format w4afp8 has one group size",
-            expected=f"--group-size {W4AFP8_GROUP}",
-            found=options.group_size,
-        )
 
 
 def _check_converts(options: QuantizeOptions, main: Conversion, stored: StoredModel) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.quantization.stored import StoredModel
 from mtp_checkpoints.sources.byte_source import Place
-from mtp_export.plan import PartPlan, Step
+from mtp_export.plan import PartPlan
 from mtp_export.schemes.transforms import Convert
 
 # A machine that many serve such models on. Weights may take nine tenths of its memory, engines'
@@ -69,7 +69,8 @@ def sizes_of(
     before: dict[tuple[Place, int], int] = {}  # a head that is its embedding is at the same place
     by_role: dict[tuple[str, str, str], int] = defaultdict(int)
     for step in (step for part in parts for shard in part.shards for step in shard.steps):
-        role, count = kind_of.get(step.inputs[0]) or _unknown(step)
+        first = step.inputs[0]
+        role, count = kind_of.get(first) or ("draft", prod(sources[first].shape))  # of no family
         weights += count
         operation = step.operation
         inputs = operation.own(step.inputs) if isinstance(operation, Convert) else step.inputs
@@ -95,8 +96,3 @@ def _kinds_of(stored: StoredModel) -> Mapping[str, tuple[str, int]]:
         for place, names in enumerate(kind.names):
             found |= dict.fromkeys(names, (str(kind.specs[0].role), 0 if place else count))
     return found
-
-
-def _unknown(step: Step) -> tuple[str, int]:
-    """Return the role and the number of weights of a draft's tensor that no family has."""
-    return "draft", prod(step.outputs[0].shape)

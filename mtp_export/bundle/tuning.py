@@ -16,6 +16,7 @@ from mtp_checkpoints.sources.local_folder import LocalFolder
 from mtp_checkpoints.tensors.bundle_folder import MTP
 from mtp_checkpoints.tensors.manifest import MANIFEST_NAME, read_manifest
 from mtp_checkpoints.tensors.reader import Checkpoint
+from mtp_export.bundle.extra_files import extra_files
 from mtp_export.bundle.options import Part
 from mtp_export.plan import OutputShard, PartPlan, copy_step
 from mtp_runtime.drafters import draft_folders
@@ -26,11 +27,13 @@ class Tuning:
     """Extra drafts of a bundle by method, as open_draft opens them, and the facts of trainings by
     the draft that was trained.
 
-    left_out are sentences on drafts that do not come along.
+    converted are plans of drafts that do not stay as they are. left_out are sentences on drafts
+    that do not come along.
     """
 
     drafts: Mapping[str, Checkpoint] = field(default_factory=dict)
     trainings: Mapping[str, Any] = field(default_factory=dict)
+    converted: Mapping[str, PartPlan] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
 
     @classmethod
@@ -66,8 +69,16 @@ class Tuning:
 
     @property
     def parts(self) -> tuple[PartPlan, ...]:
-        """Plans of the drafts' folders: all shards as they are."""
-        return tuple(kept_part(name, draft, f"{name}.") for name, draft in self.drafts.items())
+        """Plans of the drafts' folders: all shards as they are, unless they are converted."""
+        kept = {
+            name: replace(
+                kept_part(name, draft, f"{name}."),
+                extra_files=extra_files(draft),
+                files=draft.files,
+            )
+            for name, draft in self.drafts.items()
+        }
+        return tuple({**kept, **self.converted}.values())
 
     def recorded(self) -> dict[str, Any]:
         """Return the manifest's option."""
@@ -100,7 +111,11 @@ def open_draft(bundle: Path, method: str) -> Checkpoint:
     Raises InvalidInputError for one that is damaged or elsewhere, IoError.
     """
     LocalFolder(bundle).resolved(method)
-    draft = Checkpoint.open(bundle / method)
+    return under_method(Checkpoint.open(bundle / method), method)
+
+
+def under_method(draft: Checkpoint, method: str) -> Checkpoint:
+    """Return a draft's checkpoint, its tensors with the method and a dot before their names."""
     shards = (
         replace(shard, tensors=tuple(t._replace(name=f"{method}.{t.name}") for t in shard.tensors))
         for shard in draft.shards

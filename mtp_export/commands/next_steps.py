@@ -29,11 +29,13 @@ def next_steps(plan: BundlePlan) -> dict[str, str]:
     else:
         words = ["--level", "files"]
     steps = {"check": _command("verify", bundle, *words)}
-    if is_graft and is_decoded:
+    if is_graft and is_decoded and not plan.family.drafts_apart:
         steps["prove"] = _command("verify", bundle, "--level", "run")
     if _can_be_tried(plan) and is_decoded:
-        steps["try"] = _command("generate", bundle, "--prompt", _PROMPT)
-        steps["serve"] = _command("serve", bundle)
+        method = plan.family.draft_method
+        drafts = ["--speculate-method", method] if method else []
+        steps["try"] = _command("generate", bundle, "--prompt", _PROMPT, *drafts)
+        steps["serve"] = _command("serve", bundle, *drafts)
     return steps
 
 

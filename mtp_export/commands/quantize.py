@@ -212,12 +212,12 @@ def _fallback_remarks(plan: BundlePlan) -> list[str]:
     one do not divide."""
     replaced: dict[tuple[str, str], list[str]] = {}
     for step in plan.written_steps:
-        if step.scheme is None:
+        if step.scheme is None or SCHEMES[step.scheme].container != GGUF:
             continue
         role = plan.stored.weight_of[step.inputs[0]].weight.role
         wanted = SCHEMES[step.scheme].with_tables.get(role)
         for name, found in _formats_of(step).items():
-            if SCHEMES[step.scheme].container == GGUF and found.storage != wanted:
+            if found.storage != wanted:
                 replaced.setdefault((str(wanted), found.storage), []).append(name)
     return [
         f"{counted(len(names), 'tensor')} in {found} in place of {wanted}, whose blocks do not"
@@ -241,12 +241,13 @@ def _decibels(value: float | None) -> str:
 
 
 def _computed(result: BundleResult) -> list[tuple[str, Role, float | None, float]]:
-    """Return tensor, role, SQNR in dB (None: exact) and maximum error of every converted tensor."""
+    """Return tensor, role, SQNR in dB (None: exact) and maximum error of every converted tensor of
+    the main and the MTP part."""
     expected, facts = result.plan.family.tensors, result.facts
     return [
         (name, expected[step.inputs[0]].role, facts[name]["sqnr_db"], facts[name]["max_error"])
         for step in result.plan.written_steps
-        if "sqnr_db" in facts.get(name := step.outputs[0].name, ())
+        if step.inputs[0] in expected and "sqnr_db" in facts.get(name := step.outputs[0].name, ())
     ]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.families import DRAFTED_APART
 from mtp_checkpoints.layouts import TARGETS
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP, RELEASED
 from mtp_checkpoints.tensors.manifest import MANIFEST_NAME, manifest_sha256
@@ -33,6 +34,7 @@ CARD_NAME = "README.md"
 _PLOTS = "verification"
 _TAGS = ("mtp", "multi-token-prediction", "speculative-decoding", "mtp-export")
 _AS_THEY_WERE = {"copy", "transpose"}
+_APART = "Main model"  # whose draft is a checkpoint of its own
 _TITLES = {
     (MAIN, MTP): "Main model and MTP module",
     (MAIN,): "Main model without its MTP module",
@@ -112,7 +114,8 @@ def _head(repository: str, content: Content, base: BaseModel | None) -> Iterator
     halves = tuple(part for part in content.parts if part in (MAIN, MTP))
     drafts = [f"`{part}`" for part in content.parts if part not in halves]
     beside = f" with a draft for {listed(drafts, 'and')}" if drafts else ""
-    yield f"{_TITLES[halves]}{beside}{of}{at}, written by mtp-export {version}."
+    title = _APART if content.config["model_type"] in DRAFTED_APART else _TITLES[halves]
+    yield f"{title}{beside}{of}{at}, written by mtp-export {version}."
 
 
 def _table(content: Content) -> Iterator[str]:

@@ -81,7 +81,8 @@ class Conversion(PartStorage):
             return self._carried(one, wanted, tensors, name)
         if wanted.storage in one.format.held_by:
             return self._in_blocks(one, wanted, tensors, name)
-        converted = wanted.for_columns(tensor.shape[-1])
+        rows, chunks = one.weight.shape[0], one.weight.row_chunks
+        converted = wanted.for_columns(tensor.shape[-1]).in_chunks(rows, chunks)
         _check(tensor, converted)
         own = [stored.name for stored in one.tensors if stored.name in tensors]
         joined = self._joined_with(one, tensors) if converted.of_whole_matrix else []

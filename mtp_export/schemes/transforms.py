@@ -19,6 +19,7 @@ from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.formats import UNQUANTIZED, WeightFormat
 from mtp_checkpoints.formats.base import BLOCK, OF_ROWS
+from mtp_checkpoints.formats.rows import row_ranges as ranges_of_rows
 from mtp_checkpoints.tensors.tensor_reader import TensorReader, as_array, as_rows
 from mtp_checkpoints.tensors.tensor_stream import TensorStream
 from mtp_export.plan import Facts, Resources, Sink
@@ -104,7 +105,7 @@ class Convert:
         errors: list[ErrorStats] = []
         weight = inputs[0].info
         of_matrix: Sequence[Any] = ()
-        for start, stop in row_ranges(weight):
+        for start, stop in row_ranges(weight, self.source, self.format):
             with converting(weight, (start, stop)):
                 results, error = self._convert(row_pieces(inputs, self.source, start, stop), device)
             errors.append(error)
@@ -122,7 +123,7 @@ class Convert:
         largest, count = 0.0, len(inputs) // (1 + self.joined)
         for number in range(0, len(inputs), count):
             one = inputs[number : number + count]
-            for start, stop in row_ranges(one[0].info):
+            for start, stop in row_ranges(one[0].info, self.source):
                 with converting(one[0].info, (start, stop)):
                     found = self._largest(row_pieces(one, self.source, start, stop), device)
                 largest = max(largest, found)
@@ -178,8 +179,7 @@ def row_pieces(
     inputs: Sequence[RowBytes], source: WeightFormat, start: int, stop: int
 ) -> list[RowPiece]:
     """Return the next rows of a weight in a format, [start, stop), and those of its scales."""
-    per_scale = source.scale_rows
-    spans = ((start, stop), (start // per_scale, -(-stop // per_scale)))
+    spans = ((start, stop), source.scale_span(start, stop))
     return [
         RowPiece(stream.info, stream.row_data(*span), span[1] - span[0])
         for stream, span in zip(inputs, spans, strict=False)
@@ -192,12 +192,12 @@ def _arrays(pieces: Sequence[RowPiece]) -> Rows:
     return rows_of(*(piece.array() for piece in pieces))
 
 
-def row_ranges(weight: TensorInfo) -> Iterator[tuple[int, int]]:
-    """Yield row ranges of whole fp8 blocks that cover a weight [N, K]."""
+def row_ranges(weight: TensorInfo, *formats: WeightFormat) -> Iterator[tuple[int, int]]:
+    """Yield row ranges of whole fp8 blocks that cover a weight [N, K], which is read or written in
+    some formats."""
     rows, columns = weight.shape
     step = max(1, _PIECE_ELEMENTS // (BLOCK * columns)) * BLOCK
-    for start in range(0, rows, step):
-        yield start, min(start + step, rows)
+    return ranges_of_rows(rows, step, max((one.chunk_rows for one in formats), default=0))
 
 
 def quality(errors: Sequence[ErrorStats]) -> Facts:

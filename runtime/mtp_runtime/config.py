@@ -11,8 +11,9 @@ from typing import Any
 
 from mtp_checkpoints.errors import UnsupportedError, UsageError
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.layer_halves import Attention, FeedForward
 from mtp_checkpoints.families.parts import Rope
-from mtp_checkpoints.families.spec import Attention, FeedForward, ModelSpec
+from mtp_checkpoints.families.spec import ModelSpec
 
 MAX_DRAFT_TOKENS = 5
 

@@ -114,6 +114,21 @@ def note_all(config: Any, noted: Noted) -> None:
     config.__class__ = Noting
 
 
+def note_own_configs(noted: Noted) -> None:
+    """Let the quantization config of a draft that has its own note what it is asked too."""
+    from vllm.config import VllmConfig
+
+    read = VllmConfig.get_quantization_config
+
+    def noting(*arguments: Any) -> Any:
+        config = read(*arguments)
+        if config is not None:
+            note_all(config, noted)
+        return config
+
+    VllmConfig.get_quantization_config = staticmethod(noting)
+
+
 def modules_of(main: str, mtp: str, method: str = "mtp") -> dict[str, Noted]:
     """Every linear of target and draft, as vLLM builds the two."""
     import torch
@@ -129,6 +144,7 @@ def modules_of(main: str, mtp: str, method: str = "mtp") -> dict[str, Noted]:
     noted: Noted = []
     if config.quant_config is not None:
         note_all(config.quant_config, noted)
+    note_own_configs(noted)
     result: dict[str, Noted] = {}
     for part, model_config in (
         ("main", config.model_config),

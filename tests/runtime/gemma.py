@@ -30,7 +30,8 @@ TEXT: dict[str, Any] = {
     "bos_token_id": 2,
     "eos_token_id": 1,
 }
-# As the releases of 12B and 31B, and of E2B and E4B, have it; the large one is of 12B's classes.
+# As the releases of 12B and 31B, of E2B and E4B, and of 26B-A4B have it; the large one is of 12B's
+# classes.
 KINDS: dict[str, dict[str, Any]] = {
     "large": {
         "hidden_size_per_layer_input": 0,
@@ -43,15 +44,17 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 3,
         "use_double_wide_mlp": True,
     },
+    "experts": {
+        "hidden_size_per_layer_input": 0,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 24,
+    },
 }
-CLASSES = {"large": "Gemma4Unified", "small": "Gemma4"}
-EXPERTS = {
-    "hidden_size_per_layer_input": 0,
-    "enable_moe_block": True,
-    "num_experts": 4,
-    "top_k_experts": 2,
-    "moe_intermediate_size": 24,
-}
+CLASSES = {"large": "Gemma4Unified", "small": "Gemma4", "experts": "Gemma4"}
 OF_ASSISTANT = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -108,13 +111,13 @@ def write_assistant(folder: Path, kind: str, **changes: Any) -> Any:
 def _saved(model: Any, folder: Path) -> Any:
     generator = torch.Generator().manual_seed(1)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if name.endswith("layer_scalar"):
-            tensor.data.copy_(0.8 + 0.4 * torch.rand(1, generator=generator))
+        if name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
+            tensor.data.copy_(0.8 + 0.4 * torch.rand(tensor.shape, generator=generator))
         elif name.endswith("token_ordering"):
             tensor.copy_(torch.randperm(VOCAB, generator=generator))
         elif name.endswith("norm.weight"):
             tensor.data.copy_(1 + 0.1 * torch.randn(tensor.shape, generator=generator))
-        elif tensor.dim() == 2:
+        elif tensor.dim() > 1:
             tensor.data.copy_(0.2 * torch.randn(tensor.shape, generator=generator))
     model.save_pretrained(folder)
     return model.eval()

@@ -4,6 +4,7 @@ tokens in float32."""
 from __future__ import annotations
 
 import json
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.models.layer_types import why_not_computed
 from runtime.gemma import (
     CLUSTERS,
-    EXPERTS,
     HIDDEN,
     KINDS,
     OF_ASSISTANT,
@@ -34,6 +34,22 @@ from runtime.gemma import (
 from runtime.harness import Walk, load, prompts_of
 from runtime.test_family_oracles import TOLERANCE, relative_error
 
+# Sizes of the release of 26B-A4B, of its text alone.
+RELEASED: dict[str, Any] = KINDS["experts"] | {
+    "vocab_size": 262_144,
+    "hidden_size": 2816,
+    "intermediate_size": 2112,
+    "moe_intermediate_size": 704,
+    "num_hidden_layers": 30,
+    "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 5,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "num_global_key_value_heads": 2,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "num_experts": 128,
+    "top_k_experts": 8,
+}
 TOWER = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "head_dim": 16} | {
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
@@ -58,13 +74,23 @@ def made(kind: str, config: Any) -> dict[str, tuple[int, ...]]:
         return shapes_of(getattr(transformers, kind)(config))
 
 
-@pytest.mark.parametrize("changes", [*KINDS.values(), EXPERTS], ids=[*KINDS, "experts"])
+@pytest.mark.parametrize("changes", [*KINDS.values(), RELEASED], ids=[*KINDS, "26B-A4B"])
 def test_tensors_of_a_decoder(changes: dict[str, Any]) -> None:
     config = text_config(**changes)
     spec, tensors = described(config)
     assert tensors == made("Gemma4ForCausalLM", config)
-    assert bool(why_not_computed(spec)) == ("enable_moe_block" in changes)
+    assert not why_not_computed(spec)
     assert not spec.mtp and spec.head == spec.embedding
+
+
+def test_the_release_with_experts_has_its_size() -> None:
+    """26B-A4B is named after its parameters, and those that a token takes."""
+    spec, tensors = described(text_config(**RELEASED))
+    experts = sum(prod(shape) for name, shape in tensors.items() if ".experts." in name)
+    total = sum(map(prod, tensors.values()))
+    picked = RELEASED["top_k_experts"] / RELEASED["num_experts"]
+    assert 25e9 < total < 26e9
+    assert 3.5e9 < total - experts * (1 - picked) < 4.2e9
 
 
 @pytest.mark.parametrize("name", ["Gemma4", "Gemma4Unified"])

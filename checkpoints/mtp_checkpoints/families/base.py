@@ -82,7 +82,9 @@ class TensorSpec(NamedTuple):
     dtypes are safetensors dtypes, the usual one first. optional tensors may be absent (the MTP
     layer's own copies of embedding and head). rotary is None for a tensor without rotary rows.
     head_rows is None for one whose rows are of one kind, or not of heads.
-    of_indexer: all that it changes is the choice of the tokens to attend to.
+    of_indexer: all that it changes is the choice of the tokens to attend to. row_chunks: its rows
+    are stored in so many equal chunks, one per rank of those that trained it, each in blocks of its
+    own where it is in blocks.
     """
 
     name: str
@@ -94,6 +96,7 @@ class TensorSpec(NamedTuple):
     rotary: RotaryRows | None = None
     of_indexer: bool = False
     head_rows: HeadRows | None = None
+    row_chunks: int = 1
 
     @property
     def module(self) -> str:

@@ -10,11 +10,12 @@ from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.contract import MtpContract
 from mtp_checkpoints.families.facts import ModelFacts, refuse_set
 from mtp_checkpoints.families.fields import Fields
+from mtp_checkpoints.families.layer_halves import FeedForward
 from mtp_checkpoints.families.moe_decoder import main_layers
 from mtp_checkpoints.families.parts.gated_delta import GatedDeltaNet
 from mtp_checkpoints.families.parts.gqa import Gqa
 from mtp_checkpoints.families.signs import COUNT_FIELDS
-from mtp_checkpoints.families.spec import FeedForward, LayerSpec, ModelSpec, MtpModules, MtpSpec
+from mtp_checkpoints.families.spec import LayerSpec, ModelSpec, MtpModules, MtpSpec
 from mtp_checkpoints.families.text_part import TextPart
 
 _USUAL = MtpContract(source="vLLM, SGLang and transformers' MtpModel")

@@ -17,13 +17,15 @@ from mtp_checkpoints.families.listed_decoder import listed_decoder
 from mtp_checkpoints.families.moe_decoder import check_expert_count, main_layers
 from mtp_checkpoints.families.parts.feed_forward import GatedMlp
 from mtp_checkpoints.families.parts.gqa import Gqa
-from mtp_checkpoints.families.parts.listed import Entry, Listed, gated_mlp, matrix, norm
+from mtp_checkpoints.families.parts.listed import Entry, matrix
+from mtp_checkpoints.families.parts.normed_moe import NormedMoe
 from mtp_checkpoints.families.parts.rope import Rope
 from mtp_checkpoints.families.parts.shared_gqa import SharedGqa
 from mtp_checkpoints.families.sandwich_layer import PerLayerInput, SandwichLayerSpec
-from mtp_checkpoints.families.spec import FeedForward, ModelSpec
+from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.families.text_part import TextPart
 
+ASSISTANT = "assistant"  # the method of its drafts
 SLIDING, FULL = "sliding_attention", "full_attention"
 _PERIOD = 6  # of layers without a window
 _PARTS = ("vision_tower", "audio_tower", "vision_embedder", "embed_vision", "embed_audio")
@@ -75,7 +77,8 @@ def decoder(part: TextPart) -> ModelSpec:
         facts=facts,
         more=_per_layer_embeddings(fields, part.prefix, len(layers)),
         drafts_apart=_APART,
-        engines=("vllm",),
+        draft_method=ASSISTANT,
+        may_fuse=any(one.beside is not None for one in layers),
     )
 
 
@@ -94,10 +97,14 @@ def sandwich_layers(fields: Fields, prefix: str) -> list[SandwichLayerSpec]:
     kinds = _kinds(fields, count)
     own = count - fields.whole("num_kv_shared_layers", 0, minimum=0, maximum=count)
     last = {kind: index for index, kind in enumerate(kinds[:own])}
-    size = fields.whole("hidden_size_per_layer_input", minimum=0)
+    size, experts = fields.whole("hidden_size_per_layer_input", minimum=0), None
+    if fields.flag("enable_moe_block", False):
+        check_expert_count(fields, "num_experts", count)
+        experts = NormedMoe.read(fields)
     layers = []
     for index, kind in enumerate(kinds):
         reads = kind if index >= own else ""
+        mlp = _mlp(fields, shared=bool(reads))
         layer = SandwichLayerSpec(
             f"{prefix}.layers.{index}",
             _attention(
@@ -106,11 +113,10 @@ def sandwich_layers(fields: Fields, prefix: str) -> list[SandwichLayerSpec]:
                 keeps=kind if last.get(kind) == index else "",
                 reads=reads,
             ),
-            _feed_forward(fields, shared=bool(reads)),
+            mlp,
             inputs=PerLayerInput(size, index) if size else None,
         )
-        listed = isinstance(layer.feed_forward, Listed)
-        layers.append(replace(layer, feed_forward_name="") if listed else layer)
+        layers.append(layer if experts is None else _with_experts(layer, experts, mlp))
     return layers
 
 
@@ -127,7 +133,9 @@ def _with_own_heads(fields: Fields, index: int, kind: str) -> Fields:
     """Return the fields with the heads of one layer: those that a config.json lists by layer, or
     else those of layers without a window."""
     if fields.has("per_layer_config"):
-        own = fields.section("per_layer_config").section(str(index))
+        listed = fields.section("per_layer_config")
+        names = {int(name): name for name in listed.values if name.isdecimal()}  # as "05"
+        own = listed.section(names.get(index, ""))
         if not own.values.keys() <= _OF_LAYERS:
             raise own.unusable(next(iter(own.values.keys() - _OF_LAYERS)), "none by layer")
         return fields.with_values(**own.values)
@@ -159,28 +167,17 @@ def _attention(fields: Fields, kind: str, *, keeps: str, reads: str) -> SharedGq
     )
 
 
-def _feed_forward(fields: Fields, *, shared: bool) -> FeedForward:
+def _mlp(fields: Fields, *, shared: bool) -> GatedMlp:
     """Read the MLP of a layer, shared: of one that takes keys and values of another."""
     mlp = GatedMlp.of(fields)
     if shared and fields.flag("use_double_wide_mlp", False):
-        mlp = replace(mlp, inner=2 * mlp.inner)
-    if not fields.flag("enable_moe_block", False):
-        return mlp
-    experts, inner = fields.whole("num_experts"), fields.whole("moe_intermediate_size")
-    check_expert_count(fields, "num_experts", main_layers(fields))
-    hidden, role = mlp.hidden, Role.ROUTED_EXPERT
-    entries = (
-        *gated_mlp("mlp.", hidden, mlp.inner, Role.DENSE_MLP),
-        matrix("router.proj", experts, hidden, Role.ROUTER),
-        Entry("router.scale", (hidden,), Role.ROUTER),
-        Entry("router.per_expert_scale", (experts,), Role.ROUTER),
-        Entry("experts.gate_up_proj", (experts, 2 * inner, hidden), role),
-        Entry("experts.down_proj", (experts, hidden, inner), role),
-        norm("post_feedforward_layernorm_1", hidden),
-        norm("pre_feedforward_layernorm_2", hidden),
-        norm("post_feedforward_layernorm_2", hidden),
-    )
-    return Listed("a mixture of experts beside an MLP", "", entries)
+        return replace(mlp, inner=2 * mlp.inner)
+    return mlp
+
+
+def _with_experts(layer: SandwichLayerSpec, experts: NormedMoe, mlp: GatedMlp) -> SandwichLayerSpec:
+    """Return a layer whose experts lie in it beside its MLP."""
+    return replace(layer, feed_forward=experts, feed_forward_name="", beside=mlp)
 
 
 def _per_layer_embeddings(fields: Fields, prefix: str, layers: int) -> tuple[Entry, ...]:

@@ -6,7 +6,7 @@ Source: transformers' gemma4_assistant and gemma4_unified_assistant; vLLM's gemm
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -16,13 +16,15 @@ from mtp_checkpoints.families.base import Role, weight_name
 from mtp_checkpoints.families.contract import MtpContract
 from mtp_checkpoints.families.facts import refuse_set
 from mtp_checkpoints.families.fields import Fields
-from mtp_checkpoints.families.gemma4 import sandwich_layers, usual_fields
+from mtp_checkpoints.families.gemma4 import ASSISTANT, sandwich_layers, usual_fields
 from mtp_checkpoints.families.listed_decoder import listed_decoder
 from mtp_checkpoints.families.parts.listed import Entry, matrix
+from mtp_checkpoints.families.parts.shared_gqa import SharedGqa
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.families.text_part import TextPart
 
 _CONTRACT = MtpContract(source="transformers, assisted generation")
+_OF_VLLM = "draft_model"  # in its gemma4_mtp
 _UNRELEASED = ("enable_moe_block", "use_double_wide_mlp", "hidden_size_per_layer_input")
 
 
@@ -42,6 +44,35 @@ class AssistantSpec(ModelSpec):
     leaving: ClassVar = "post_projection"
     centroids: ClassVar = "masked_embedding.centroids"
     ordering: ClassVar = "masked_embedding.token_ordering"
+
+    def names_of(self, module: str, mtp_layer: int | None) -> list[str]:
+        """Return a module's name, and that which vLLM has for it."""
+        return [module, f"{_OF_VLLM}.{module.removeprefix('model.')}"]
+
+    def check_target(self, vocab: int, hidden: int, parts: Iterable[object], where: object) -> None:
+        """Refuse an assistant of another target: by sizes, and by the keys and values that it reads
+        (InvalidInputError). parts: those of the target's layers; where: the assistant's place."""
+        shared = [part for part in parts if isinstance(part, SharedGqa)]
+        found = {
+            "vocab_size": vocab,
+            "backbone_hidden_size": hidden,
+            **{part.keeps: (part.sizes.kv_heads, part.sizes.head) for part in shared if part.keeps},
+        }
+        read = [part for part in self.parts if isinstance(part, SharedGqa)]
+        wanted = {
+            "vocab_size": self.facts.vocab,
+            "backbone_hidden_size": self.target_hidden,
+            **{part.reads: (part.sizes.kv_heads, part.sizes.head) for part in read},
+        }
+        for what, value in wanted.items():
+            if found.get(what) != value:
+                raise InvalidInputError(
+                    f"The assistant was made for another target: they differ in {what}",
+                    where=where,
+                    expected=value,
+                    found=found.get(what, "nothing of the kind"),
+                    todo="Give the assistant that was released with this target",
+                )
 
 
 def spec(fields: Fields) -> AssistantSpec:
@@ -75,7 +106,7 @@ def spec(fields: Fields) -> AssistantSpec:
     sizes = (described.facts.hidden, vocab, target_hidden, clusters)
     return AssistantSpec(
         **vars(replace(described, more=tuple(_around(*sizes)), drafts_apart=_IS_DRAFT))
-        | {"uncomputed": _IS_DRAFT, "engines": ("vllm",)},
+        | {"uncomputed": _IS_DRAFT, "draft_method": ASSISTANT},
         target_hidden=target_hidden,
         clusters=clusters,
         picked=picked,

@@ -87,6 +87,7 @@ def _flags(
 def _attention(fields: Fields, *, slides: bool, joined: bool) -> Listed:
     hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
     kv_heads, head = fields.whole("num_key_value_heads"), fields.whole("head_dim")
+    ranks = kv_heads  # of those that the joined projection was stored on, in layers of either kind
     value = fields.whole("v_head_dim", head)
     if slides:
         heads = fields.whole("swa_num_attention_heads", heads)
@@ -95,7 +96,12 @@ def _attention(fields: Fields, *, slides: bool, joined: bool) -> Listed:
     entries = list(grouped(hidden, heads, kv_heads, head, value))
     if joined:
         rows = sum(entry.shape[0] for entry in entries[:3])
-        entries[:3] = [matrix("qkv_proj", rows, hidden, Role.ATTENTION)]
+        if any(entry.shape[0] % ranks for entry in entries[:3]):
+            raise fields.unusable(
+                "num_key_value_heads", "a divisor of the rows of every projection"
+            )
+        joint = matrix("qkv_proj", rows, hidden, Role.ATTENTION)
+        entries[:3] = [joint._replace(row_chunks=ranks)]
     key = f"add_{'swa' if slides else 'full'}_attention_sink_bias"
     if fields.flag(key, slides):
         entries.append(Entry("attention_sink_bias", (heads,), Role.ATTENTION))

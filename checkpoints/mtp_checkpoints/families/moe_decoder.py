@@ -11,14 +11,9 @@ from mtp_checkpoints.families.base import SGLANG_DRAFT
 from mtp_checkpoints.families.contract import MtpContract
 from mtp_checkpoints.families.facts import ModelFacts, refuse_set
 from mtp_checkpoints.families.fields import Fields
+from mtp_checkpoints.families.layer_halves import Attention
 from mtp_checkpoints.families.parts.feed_forward import GatedMlp, Moe, MoeNames
-from mtp_checkpoints.families.spec import (
-    Attention,
-    LayerSpec,
-    ModelSpec,
-    MtpModules,
-    MtpSpec,
-)
+from mtp_checkpoints.families.spec import LayerSpec, ModelSpec, MtpModules, MtpSpec
 
 _MAX_LAYERS = 1_000
 _MAX_EXPERT_MATRICES = 160_000  # twice those of any release; their names take 3 s and 160 MB

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 from mtp_checkpoints.families.base import (
     ModulePatterns,
@@ -24,9 +24,9 @@ from mtp_checkpoints.families.base import (
 )
 from mtp_checkpoints.families.contract import MtpContract
 from mtp_checkpoints.families.facts import ModelFacts
+from mtp_checkpoints.families.layer_halves import Attention, FeedForward
 from mtp_checkpoints.families.parts.feed_forward import DENSE, Moe
 from mtp_checkpoints.families.parts.listed import Entry, Listed
-from mtp_checkpoints.families.parts.rope import Rope
 
 _LINEARS = {
     Role.DENSE_MLP: DENSE,
@@ -39,30 +39,12 @@ _PLAIN_ROLES = (
     *(Role.ROUTER, Role.DELTA_GATES, Role.CONVOLUTION, Role.HYPER_CONNECTION),
     *(Role.MTP_PROJECTION, Role.MTP_INPUT, Role.ATTENTION_GATES),
 )
+_PLAIN_APART = (Role.MTP_PROJECTION, Role.PER_LAYER_INPUT, Role.VOCABULARY)
 _USUAL = ".eh_proj"  # of most MTP layers' projections
 _OF_ONE_EXPERT = re.compile(r".*?\.experts(?=\.\d)", re.ASCII)
 _FUSED: dict[tuple[str, ...], tuple[str, ...]] = {("gate_proj", "up_proj"): ("gate_up_proj",)}
 
 Stored = TypeVar("Stored")
-
-
-class FeedForward(Protocol):
-    """The part of a decoder layer that takes every row by itself; a frozen dataclass. patterns:
-    module names of its linears, as engines' quantization configs refer to them."""
-
-    @property
-    def patterns(self) -> ModulePatterns: ...
-
-    def tensors(self, prefix: str, make: TensorMaker) -> Iterator[TensorSpec]:
-        """Yield the tensors of one layer, under the names of its modules' prefix."""
-
-
-class Attention(FeedForward, Protocol):
-    """The part of a decoder layer that mixes the rows of a request; a frozen dataclass."""
-
-    @property
-    def rope(self) -> Rope | None:
-        """Rotary positions; None for an attention without them."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +203,8 @@ class ModelSpec:
     experts of a layer one by one or fused. uncomputed: why the runtime does not compute a model
     though it has a layer for every part. engines: names of targets whose engines load its MTP
     layers, others of the released layout do not. drafts_apart: where the drafts of a model are that
-    has no MTP layer, or which draft it is itself. more: other tensors of the main part, by their
+    has no MTP layer, or which draft it is itself; draft_method: the drafting method of both, and
+    name of the draft's folder in a bundle. more: other tensors of the main part, by their
     full names. carried: what names of tensors begin with that belong to the main part and are not
     described, such as those of a vision tower; carried_modules are those that are stored.
     """
@@ -244,6 +227,7 @@ class ModelSpec:
     may_fuse: bool = False
     uncomputed: str = ""
     drafts_apart: str = ""
+    draft_method: str = ""
     engines: tuple[str, ...] = ("vllm", "sglang")
     more: tuple[Entry, ...] = ()
     carried: tuple[str, ...] = ()
@@ -269,11 +253,16 @@ class ModelSpec:
         """Modules of matrices that are never quantized, and that engines build as linears unless a
         list names them; none where they build them plain."""
         listed = self.mtp_prefix or self.carried or any(isinstance(p, Listed) for p in self.parts)
-        roles = _PLAIN_ROLES if listed else (Role.ATTENTION_GATES,)  # which all build as linears
-        plain = (s for s in self.tensors.values() if s.role in roles and len(s.shape) > 1)
-        own = (spec for spec in plain if spec.name == weight_name(spec.module))
+        roles = {*_PLAIN_ROLES} if listed else {Role.ATTENTION_GATES}  # which all build as linears
+        roles |= {*_PLAIN_APART} if self.drafts_apart else set()
+        own = self._matrices(roles)
         names = (name for spec in own for name in self.names_of(spec.module, spec.mtp_layer))
         return (*names, *self.carried_modules)
+
+    def _matrices(self, roles: Collection[Role]) -> Iterator[TensorSpec]:
+        """Yield the weights of some roles that are matrices of modules."""
+        some = (s for s in self.tensors.values() if s.role in roles and len(s.shape) > 1)
+        return (spec for spec in some if spec.name == weight_name(spec.module))
 
     def names_of(self, module: str, mtp_layer: int | None) -> list[str]:
         """Return a module's name, and of an MTP layer's those that engines have."""
@@ -376,6 +365,9 @@ class ModelSpec:
         if not own:
             yield from ("re:.*eh_proj$", PLAIN_HEADS[1])
         yield "re:.*embed_tokens$"
+        if self.drafts_apart:
+            named = (s.module.rpartition(".")[2] for s in self._matrices(_PLAIN_APART))
+            yield from dict.fromkeys(f"re:.*{name}$" for name in named)
         for prefix in self.carried:
             yield f"re:.*{prefix.rstrip('.').rpartition('.')[2]}[.].*"
 

@@ -6,10 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.formats.compressed import WeightsEntry
+from mtp_checkpoints.formats.rows import RowSource
 from mtp_checkpoints.formats.verification import Bug, FormatGate
 
 if TYPE_CHECKING:
@@ -51,24 +52,6 @@ class FormatOptions:
 
     group_size: int = 128
     fp8_scale_name: str = NATIVE_SCALE
-
-
-class RowSource(Protocol):
-    """The tensors of one weight on disk. others are those after the codes, whole; scale is the
-    first of them, with a row for the weight's rows."""
-
-    @property
-    def others(self) -> list[torch.Tensor]: ...
-
-    @property
-    def scale(self) -> torch.Tensor: ...
-
-    @property
-    def whole_codes(self) -> torch.Tensor:
-        """All codes, in the shape that they are stored in."""
-
-    def codes(self, start: int, stop: int) -> torch.Tensor:
-        """Return rows [start, stop) of the codes."""
 
 
 class WeightFormat(ABC):
@@ -126,6 +109,20 @@ class WeightFormat(ABC):
         """Return the format that takes this one's place for rows of so many columns; itself where
         none does, whether it holds them or not."""
         return self
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of a weight after which blocks begin anew; 0: they do not."""
+        return 0
+
+    def in_chunks(self, rows: int, chunks: int) -> WeightFormat:
+        """Return the format of a weight of so many rows that is stored in chunks of rows, each with
+        scales of its own; itself where that makes no difference."""
+        return self
+
+    def scale_span(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the rows of scales, to before the last, of rows [start, stop) of a weight."""
+        return start // self.scale_rows, -(-stop // self.scale_rows)
 
     def columns_of(self, codes: int) -> int:
         """Return the number of columns of a weight whose rows have so many codes."""
@@ -203,9 +200,8 @@ class WeightFormat(ABC):
 
     def encoded_rows(self, source: RowSource, start: int, stop: int) -> EncodedWeight:
         """Return rows [start, stop) of a weight, start at a row of scales."""
-        step = self.scale_rows
-        scale = source.scale[start // step : -(-stop // step)]
-        return self.encoded((source.codes(start, stop), scale))
+        first, last = self.scale_span(start, stop)
+        return self.encoded((source.codes(start, stop), source.scale[first:last]))
 
     def places(self, rows: range, columns: range, shape: Sequence[int]) -> Sequence[Place]:
         """Return where whole words and groups of a weight [N, K] with word_rows lie in a tensor."""

@@ -16,8 +16,8 @@ from mtp_checkpoints.formats.base import (
     EncodedWeight,
     Place,
     ReadOnlyFormat,
-    RowSource,
 )
+from mtp_checkpoints.formats.rows import RowSource
 from mtp_checkpoints.formats.verification import FOUR_BIT_GATE, INT8_GATE, FormatGate
 from mtp_checkpoints.sources.strict_json import parse
 

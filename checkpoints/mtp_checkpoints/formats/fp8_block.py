@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mtp_checkpoints.dtypes import DType, OutputTensor
@@ -11,10 +11,13 @@ from mtp_checkpoints.formats.base import (
     COMPRESSED_SCALE,
     NATIVE_SCALE,
     SCALE_DTYPES,
+    EncodedWeight,
     FormatOptions,
     KernelFormat,
 )
 from mtp_checkpoints.formats.compressed import COMPRESSED, WeightsEntry, group, numbers
+from mtp_checkpoints.formats.rows import RowSource, row_ranges
+from mtp_checkpoints.formats.unquantized import UNQUANTIZED
 from mtp_checkpoints.formats.verification import FP8_GATE, FormatGate
 
 if TYPE_CHECKING:
@@ -31,10 +34,13 @@ class Fp8Block(KernelFormat):
     """Codes F8_E4M3 [N, K], scale [⌈N/128⌉, ⌈K/128⌉], ragged edges included.
 
     scale_name is the last component of the scale's name; scale_dtypes are those that may be read.
+    chunk_rows: rows after which blocks begin anew, of a weight whose ranks were stored one after
+    the other; 0: they do not.
     """
 
     scale_name: str = NATIVE_SCALE
     scale_dtypes: tuple[DType, ...] = (DType.F32,)
+    chunk_rows: int = 0
 
     storage: ClassVar[str] = "fp8_block"
     operation: ClassVar[str] = "quantize_fp8_block"
@@ -59,12 +65,36 @@ class Fp8Block(KernelFormat):
         return group("float-quantized", weights, activations)
 
     def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[OutputTensor, ...]:
-        blocks = (-(-shape[0] // BLOCK), -(-shape[1] // BLOCK))
+        blocks = (self.scale_span(shape[0] - 1, shape[0])[1], -(-shape[1] // BLOCK))
         module = name.removesuffix(".weight")
         return (
             OutputTensor(name, DType.F8_E4M3, shape),
             OutputTensor(f"{module}.{self.scale_name}", DType.F32, blocks),
         )
+
+    def in_chunks(self, rows: int, chunks: int) -> Fp8Block:
+        size = rows // chunks
+        return replace(self, chunk_rows=size) if size % BLOCK and size < rows else self
+
+    def scale_span(self, start: int, stop: int) -> tuple[int, int]:
+        if not self.chunk_rows:
+            return super().scale_span(start, stop)
+        number, first = divmod(start, self.chunk_rows)
+        before = number * -(-self.chunk_rows // BLOCK)
+        last = first + stop - start
+        return before + first // BLOCK, before - (-last // BLOCK)
+
+    def encoded_rows(self, source: RowSource, start: int, stop: int) -> EncodedWeight:
+        import torch
+
+        parts = [
+            super(Fp8Block, self).encoded_rows(source, max(start, first), min(stop, last))
+            for first, last in row_ranges(stop, stop, self.chunk_rows)
+            if last > start
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        return EncodedWeight(UNQUANTIZED, torch.cat([part.dequantize() for part in parts]))
 
     def accepted_dtypes(self, tensor: OutputTensor) -> tuple[DType, ...]:
         return _CODE_DTYPES if tensor.dtype in _CODE_DTYPES else self.scale_dtypes

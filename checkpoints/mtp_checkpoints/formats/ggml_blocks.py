@@ -15,9 +15,9 @@ from mtp_checkpoints.formats.base import (
     EncodedWeight,
     Place,
     ReadOnlyFormat,
-    RowSource,
     WeightFormat,
 )
+from mtp_checkpoints.formats.rows import RowSource
 from mtp_checkpoints.formats.unquantized import Values
 from mtp_checkpoints.formats.verification import (
     FIVE_BIT_GATE,

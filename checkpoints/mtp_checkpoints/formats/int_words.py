@@ -10,7 +10,8 @@ from math import prod
 from typing import TYPE_CHECKING, ClassVar
 
 from mtp_checkpoints.dtypes import DType, OutputTensor
-from mtp_checkpoints.formats.base import EncodedWeight, Place, ReadOnlyFormat, RowSource
+from mtp_checkpoints.formats.base import EncodedWeight, Place, ReadOnlyFormat
+from mtp_checkpoints.formats.rows import RowSource
 from mtp_checkpoints.formats.verification import FOUR_BIT_GATE, INT8_GATE, FormatGate
 
 if TYPE_CHECKING:

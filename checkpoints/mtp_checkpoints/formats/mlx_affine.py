@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from mtp_checkpoints.dtypes import DType, OutputTensor
-from mtp_checkpoints.formats.base import EncodedWeight, Place, ReadOnlyFormat, RowSource
+from mtp_checkpoints.formats.base import EncodedWeight, Place, ReadOnlyFormat
+from mtp_checkpoints.formats.rows import RowSource
 from mtp_checkpoints.formats.verification import FOUR_BIT_GATE, FormatGate
 
 if TYPE_CHECKING:

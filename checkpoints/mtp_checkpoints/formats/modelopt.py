@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mtp_checkpoints.dtypes import DType, OutputTensor
-from mtp_checkpoints.formats.base import EncodedWeight, ReadOnlyFormat, RowSource
+from mtp_checkpoints.formats.base import EncodedWeight, ReadOnlyFormat
 from mtp_checkpoints.formats.nvfp4 import NvFp4Format, NvFp4Names, check_above_zero
+from mtp_checkpoints.formats.rows import RowSource
 from mtp_checkpoints.formats.verification import FP8_GATE, FormatGate
 
 if TYPE_CHECKING:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.errors import InvalidInputError
-from mtp_checkpoints.formats.base import COMPRESSED_SCALE, EncodedWeight, RowSource, WeightFormat
+from mtp_checkpoints.formats.base import COMPRESSED_SCALE, EncodedWeight, WeightFormat
 from mtp_checkpoints.formats.compressed import COMPRESSED, WeightsEntry, group, numbers
+from mtp_checkpoints.formats.rows import RowSource
 from mtp_checkpoints.formats.verification import (
     FOUR_BIT_GATE,
     Bug,

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from mtp_checkpoints.dtypes import DType, OutputTensor
-from mtp_checkpoints.formats.base import EncodedWeight, RowSource, WeightFormat
+from mtp_checkpoints.formats.base import EncodedWeight, WeightFormat
+from mtp_checkpoints.formats.rows import RowSource
 from mtp_checkpoints.formats.verification import BF16_GATE, FormatGate
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ from mtp_checkpoints.formats.base import (
     COMPRESSED_SCALE,
     EncodedWeight,
     Place,
-    RowSource,
 )
 from mtp_checkpoints.formats.compressed import COMPRESSED, WeightsEntry, check_weight_shape
 from mtp_checkpoints.formats.int_words import (
@@ -22,6 +21,7 @@ from mtp_checkpoints.formats.int_words import (
     unpacked_columns,
     unpacked_rows,
 )
+from mtp_checkpoints.formats.rows import RowSource
 from mtp_checkpoints.formats.verification import INT8_GATE, FormatGate
 
 if TYPE_CHECKING:

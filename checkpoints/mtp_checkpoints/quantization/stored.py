@@ -353,8 +353,8 @@ def _format_of(
     if not name.endswith(_WEIGHT) or len(spec.shape) != 2:
         return None
     module = name.removesuffix(_WEIGHT)
-    formats[module] = config.format_of(module, spec.role)
-    return formats[module]
+    known = config.format_of(module, spec.role)
+    return formats.setdefault(module, known and known.in_chunks(spec.shape[0], spec.row_chunks))
 
 
 def _kind_of(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mtp_checkpoints.containers import is_checkpoint
 from mtp_checkpoints.containers.base import CONFIG_NAME
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
+from mtp_checkpoints.families import DRAFTED_APART
 from mtp_checkpoints.sources.addresses import byte_source
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.sources.local_folder import LocalFolder
@@ -83,12 +84,7 @@ def open_checkpoint(place: Place) -> Checkpoint:
     folder = place
     if not is_bundle(folder):
         if (folder / MANIFEST_NAME).is_file():
-            raise InvalidInputError(
-                "This is a bundle of one part only",
-                where=folder,
-                expected=f"{MAIN} and {MTP} in it, or a checkpoint",
-                todo="Start from the original checkpoint, or from an export with --part both",
-            )
+            return _open_alone(folder)
         return Checkpoint.open(folder)
     for part in (MAIN, MTP):
         LocalFolder(folder).resolved(part)  # a part elsewhere is no part of what was given
@@ -118,4 +114,20 @@ def open_checkpoint(place: Place) -> Checkpoint:
         config_sha256=digest,
         shards=main.shards + mtp.shards,
         files=main.files,
+    )
+
+
+def _open_alone(folder: Path) -> Checkpoint:
+    """Open a bundle whose drafts are a checkpoint of their own beside the main part
+    (InvalidInputError for another one without an MTP part)."""
+    if (folder / MAIN / CONFIG_NAME).is_file():
+        LocalFolder(folder).resolved(MAIN)
+        main = Checkpoint.open(folder / MAIN)
+        if main.config.get("model_type") in DRAFTED_APART:
+            return replace(main, path=folder)
+    raise InvalidInputError(
+        "This is a bundle of one part only",
+        where=folder,
+        expected=f"{MAIN} and {MTP} in it, or a checkpoint",
+        todo="Start from the original checkpoint, or from an export with --part both",
     )

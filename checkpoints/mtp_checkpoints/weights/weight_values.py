@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Self
 from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.formats import EncodedWeight, WeightFormat
 from mtp_checkpoints.formats.base import BLOCK
+from mtp_checkpoints.formats.rows import row_ranges
 from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight
 from mtp_checkpoints.sources.disk_queue import DiskQueue
 from mtp_checkpoints.tensors.tensor_reader import read_rows
@@ -114,10 +115,8 @@ class WeightOnDisk:
         return self.stored.format, self.tensors[0].dtype
 
     def pieces(self, elements: int = PIECE_ELEMENTS) -> Iterator[tuple[int, int]]:
-        """Yield row ranges that cover the weight, each of piece_rows but for the last."""
-        step = self.piece_rows(elements)
-        for start in range(0, self.rows, step):
-            yield start, min(start + step, self.rows)
+        """Yield row ranges that cover the weight, of piece_rows but for the last of a chunk."""
+        return row_ranges(self.rows, self.piece_rows(elements), self.stored.format.chunk_rows)
 
     def piece_rows(self, elements: int) -> int:
         """Return the number of rows of a piece of about this many elements: of whole fp8 blocks."""

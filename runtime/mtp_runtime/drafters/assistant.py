@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import cast
 
 import torch
 
-from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
-from mtp_checkpoints.families import SEPARATE_DRAFTS, family_of, parts
+from mtp_checkpoints.errors import UnsupportedError
+from mtp_checkpoints.families import SEPARATE_DRAFTS, family_of
 from mtp_checkpoints.families.gemma4_assistant import AssistantSpec
-from mtp_checkpoints.quantization.mismatches import StoredTensor, compare
+from mtp_checkpoints.quantization.stored import StoredWeight, stored_model
 from mtp_runtime.cache import Cache, JoinedCaches, LayerCache, LayerCaches, lay_out
 from mtp_runtime.drafters.base import DrafterParts, Pass, TargetDraft
 from mtp_runtime.drafters.chain import Chain, ChainDrafter, grow
 from mtp_runtime.layers.shared_gqa import SharedGqa
-from mtp_runtime.loading.draft_folder import DraftFolder, DraftTensor, layout_on_disk, read_draft
+from mtp_runtime.loading.draft_folder import (
+    DraftFolder,
+    DraftTensor,
+    layout_on_disk,
+    read_draft,
+    values_of,
+)
 from mtp_runtime.models.assistant import Assistant, load_assistant
 from mtp_runtime.models.execution import TorchLayers
 from mtp_runtime.models.load import Loaded
@@ -116,11 +122,11 @@ def read_assistant(folder: Path, loaded: Loaded) -> TargetDraft:
             found=f"{loaded.parallel.group.split.size} ranks",
         )
     spec = cast(AssistantSpec, family_of(draft.config, draft.tensors))
-    _check_target(draft, spec, target)
-    tensors = _checked(draft, spec)
-    module = load_assistant(spec, tensors, target)
+    own = target.config
+    spec.check_target(own.vocab, own.hidden, own.parts, draft.path)
+    module = load_assistant(spec, _checked(draft), target)
     return TargetDraft(
-        partial(AssistantDrafter, module=module), weights=module, tensors=len(tensors)
+        partial(AssistantDrafter, module=module), weights=module, tensors=len(draft.tensors)
     )
 
 
@@ -129,43 +135,19 @@ def toy(parts: DrafterParts) -> AssistantDrafter:
     return AssistantDrafter(parts, cast(Assistant, parts.target.mtp_modules[0]))
 
 
-def _check_target(draft: DraftFolder, spec: AssistantSpec, target: Model) -> None:
-    """Refuse an assistant of another target: by sizes, and by the keys and values that it reads."""
-    kept = {
-        part.keeps: part
-        for part in target.config.parts
-        if isinstance(part, parts.SharedGqa) and part.keeps
-    }
-    read = [part for part in spec.parts if isinstance(part, parts.SharedGqa)]
-    wanted = {
-        "vocab_size": spec.facts.vocab,
-        "backbone_hidden_size": spec.target_hidden,
-        **{part.reads: (part.sizes.kv_heads, part.sizes.head) for part in read},
-    }
-    found = {
-        "vocab_size": target.config.vocab,
-        "backbone_hidden_size": target.config.hidden,
-        **{kind: (part.sizes.kv_heads, part.sizes.head) for kind, part in kept.items()},
-    }
-    for what, value in wanted.items():
-        if found.get(what) != value:
-            raise InvalidInputError(
-                f"The assistant was made for another target: they differ in {what}",
-                where=draft.path,
-                expected=value,
-                found=found.get(what, "nothing of the kind"),
-                todo="Give the assistant that was released with this target",
-            )
-
-
-def _checked(draft: DraftFolder, spec: AssistantSpec) -> dict[str, DraftTensor]:
-    """Return a folder's tensors (InvalidInputError where they contradict config.json)."""
-    tensors = dict(draft.tensors)
-    promised = [
-        StoredTensor(one.name, one.shape, one.dtypes, optional=one.optional)
-        for one in spec.tensors.values()
-    ]
-    problems = compare({name: layout_on_disk(one) for name, one in tensors.items()}, promised)
+def _checked(draft: DraftFolder) -> dict[str, DraftTensor]:
+    """Return a folder's weights, quantized ones as the values that they stand for
+    (InvalidInputError where they contradict config.json)."""
+    tensors = draft.tensors
+    stored = stored_model(draft.config, tensors)
+    problems = stored.differences({name: layout_on_disk(one) for name, one in tensors.items()})
     if problems:
         problems[0].raise_as_error(draft.path, len(problems) - 1)
-    return tensors
+    return {name: _values(one, tensors) for name, one in stored.weights.items()}
+
+
+def _values(one: StoredWeight, tensors: Mapping[str, DraftTensor]) -> DraftTensor:
+    first, *others = (tensors[own.name] for own in one.tensors)
+    if not others:
+        return first
+    return one.encoded([values_of(tensor) for tensor in (first, *others)]).dequantize()

@@ -64,10 +64,10 @@ class GroupedExperts:
 
     @classmethod
     def of(cls, experts: HeldExperts, routed: int) -> GroupedExperts | None:
-        """Copy the routed experts together; None where they have limits or no gates, or differ in
-        form."""
+        """Copy the routed experts together; None where they have limits or another activation, or
+        differ in form."""
         mlps = experts.held[:routed]
-        if any(mlp.limit is not None or not mlp.is_gated for mlp in mlps):
+        if any(mlp.limit is not None or type(mlp) is not Mlp for mlp in mlps):
             return None
         stacks = [_parts(mlp.gate_up.weight) for mlp in mlps]
         if len(set(map(len, stacks))) > 1:

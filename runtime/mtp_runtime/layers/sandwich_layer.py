@@ -17,6 +17,7 @@ from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.embedding import Embedding
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.norm import RmsNorm
+from mtp_runtime.layers.normed_moe import MlpBeside
 
 
 @dataclass(frozen=True)
@@ -56,12 +57,14 @@ class PerLayerInput:
 @dataclass(frozen=True)
 class SandwichLayer(DecoderLayer):
     """Decoder layer whose four norms surround its parts: input_norm and attention_norm attention,
-    post_norm and output_norm the feed-forward. What leaves it is multiplied by scale [1]."""
+    post_norm and output_norm the feed-forward. What leaves it is multiplied by scale [1]. beside:
+    the MLP beside a mixture of experts, which takes rows as they come."""
 
     attention_norm: RmsNorm
     output_norm: RmsNorm
     scale: torch.Tensor
     inputs: PerLayerInput | None
+    beside: MlpBeside | None = None
 
     def __call__(
         self,
@@ -83,4 +86,6 @@ class SandwichLayer(DecoderLayer):
 
     def added(self, x: torch.Tensor) -> torch.Tensor:
         """Return what the second half adds to rows x [T, d]."""
-        return self.output_norm(super().added(x))
+        if self.beside is None:
+            return self.output_norm(super().added(x))
+        return self.output_norm(self.beside(self.fed(x)) + self.feed_forward(x))

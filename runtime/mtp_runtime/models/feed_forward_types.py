@@ -29,6 +29,8 @@ from mtp_runtime.layers.moe import (
     SoftmaxRouter,
     UngatedMlp,
 )
+from mtp_runtime.layers.norm import RmsNorm
+from mtp_runtime.layers.normed_moe import NormedMoe, NormedRouter
 from mtp_runtime.layers.tensor_parallel import ParallelMoe
 from mtp_runtime.loading.weight_source import WeightSource
 from mtp_runtime.models.layer_loader import LayerLoader, Stacks
@@ -120,6 +122,31 @@ def load_ungated_moe(loader: LayerLoader, part: parts.UngatedMoe, prefix: str) -
         return Moe(router, experts, len(shared))
     into, out = map(source.linear, names.latent)
     return LatentMoe(router, experts, len(shared), into=into, out=out)
+
+
+def check_normed_moe(part: parts.NormedMoe) -> None:
+    """Raise UnsupportedError for an activation that is not computed."""
+    refuse_other_values({"hidden_act": part.expert.activation}, {"hidden_act": _GELU})
+
+
+def load_normed_moe(loader: LayerLoader, part: parts.NormedMoe, prefix: str) -> NormedMoe:
+    """Load a mixture of experts between norms of its own."""
+    loader.refuse_ranks(prefix, "experts beside an MLP")
+    source, names, around = loader.source, part.modules(prefix), part.around(prefix)
+    scale = source.raw(around.scale).float() * part.expert.hidden**-0.5
+    router = NormedRouter(
+        RmsNorm.build(scale, loader.facts.norm_eps),
+        source.raw(weight_name(names.router)).float().t().contiguous(),
+        source.raw(around.expert_scales).float(),
+        part.router.routing,
+    )
+    experts = source.experts(names.experts, partial(_gelu_mlp, loader), ())
+    return NormedMoe(router, loader.norm(around.norm), experts, loader.norm(around.output_norm))
+
+
+def _gelu_mlp(loader: LayerLoader, names: MlpModules) -> GeluMlp:
+    mlp = loader.mlp(names)
+    return GeluMlp(mlp.gate_up, mlp.down)
 
 
 def _router(

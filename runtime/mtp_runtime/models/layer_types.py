@@ -13,6 +13,7 @@ from mtp_checkpoints.families.sandwich_layer import SandwichLayerSpec
 from mtp_checkpoints.families.spec import LayerSpec, ModelSpec
 from mtp_runtime.config import ModelConfig
 from mtp_runtime.layers.decoder_layer import DecoderLayer, Nothing, PostNormLayer
+from mtp_runtime.layers.normed_moe import MlpBeside
 from mtp_runtime.layers.sandwich_layer import PerLayerInput, SandwichLayer
 from mtp_runtime.models import attention_types as attention
 from mtp_runtime.models import feed_forward_types as feed_forward
@@ -97,6 +98,7 @@ LAYERS: dict[type, LayerType] = {
         feed_forward.load_mlp, feed_forward.mlp_stacks, feed_forward.check_dense
     ),
     parts.Moe: LayerType(feed_forward.load_moe, feed_forward.moe_stacks, feed_forward.check_moe),
+    parts.NormedMoe: LayerType(feed_forward.load_normed_moe, check=feed_forward.check_normed_moe),
     parts.UngatedMlp: LayerType(feed_forward.load_ungated_mlp),
     parts.UngatedMoe: LayerType(feed_forward.load_ungated_moe),
     parts.Nothing: LayerType(_load_nothing, _no_stacks),
@@ -138,7 +140,12 @@ def _load_sandwich(loader: LayerLoader, layer: SandwichLayerSpec) -> SandwichLay
         output_norm=output_norm,
         scale=source.tensor(f"{layer.prefix}.{layer.scale}"),
         inputs=own,
+        beside=None if layer.beside is None else _load_beside(loader, layer, layer.beside),
     )
+
+
+def _load_beside(loader: LayerLoader, layer: SandwichLayerSpec, mlp: parts.GatedMlp) -> MlpBeside:
+    return MlpBeside(load_part(loader, mlp, layer.mlp_prefix), loader.norm(layer.mlp_norm))
 
 
 def load_part(loader: LayerLoader, part: object, prefix: str) -> Any:

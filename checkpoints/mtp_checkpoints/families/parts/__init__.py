@@ -10,6 +10,7 @@ from mtp_checkpoints.families.parts.head_gated_gqa import HeadGatedGqa
 from mtp_checkpoints.families.parts.listed import NOTHING, Entry, Listed, Nothing
 from mtp_checkpoints.families.parts.mamba2 import Mamba2
 from mtp_checkpoints.families.parts.mla import Mla
+from mtp_checkpoints.families.parts.normed_moe import NormedMoe
 from mtp_checkpoints.families.parts.plain_gqa import PlainGqa
 from mtp_checkpoints.families.parts.rope import PLAIN, Rope, Yarn
 from mtp_checkpoints.families.parts.shared_gqa import SharedGqa
@@ -30,6 +31,7 @@ __all__ = [
     "Mamba2",
     "Mla",
     "Moe",
+    "NormedMoe",
     "Nothing",
     "PlainGqa",
     "Rope",

@@ -93,7 +93,7 @@ def _patterns(names: MoeNames, *, gated: bool) -> ModulePatterns:
     if gated:
         others.append("shared_expert_gate")
     linears = {}
-    if names.experts != _NAMES.experts:
+    if (names.experts, under) != (_NAMES.experts, "mlp."):
         linears[Role.ROUTED_EXPERT] = f"{under}{names.experts}.*"
     if names.shared != _NAMES.shared:
         linears[Role.SHARED_EXPERT] = f"{under}{names.shared}[.].*"

@@ -33,13 +33,14 @@ _ONE_EXPERT = re.compile(r"experts\[\.\]\d+.*")
 
 
 class Entry(NamedTuple):
-    """One tensor of a part: its name under the part's prefix, its shape, its role, and its dtypes
-    where they are not those of weights."""
+    """One tensor of a part: its name under the part's prefix, its shape, its role, its dtypes where
+    they are not those of weights, and the row_chunks of a TensorSpec."""
 
     name: str
     shape: tuple[int, ...]
     role: Role
     dtypes: tuple[DType, ...] = ()
+    row_chunks: int = 1
 
     @property
     def module(self) -> str:
@@ -49,6 +50,7 @@ class Entry(NamedTuple):
     def tensor(self, prefix: str, make: TensorMaker) -> TensorSpec:
         """Return the tensor under a prefix, which ends with a dot or is empty."""
         made = make.kept(prefix + self.name, self.shape, self.role)
+        made = made._replace(row_chunks=self.row_chunks)
         return made._replace(dtypes=self.dtypes) if self.dtypes else made
 
 
