@@ -113,8 +113,8 @@ class Linears:
 
     @cached_property
     def folds(self) -> dict[str, Fold]:
-        """The fold of the norm before the experts of each layer that has some, by the name of their
-        input.
+        """The fold of the norm before the experts of each layer that has some, of which a dense MLP
+        is one, by the name of their input.
 
         Raises UnsupportedError where no layer has experts, for one without that norm, or with a
         weight that takes no scales.
@@ -144,7 +144,7 @@ class Linears:
 
     @cached_property
     def experts(self) -> list[list[Unit]]:
-        """Experts of each layer, shared ones last."""
+        """Experts of each layer, shared ones last; a dense MLP is one."""
         return [list(self._experts(layer)) for layer in self.layers]
 
     @property

@@ -33,7 +33,6 @@ from mtp_export.progress import ProgressCallback, ShowCount
 from mtp_export.schemes.calibrated import Folded, kept_values
 from mtp_export.tune.rows import Line
 from mtp_runtime.layer_inputs import ROW_DTYPE, seen
-from mtp_runtime.layers.moe import Moe
 from mtp_runtime.models.layer_types import load_part
 from mtp_runtime.models.load import OpenedModel
 from mtp_runtime.streaming import StreamedModel, open_streamed
@@ -247,9 +246,8 @@ class MainCalibration:
         loader = self._as_written.loader
         attention = load_part(loader, spec.attention, spec.attention_prefix)
         behind.make(partial(attend, attention))
-        if isinstance(layer.feed_forward, Moe):
-            rows = FedRows(layer, behind, ROW_DTYPE)
-            self._choose_experts(self.linears.experts[number], rows)
+        if units := self.linears.experts[number]:
+            self._choose_experts(units, FedRows(layer, behind, ROW_DTYPE))
         else:
             self._choose(layer.feed_forward, added)
         self._keep_squares(number)
@@ -280,7 +278,7 @@ class MainCalibration:
             self._keep(unit, (), sums[unit.input].inputs, None)
 
     def _choose_experts(self, units: Sequence[Unit], rows: FedRows) -> None:
-        """Choose codes of experts, which take rows."""
+        """Choose codes of experts, or of a dense layer's one MLP, which take rows."""
         missing = [unit for unit in units if self._is_missing(unit)]
         if missing:
             inputs = Inputs.of(pieces(rows), self.linears.plan.family.facts.hidden)

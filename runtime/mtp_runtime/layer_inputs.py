@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from mtp_checkpoints.families.spec import LayerSpec
 from mtp_checkpoints.formats import EncodedWeight
 from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.linear import Linear, Stacked, Weight, Windowed
-from mtp_runtime.layers.moe import Moe, Router
+from mtp_runtime.layers.moe import Mlp, Moe
 from mtp_runtime.loading.on_demand import StoredExperts
 from mtp_runtime.models.model import MtpModule
 from mtp_runtime.teacher_forcing import DraftInputs, Texts, draft_states
@@ -41,24 +41,26 @@ class Observed(Linear):
 
 
 @dataclass(frozen=True)
-class ObservedRouter:
-    """A router whose inputs, which are those of all experts, are seen."""
+class ObservedPart(Generic[T]):
+    """A part of a feed-forward whose inputs are seen: a router, which takes those of all experts,
+    or an MLP."""
 
-    router: Router
+    part: Callable[[Tensor], T]
     name: str
     see: See
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return expert ids [T, k] and their weights [T, k], float32, for x [T, d]."""
+    def __call__(self, x: Tensor) -> T:
+        """Return what the part makes of rows x [T, d]."""
         self.see(self.name, x)
-        return self.router(x)
+        return self.part(x)
 
 
 @dataclass(frozen=True)
 class Observation:
     """MTP modules, and the inputs that are wanted of their linears.
 
-    experts: the name that the input of a module's experts gets; "" where nobody asks for it.
+    experts: the name that the input of a module's experts, or of its MLP, gets; "" where nobody
+    asks for it.
     linears: names of tensors of others; what goes into them is named by input_names.
     """
 
@@ -91,12 +93,13 @@ class Observation:
         if isinstance(feed_forward, Moe):
             experts = feed_forward.experts
             if name:
-                router = ObservedRouter(feed_forward.router, name, see)
+                router: Any = ObservedPart(feed_forward.router, name, see)
                 feed_forward = replace(feed_forward, router=router)
             if isinstance(experts, StoredExperts):  # all of them may not fit into memory
                 feed_forward = replace(feed_forward, experts=replace(experts, kept=None))
         else:
             feed_forward = seen(feed_forward, self.linears, see)
+            feed_forward = ObservedPart(feed_forward, name, see) if name else feed_forward
         attention = seen(layer.attention, self.linears, see)
         layer = replace(layer, attention=attention, feed_forward=feed_forward)
         return replace(module, layer=layer)
@@ -119,10 +122,11 @@ def seen(part: T, wanted: Collection[str], see: See) -> T:
 
 
 def beside_experts(layer: DecoderLayer) -> list[object]:
-    """Return the parts of a layer whose linears take inputs of their own: attention, and an MLP in
-    the place of experts."""
-    is_sparse = isinstance(layer.feed_forward, Moe)
-    return [layer.attention, *([] if is_sparse else [layer.feed_forward])]
+    """Return the parts of a layer that are no experts, as experts_of has them: attention, and an
+    MLP of another kind."""
+    feed_forward = layer.feed_forward
+    has_experts = isinstance(feed_forward, Moe) or type(feed_forward) is Mlp  # others inherit
+    return [layer.attention, *([] if has_experts else [feed_forward])]
 
 
 def input_names(parts: Iterable[object]) -> dict[str, str]:
@@ -147,16 +151,11 @@ class ExpertWeights(NamedTuple):
 
 
 def experts_of(layer: LayerSpec) -> tuple[str, list[ExpertWeights]]:
-    """Return the prefix of a layer's mixture, by which the input of its experts is named, and their
-    weights, shared ones last; "" and none without a mixture."""
-    if not isinstance(layer.feed_forward, parts.Moe):
-        return "", []
-    prefix, moe = layer.feed_forward_prefix, layer.feed_forward
-    names = moe.modules(prefix)
-    experts = [(expert, moe.expert.limit) for expert in names.experts]
-    if names.shared:
-        experts.append((names.shared, moe.shared_limit))
-    return prefix, [
+    """Return the prefix of a layer's feed-forward, by which the input of its experts is named, and
+    their weights, shared ones last, of which a dense MLP is one; "" and none without gates."""
+    prefix = layer.feed_forward_prefix
+    experts = parts.gated_mlps(layer.feed_forward, prefix)
+    return prefix if experts else "", [
         ExpertWeights(weight_name(own.gate), weight_name(own.up), weight_name(own.down), limit)
         for own, limit in experts
     ]

@@ -143,6 +143,7 @@ def test_the_manifest_and_the_result_say_what_was_gained(calibrated: tuple[Outco
     assert re.search(rf"Calibrated: {3 * EXPERTS} weights, SQNR of outputs [\d.]+ dB", outcome.out)
 
 
+@pytest.mark.nightly
 def test_verify_passes_it(calibrated: tuple[Outcome, Path], source: Path) -> None:
     verify_weights(calibrated[1], source)
 

@@ -60,6 +60,8 @@ AWQ = ("--method", "awq")
 NORM = f"model.layers.{LAYER}.post_attention_layernorm.weight"
 ROUTER = f"model.layers.{LAYER}.mlp.gate.weight"
 SHARED = f"model.layers.{LAYER}.mlp.shared_experts.up_proj.weight"
+DENSE = SMALL_CONFIGS["mimo"] | {"torch_dtype": "bfloat16"}
+DENSE_NORM = "model.mtp_layers.0.post_attention_layernorm.weight"
 LEAST_DB = 14.0  # of what the layer makes: with a fold left out it has less than 8
 LAST = LAYER - 1  # of the main layers; those with experts are this and the one before
 MAIN_NORM = NORM.replace(str(LAYER), str(LAST))
@@ -308,15 +310,51 @@ def test_nvfp4_of_norms_with_an_offset(data: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "again").exists()
 
 
+def test_dense_mlps_get_scales(data: Path, tmp_path: Path) -> None:
+    """Of main layers and of the MTP layer: one expert each, before which there is no router."""
+    source = write_checkpoint(tmp_path / "model", DENSE)
+    tensors = load_file(source / "model.safetensors")
+    tensors[DENSE_NORM][::9] *= 30
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    bundle = tmp_path / "bundle"
+    outcome = quantize(source, bundle, *NVFP4, "--calibrate", data, *AWQ, "--calibrate-main")
+    assert outcome.code == 0, outcome.err
+    divided = {name for name, _ in folded_of(bundle, "main")}
+    for layer in range(DENSE["num_hidden_layers"]):
+        assert {name for name in divided if f"layers.{layer}." in name} == {
+            f"model.layers.{layer}.{name}"
+            for name in ("post_attention_layernorm.weight", "mlp.up_proj.weight_packed")
+        }
+    assert {name for name, _ in folded_of(bundle, "mtp")} > {DENSE_NORM}
+    mlps = {name: own for name, own in chosen(bundle).items() if ".mlp." in name}
+    assert len(mlps) == 3 and {own["rounding"] for own in mlps.values()} == {"awq"}
+    verify_weights(bundle, source)
+    assert layer_db(bundle, source) > LEAST_DB
+    planting.write(bundle / "mtp", {DENSE_NORM: tensors[DENSE_NORM]})
+    assert layer_db(bundle, source) < LEAST_DB
+
+
+def test_scales_fold_beside_a_vision_tower(tmp_path: Path) -> None:
+    """Whose tensors are carried, and are no weights of the family."""
+    source = write_checkpoint(tmp_path / "model", SMALL_CONFIGS["qwen3_5_moe"])
+    assert any("visual" in name for name in read_tensors(source))
+    options = QuantizeOptions(
+        BundleOptions(source, tmp_path / "bundle"),
+        base_quant="weight_only_nvfp4",
+        mtp_quant="weight_only_nvfp4",
+    )
+    linears = Linears(plan_quantize(options, dry_run=True), "main")
+    assert linears.folds.keys() == {layer.feed_forward_prefix for layer in linears.layers}
+
+
 @pytest.mark.parametrize(
     ("config", "options", "said"),
     [
-        (SMALL_CONFIGS["mimo"], NVFP4, "has no experts"),
-        (SMALL_CONFIGS["mimo"], (*NVFP4, "--calibrate-main"), "model.layers.0 has no experts"),
+        (SMALL_CONFIGS["exaone4_5"], NVFP4, "has norms after its parts"),
         (SMALL_CONFIGS["nemotron_h"], NVFP4, "Experts without gates are not calibrated"),
         (IN_FP8, INT4, "mlp.shared_experts.gate_proj.weight, which is neither rounded"),
     ],
-    ids=["dense", "dense main model", "without gates", "fp8 beside int4"],
+    ids=["norms after", "without gates", "fp8 beside int4"],
 )
 def test_refusals(
     config: dict[str, Any], options: tuple[str, ...], said: str, data: Path, tmp_path: Path

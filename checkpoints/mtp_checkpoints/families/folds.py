@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.base import weight_name
-from mtp_checkpoints.families.parts.feed_forward import Moe
+from mtp_checkpoints.families.parts.feed_forward import Moe, gated_mlps
 from mtp_checkpoints.families.spec import LayerSpec
 
 
@@ -28,28 +28,28 @@ class Fold(NamedTuple):
 
 
 def folds_of(layer: LayerSpec) -> tuple[Fold, ...]:
-    """Return the folds around a layer's experts: that of the norm before them, then those of up
-    before down, of experts whose inner values nothing bounds.
+    """Return the folds around a layer's experts, or the one MLP of a dense layer: that of the norm
+    before them, then those of up before down, of experts whose inner values nothing bounds.
 
-    Raises UnsupportedError for a layer without experts, or without a norm before them.
+    Raises UnsupportedError for a layer without gated experts, or without a norm before them.
     """
-    moe, why = layer.feed_forward, ""
-    if not isinstance(moe, Moe):
-        why = "no experts with gates"
+    prefix, why = layer.feed_forward_prefix, ""
+    experts = gated_mlps(layer.feed_forward, prefix)
+    if not experts:
+        why = "no experts or MLP with gates of silu"
     elif layer.norms_after:
         why = "norms after its parts, and none before"
-    if why or not isinstance(moe, Moe):
+    if why:
         raise UnsupportedError(
             f"The scales of AWQ have nothing to fold into: {layer.prefix} has {why}",
-            expected="a layer with a norm before its experts",
+            expected="a layer with a norm before its experts or its MLP",
             found=f"{layer.prefix}, {why}",
             todo="Use --method gptq",
         )
-    names = moe.modules(layer.feed_forward_prefix)
-    experts = [(one, moe.expert.limit) for one in names.experts]
-    if names.shared is not None:
-        experts.append((names.shared, moe.shared_limit))
-    takers = [names.router, *filter(None, [names.shared_gate])]
+    takers = list[str]()
+    if isinstance(layer.feed_forward, Moe):
+        names = layer.feed_forward.modules(prefix)
+        takers += [names.router, *filter(None, [names.shared_gate])]
     takers += [module for one, _ in experts for module in (one.gate, one.up)]
     norm = Fold(weight_name(layer.post_norm), tuple(map(weight_name, takers)))
     inner = (

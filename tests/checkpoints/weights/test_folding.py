@@ -13,15 +13,14 @@ from safetensors.torch import load_file, save_file
 
 from cases import nightly_but
 from mtp_checkpoints.errors import UnsupportedError
-from mtp_checkpoints.families import family_of
+from mtp_checkpoints.families import family_of, parts
 from mtp_checkpoints.families.folds import folds_of
 from mtp_checkpoints.weights.folding import MOST, Folding, as_letters, of_letters
 from runtime.checkpoints import COMPUTED, SMALL_CONFIGS, write_checkpoint
 
 ORACLES = {"deepseek_v3": "DeepseekV3ForCausalLM", "qwen3_next": "Qwen3NextForCausalLM"}
-# Without experts in their MTP layers, or with norms after their parts alone.
 REFUSED = {
-    *("mimo", "qwen3_5", "qwen3_5_text", "exaone_moe", "exaone4_5", "step3p5", "step3p7"),
+    "exaone4_5",  # norms after its parts alone
     *("nemotron_h", "nemotron_h_puzzle", "nemotron_h_omni"),  # no gates
 }
 LAYER = 2  # has experts in both
@@ -37,8 +36,8 @@ def logits_of(folder: Path, model_type: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("model_type", nightly_but(["qwen3_next"], ORACLES))
 def test_the_logits_are_the_same(model_type: str, tmp_path: Path) -> None:
-    """With scales in norm, router, every expert and the gate of the shared one; left out of the
-    router alone, they are not."""
+    """With scales in norm, router, every expert and the gate of the shared one, and in a dense MLP;
+    left out of the router alone, they are not."""
     source = write_checkpoint(tmp_path / "source", SMALL_CONFIGS[model_type])
     expected = logits_of(source, model_type)
     folder = Path(shutil.copytree(source, tmp_path / "folded"))
@@ -46,7 +45,9 @@ def test_the_logits_are_the_same(model_type: str, tmp_path: Path) -> None:
     tensors = {name: tensor.double() for name, tensor in load_file(path).items()}
     family = family_of(SMALL_CONFIGS[model_type], tensors)
     random, router = torch.Generator().manual_seed(7), ""
-    for fold in folds_of(family.layers[LAYER]):
+    dense, sparse = family.layers[0], family.layers[LAYER]
+    layers = [sparse] if isinstance(dense.feed_forward, parts.Moe) else [dense, sparse]
+    for fold in (fold for layer in layers for fold in folds_of(layer)):
         divided = tensors[fold.divided]
         numbers = torch.randint(-3, 4, (len(divided),), generator=random, dtype=torch.int8)
         is_norm = divided.dim() == 1

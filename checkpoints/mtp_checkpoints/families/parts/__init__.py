@@ -3,7 +3,7 @@
 A part is frozen, has no weights, and needs no torch; the runtime maps its type to a layer.
 """
 
-from mtp_checkpoints.families.parts.feed_forward import GatedMlp, Moe, Router
+from mtp_checkpoints.families.parts.feed_forward import GatedMlp, Moe, Router, gated_mlps
 from mtp_checkpoints.families.parts.gated_delta import GatedDeltaNet
 from mtp_checkpoints.families.parts.gqa import Gqa
 from mtp_checkpoints.families.parts.head_gated_gqa import HeadGatedGqa
@@ -42,4 +42,5 @@ __all__ = [
     "UngatedMlp",
     "UngatedMoe",
     "Yarn",
+    "gated_mlps",
 ]

@@ -28,6 +28,7 @@ from mtp_kernels.sizes import Routing
 BIASED = "noaux_tc"  # the method of a router with a bias that counts for picking alone
 GREEDY = "greedy"  # the method of a router whose scores alone count
 _BLOCK = 128  # rows and columns of the blocks of fp8 that releases have
+SILU = "silu"  # the activation of gates that nearly every model has
 SOFTMAX = "softmax"  # over the scores of all experts
 DENSE = "mlp.(gate_proj|up_proj|gate_up_proj|down_proj)$"  # the pattern of a dense layer's linears
 _USUAL = ModulePatterns(linears={})  # the names that nearly every model has
@@ -159,6 +160,18 @@ class GatedMlp:
             role=repeat(role),
             mtp_layer=repeat(make.mtp_layer),
         )
+
+
+def gated_mlps(part: object, prefix: str) -> list[tuple[MlpModules, float | None]]:
+    """Return the MLPs gated by silu of a feed-forward under a prefix, each with its limit: experts,
+    shared ones last, or the dense MLP that it is; none of another part."""
+    if isinstance(part, GatedMlp) and part.activation == SILU:
+        return [(MlpModules.under(prefix), part.limit)]
+    if not isinstance(part, Moe):
+        return []
+    names = part.modules(prefix)
+    shared = [] if names.shared is None else [(names.shared, part.shared_limit)]
+    return [*((expert, part.expert.limit) for expert in names.experts), *shared]
 
 
 @dataclass(frozen=True, slots=True)
