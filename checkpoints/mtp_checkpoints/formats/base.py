@@ -77,7 +77,7 @@ class WeightFormat(ABC):
     in_words: ClassVar[str] = ""  # of a group of a compressed-tensors config
     reads_whole: ClassVar[bool] = False  # all codes are read for some rows: as read they are others
     word_rows: ClassVar[int] = 0  # rows that words of some tensor run across; 0: none does
-    whole_rows: ClassVar[bool] = False  # with word_rows: windows are read with all columns
+    is_one_row: ClassVar[bool] = False  # of the matrix: windows are cut from all of it
     compiled_sources: ClassVar[frozenset[str]] = frozenset()  # of quantize_rows
     # A number of the whole matrix goes with its scales, one for all linears that engines join.
     of_whole_matrix: ClassVar[bool] = False

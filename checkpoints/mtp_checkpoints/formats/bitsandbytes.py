@@ -109,7 +109,7 @@ class BitsAndBytes4(ReadOnlyFormat):
     gate: ClassVar[FormatGate] = FOUR_BIT_GATE
     reads_whole: ClassVar[bool] = True
     word_rows: ClassVar[int] = 1 << 62  # no row is apart from others
-    whole_rows: ClassVar[bool] = True
+    is_one_row: ClassVar[bool] = True
 
     @property
     def k_divisor(self) -> int:
@@ -137,10 +137,6 @@ class BitsAndBytes4(ReadOnlyFormat):
             *nested,
             OutputTensor(f"{name}.{_STATE}{self.numbers}", DType.U8, (ANY_LENGTH,)),
         )
-
-    def places(self, rows: range, columns: range, shape: Sequence[int]) -> Sequence[Place]:
-        sizes = (one.shape[0] for one in self.tensors("", (shape[0], shape[1])))
-        return [(range(size), None) for size in sizes]
 
     def check_constants(self, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> None:
         """Refuse another table of numbers, and a state of another matrix (InvalidInputError)."""

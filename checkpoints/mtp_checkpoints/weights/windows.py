@@ -67,6 +67,8 @@ def has_whole_units(weight_format: WeightFormat, columns: range, size: int) -> b
 def encoded_window(weight: WeightOnDisk, window: Window, read: Read) -> EncodedWindow:
     """Read a window of a matrix, with its scales."""
     stored, shape = weight.stored, weight.stored.weight.shape
+    if stored.format.is_one_row:
+        return EncodedWindow(stored.encoded([_whole(one, read) for one in weight.tensors]), window)
     if stored.format.word_rows:
         return _of_words(weight, window, read)
     codes, *others = weight.tensors
@@ -87,8 +89,7 @@ def _of_words(weight: WeightOnDisk, window: Window, read: Read) -> EncodedWindow
     """Read the words and groups that a window lies in."""
     stored, shape = weight.stored, weight.stored.weight.shape
     rows = _widened(window.rows, stored.format.word_rows, shape[0])
-    unit = shape[1] if stored.format.whole_rows else stored.format.k_divisor
-    columns = _widened(window.columns, unit, shape[1])
+    columns = _widened(window.columns, stored.format.k_divisor, shape[1])
     places = stored.format.places(rows, columns, shape)
     tensors = [read(tensor, *place) for tensor, place in zip(weight.tensors, places, strict=True)]
     first = (window.rows.start - rows.start, window.columns.start - columns.start)
