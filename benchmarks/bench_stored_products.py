@@ -5,7 +5,8 @@ and beside torch's own products, each on all cores.
 
 Matrices are too large for the caches. All cases are run in turn, several times, and the best of
 each counts: neighbours on the machine disturb single runs. Activations are float32, those of
-torch's products bf16; int4 and int8 are multiplied with activations of int8 too.
+torch's products bf16; int4 and int8 are multiplied with activations of int8 too. Where kt-kernel is
+installed, its experts of int4 are multiplied as well.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.common.kt_peer import expert_products
 from benchmarks.common.measure import machine
 from mtp_kernels.cpu.memory import Arena
 from mtp_kernels.decoder import ACTIVATIONS, Piece
@@ -82,8 +84,9 @@ def torch_products() -> dict[str, tuple[int, Callable[[torch.Tensor], object]]]:
     }
 
 
-def cases() -> Iterator[tuple[str, int, int, Callable[[], object]]]:
-    """Yield the name, rows, bytes of the weight and call of every product."""
+def cases() -> Iterator[tuple[str, int, int, int, Callable[[], object]]]:
+    """Yield the name, rows, bytes of the weight, operations and call of every product."""
+    each = 2 * OUTPUTS * INPUTS
     for name, weight in weights().items():
         for activations in ACTIVATIONS if name.startswith("int") else ACTIVATIONS[:1]:
             packer = Packer(Arena(), torch.float32, activations)
@@ -92,10 +95,13 @@ def cases() -> Iterator[tuple[str, int, int, Callable[[], object]]]:
             label = name if activations is torch.float32 else f"{name}, int8 activations"
             for rows in ROWS:
                 x = torch.randn(rows, INPUTS)
-                yield label, rows, projection.memory.nbytes, partial(projection, x)
+                yield label, rows, projection.memory.nbytes, each * rows, partial(projection, x)
     for name, (size, product) in torch_products().items():
         for rows in ROWS:
-            yield name, rows, size, partial(product, torch.randn(rows, INPUTS).bfloat16())
+            x = torch.randn(rows, INPUTS).bfloat16()
+            yield name, rows, size, each * rows, partial(product, x)
+    for case in expert_products(ROWS):
+        yield "kt-kernel int4", *case
 
 
 def main(output: Path) -> None:
@@ -104,7 +110,7 @@ def main(output: Path) -> None:
     found = list(cases())
     best, best_read = [float("inf")] * len(found), float("inf")
     for _ in range(TURNS):
-        for number, (_, _, _, call) in enumerate(found):
+        for number, (*_, call) in enumerate(found):
             best[number] = min(best[number], seconds(call))
             if number % len(ROWS) == 0:
                 best_read = min(best_read, seconds(numbers.sum))
@@ -115,9 +121,9 @@ def main(output: Path) -> None:
             "rows": count,
             "gb_per_second": round(size / taken / 1e9, 2),
             "times_torch_sum": round(size / taken / bandwidth, 2),
-            "gflop_per_second": round(2 * OUTPUTS * INPUTS * count / taken / 1e9, 1),
+            "gflop_per_second": round(operations / taken / 1e9, 1),
         }
-        for (name, count, size, _), taken in zip(found, best, strict=True)
+        for (name, count, size, operations, _), taken in zip(found, best, strict=True)
     ]
     facts = {"machine": machine(), "threads": torch.get_num_threads(), "turns": TURNS}
     facts |= {"read_gb_per_second": round(bandwidth / 1e9, 2), "products": rows}
