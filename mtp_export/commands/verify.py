@@ -15,6 +15,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from mtp_checkpoints.errors import UsageError
+from mtp_checkpoints.sources.byte_source import local_path
 from mtp_export.bundle.options import (
     Share,
     parse_share,
@@ -102,6 +103,10 @@ class VerifyCommand:
             access=Access.WRITTEN,
         ),
     )
+    dry_run: bool = field(
+        default=False,
+        metadata=option("Show the memory that level run takes, and check nothing.", Panel.CHECKS),
+    )
     verbose: bool = field(
         default=False, metadata=option("Show every item in a table too.", Panel.REPORT)
     )
@@ -121,7 +126,10 @@ def verify(options: VerifyCommand, context: typer.Context) -> None:
     if share is not None:
         _check_share(verification, share, options.cluster)
     if options.golden is not None:
-        _check_golden(verification)
+        _check_whole(verification, "--golden", "A golden file holds what the whole model generates")
+    if options.dry_run:
+        _print_memory(options, context.obj)
+        return
     reports = try_reports(
         {
             "--report": options.report,
@@ -264,16 +272,33 @@ def _write_golden(context: Context, files: ReportFiles, *, quiet: bool) -> None:
         remark(f"golden file: written, {time.monotonic() - start:.1f} s")
 
 
-def _check_golden(options: VerifyOptions) -> None:
-    """Refuse a golden file of a bundle that is not run, or not as a whole (UsageError)."""
+def _print_memory(options: VerifyCommand, group: ProcessGroup | None) -> None:
+    """Print the memory that the model of level run takes (UsageError where none is loaded)."""
+    from mtp_export.commands.memory_plan import print_memory_plan
+    from mtp_export.commands.runtime import Runtime
+
+    asked = options.verification
+    _check_whole(asked, "--dry-run", "A dry run plans the memory of the whole model")
+    if asked.mtp is not None:
+        raise UsageError(
+            "A dry run plans the memory of one folder",
+            found="--mtp, which names another",
+            todo="Leave --mtp or --dry-run out",
+        )
+    runtime = Runtime(device=asked.device, max_memory=asked.max_memory)
+    print_memory_plan(local_path(asked.bundle), runtime, group, options.reporting)
+
+
+def _check_whole(options: VerifyOptions, option: str, why: str) -> None:
+    """Refuse what a bundle that is not run, or not as a whole, has no part in (UsageError)."""
     if options.level is Level.RUN and not options.stream:
         return
     found = "--stream" if options.stream else f"--level {options.level.name.lower()}"
     raise UsageError(
-        "A golden file holds what the whole model generates",
-        expected="--golden at level run, without --stream",
-        found=f"--golden with {found}",
-        todo=f"Leave {found} out, or --golden",
+        why,
+        expected=f"{option} at level run, without --stream",
+        found=f"{option} with {found}",
+        todo=f"Leave {found} out, or {option}",
     )
 
 

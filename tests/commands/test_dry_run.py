@@ -23,7 +23,7 @@ from runtime.drafts import write_eagle3
 
 V3 = Path(__file__).resolve().parents[2] / "fixtures/deepseek-v3-tiny"
 PLAN = open_model(V3, LoadOptions(), packs=True).memory_plan(LoadOptions())
-COMMANDS = pytest.mark.parametrize("command", ["generate", "serve"])
+COMMANDS = pytest.mark.parametrize("command", ["generate", "serve", "verify"])
 
 
 @pytest.fixture(autouse=True)
@@ -158,3 +158,10 @@ def test_memory_of_another_device_is_not_compared() -> None:
     plan = MemoryPlan(1 << 60, 0, 1, torch.bfloat16)
     facts = memory_facts(RunMemory(plan, 64, {}), "cuda")
     assert facts["fits"] is None and facts["free_bytes"] is None and facts["limit"] is None
+
+
+@pytest.mark.parametrize("options", [("--level", "files"), ("--stream",), ("--mtp", V3)])
+def test_a_dry_run_of_what_loads_no_model_is_refused(options: tuple[object, ...]) -> None:
+    outcome = run_program("verify", V3, "--dry-run", *options)
+    assert outcome.code == 2 and not outcome.out
+    assert "A dry run plans the memory of" in outcome.err
