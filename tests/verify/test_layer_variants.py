@@ -14,10 +14,12 @@ from cases import export, nightly_but
 from faults.fault import Fault
 from faults.suspected_faults import SUSPECTED_LAYER_FAULTS
 from mtp_export.verify.check import Status
+from mtp_export.verify.diagnosis.layer_variants import Vectors
 from mtp_export.verify.evidence.likelihood import Likelihood
 from mtp_export.verify.evidence.plain_text import PlainTexts
 from mtp_export.verify.evidence.side_by_side import SideBySide
 from mtp_runtime.layers.decoder_layer import DecoderLayer
+from mtp_runtime.layers.gated_delta_net import GatedDeltaNet
 from mtp_runtime.streaming import open_streamed
 from mtp_runtime.tokenizer import Tokenizer
 from verify.test_likelihood import judged
@@ -50,6 +52,23 @@ def test_variants_side_by_side_are_those_that_run_alone() -> None:
     for one, other in ((found.own, Likelihood.of(streamed, plain)), (found.tried[0][1], alone)):
         torch.testing.assert_close(one.sums, other.sums, rtol=1e-4, atol=1e-3)
     assert not torch.allclose(found.own.sums, alone.sums, atol=0.1)
+
+
+def test_vectors_of_two_layers_are_exchanged() -> None:
+    """One variant changes both, and each gets what is the other's; matrices stay."""
+    streamed, known = open_streamed(FIXTURES / "qwen3-5-tiny", "cpu"), Vectors()
+    layers = [known.watched(number, streamed.layer(number)) for number in range(2)]
+    found = [dict(known.exchanged(number, layer)) for number, layer in enumerate(layers)]
+    assert found[0].keys() == found[1].keys() and len(found[0]) == 5
+    name = "dt_bias of the attention of layer 0 and of layer 1 are exchanged"
+    (variant,) = (one for one in found[0] if one.change == name)
+    for number, one in enumerate(found):
+        own, theirs = layers[number].attention, layers[1 - number].attention
+        changed = one[variant].attention
+        assert isinstance(own, GatedDeltaNet) and isinstance(theirs, GatedDeltaNet)
+        assert isinstance(changed, GatedDeltaNet)
+        assert changed.bias.equal(theirs.bias) and not changed.bias.equal(own.bias)
+        assert changed.inputs is own.inputs and changed.convolution is own.convolution
 
 
 @pytest.mark.parametrize(

@@ -77,13 +77,13 @@ def test_a_changed_matrix_in_the_rows_of_others(change: Change) -> None:
 
 @pytest.mark.parametrize("change", OF_VECTORS, ids=lambda change: change.done)
 def test_a_changed_part_of_a_bias(change: Change) -> None:
-    """As of a norm by itself; the rest of the bias stays."""
-    bias = torch.randn(12)
-    norm = Holder(RmsNorm(bias[4:10], 1e-6))
+    """As of a norm as it is stored, less 1; the rest of the bias stays."""
+    bias, offset = torch.randn(12), 1.0
+    norm = Holder(RmsNorm.build(bias[4:10], 1e-6, offset))
     (wanted,) = (w for _, c, w in tensor_variants(norm, [Place("norm", ("held",))]) if c is change)
     place = Place("k_proj.bias", ("held",), (4, 10))
     (found,) = (w for _, c, w in tensor_variants(Holder(bias), [place]) if c is change)
-    torch.testing.assert_close(found.held[4:10], wanted.held.weight)
+    torch.testing.assert_close(found.held[4:10] + offset, wanted.held.weight)
     torch.testing.assert_close(found.held[:4], bias[:4])
     torch.testing.assert_close(found.held[10:], bias[10:])
 

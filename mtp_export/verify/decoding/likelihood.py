@@ -14,6 +14,7 @@ from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.halves import MOST_SUSPECTS, AddedByHalves, Suspect
 from mtp_export.verify.diagnosis.layer_variants import (
     LayerVariant,
+    Vectors,
     variants_of,
     whole_variants,
 )
@@ -22,8 +23,8 @@ from mtp_export.verify.diagnosis.suspected import MainEvidence, MainVariant, mai
 from mtp_export.verify.diagnosis.tensor_variants import SIZES, Place, tensor_variants
 from mtp_export.verify.diagnosis.undone import undone
 from mtp_export.verify.evidence.likelihood import Likelihood, chance
-from mtp_export.verify.evidence.plain_text import KINDS, PlainTexts
-from mtp_export.verify.evidence.side_by_side import SideBySide, VariantsOf
+from mtp_export.verify.evidence.plain_text import KINDS, MANY_PASSAGES, PlainTexts
+from mtp_export.verify.evidence.side_by_side import SideBySide, VariantsOf, among
 from mtp_export.verify.evidence.statistics import Estimate
 from mtp_export.verify.gates import (
     LEAST_HARM_NATS,
@@ -32,6 +33,7 @@ from mtp_export.verify.gates import (
     LEAST_RESIZED_NATS,
     TEMPERATURES,
 )
+from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.streaming import StreamedModel, open_streamed
 from mtp_runtime.tokenizer import Tokenizer
 
@@ -83,17 +85,17 @@ def run(context: Context) -> Iterator[Item]:
         return
     plain = PlainTexts.of(tokenizer)
     streamed = open_streamed(context.folder, context.options.device, context.mtp_folder)
-    leanings, halves = Leanings(plain.texts), AddedByHalves()
+    leanings, halves, vectors = Leanings(plain.texts), AddedByHalves(), Vectors()
+
+    def watched(number: int, layer: DecoderLayer) -> DecoderLayer:
+        layer = leanings.watched(number, vectors.watched(number, layer))
+        return halves.watched(number, layer)
+
     title = "likelihood, plain text"
     with context.show_count(title, streamed.config.layers, "layers") as advance:
-        own = Likelihood.of(
-            streamed,
-            plain,
-            layer_of=lambda number, layer: halves.watched(number, leanings.watched(number, layer)),
-            advance=advance,
-        )
+        own = Likelihood.of(streamed, plain, layer_of=watched, advance=advance)
     suspects = halves.suspects(plain, own.states, streamed.rest().head)
-    layers, temperature = _Layers(streamed, plain, context), _temperature(own)
+    layers, temperature = _Layers(streamed, plain, tokenizer, vectors, context), _temperature(own)
     is_known = _is_known(own, streamed)
     if not is_known or temperature.status is Status.FAIL:
         norm = _last_norm(own, streamed)
@@ -177,6 +179,12 @@ class Changed:
         return low is not None and low > 0 and self.gain.value > LEAST_HARM_NATS
 
     @property
+    def may_be_better(self) -> bool:
+        """True where the interval leaves room for that."""
+        high = self.gain.high
+        return high is not None and high > LEAST_HARM_NATS and self.gain.value > 0
+
+    @property
     def is_far(self) -> bool:
         """True for a gain that makes a layer suspected that nothing else does."""
         variant = self.variant
@@ -195,6 +203,8 @@ class _Layers:
 
     streamed: StreamedModel
     plain: PlainTexts
+    tokenizer: Tokenizer
+    vectors: Vectors
     context: Context
 
     def judged(self, suspects: Sequence[Suspect], leanings: Leanings) -> Item:
@@ -204,7 +214,7 @@ class _Layers:
         if item.status is Status.FAIL or self.streamed.config.layers > MOST_LAYERS:
             return item
         title = "likelihood, with halves of layers changed"
-        tried = self._tried(whole_variants(leanings.weak), title)
+        tried = self._tried(whole_variants(leanings.weak, self.vectors), title)
         far = [one for one in tried if one.better and one.is_far]
         if far and far[0].variant.layer is None:
             bound = f"none of {len(tried)} gains {LEAST_RESIZED_NATS} nats by its interval"
@@ -229,9 +239,20 @@ class _Layers:
         return _explained(_NO_HARM, tried, better, bound)
 
     def _tried(self, variants: VariantsOf[LayerVariant], title: str) -> list[Changed]:
-        """Variants of layers, compared on the code with the model as it is, best first."""
+        """Variants of layers, compared on the code with the model as it is, best first. Of a model
+        of few layers those that may be better on some of it alone, of the many, on more of it."""
+        if self.streamed.config.layers > MOST_LAYERS:
+            return self._on(self.plain.code(), variants, title)
+        some, more = (PlainTexts.of(self.tokenizer, many).code() for many in (0, MANY_PASSAGES))
+        tried = self._on(some, variants, title)
+        close = {one.variant for one in tried if one.may_be_better}
+        return self._on(more, among(variants, close), f"{title}, on more text") if close else tried
+
+    def _on(
+        self, plain: PlainTexts, variants: VariantsOf[LayerVariant], title: str
+    ) -> list[Changed]:
         with self.context.show_count(title, self.streamed.config.layers, "layers") as advance:
-            found = SideBySide.of(self.streamed, self.plain.code(), variants, advance)
+            found = SideBySide.of(self.streamed, plain, variants, advance)
         return _compared(found.own, found.tried)
 
 

@@ -3,8 +3,8 @@ half, and with single changes undone, which name what is wrong with it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,11 +14,15 @@ from mtp_export.verify.diagnosis.experts import SHARED, router_variants
 from mtp_export.verify.diagnosis.halves import ATTENTION, FEED_FORWARD, SIZES, Suspect
 from mtp_export.verify.diagnosis.leanings import Leaning, ScaledExperts
 from mtp_export.verify.diagnosis.tensor_variants import (
+    SCREENED,
+    Change,
     Place,
     decay_places,
     layer_places,
     replaced,
     tensor_variants,
+    vectors,
+    with_vector,
 )
 from mtp_export.verify.diagnosis.variants import mixed_up
 from mtp_export.verify.evidence.side_by_side import VariantsOf
@@ -27,6 +31,7 @@ from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.moe import Moe
 
 WORDS = {ATTENTION: "the attention", FEED_FORWARD: "the feed-forward"}
+_OF_FEED_FORWARD = ("post_norm", FEED_FORWARD)
 LEFT_OUT = 0.0
 
 
@@ -67,18 +72,48 @@ class _Times:
         return added * self.factor
 
 
-def whole_variants(weak: Sequence[Leaning]) -> VariantsOf[LayerVariant]:
+@dataclass
+class Vectors:
+    """Vectors of the layers that texts are taken through, by the names of their tensors."""
+
+    found: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+
+    def watched(self, number: int, layer: DecoderLayer) -> DecoderLayer:
+        """The layer as it is, whose vectors are noted."""
+        self.found[number] = {place.name: values for place, values in vectors(layer)}
+        return layer
+
+    def exchanged(self, number: int, layer: DecoderLayer) -> Named:
+        """Yield a layer with each of its vectors in another one's place, and that with its."""
+        for place, values in vectors(layer):
+            for other, theirs in self.found.items():
+                wanted = theirs.get(place.name)
+                if other == number or wanted is None or wanted.shape != values.shape:
+                    continue
+                one, two = map(causes.main_layer, sorted((number, other)))
+                words = f"{place.name} of {one} and of {two}"
+                variant = LayerVariant(
+                    None, f"{words} are exchanged", causes.exchanged(words), is_of_tensor=True
+                )
+                yield variant, with_vector(layer, place, wanted)
+
+
+def whole_variants(weak: Sequence[Leaning], known: Vectors) -> VariantsOf[LayerVariant]:
     """Return what yields a layer with each half halved and doubled, with each known mix-up of its
     attention undone, there and in every layer, with changes undone of what decays are made with,
-    and without each expert that leans little to the others."""
+    with each vector halved, doubled, flat and in another layer's place, and without each expert
+    that leans little to the others."""
 
     def variants(number: int, layer: DecoderLayer) -> Named:
         for half in WORDS:
             yield from _scaled(number, layer, half, SIZES)
         for place in (number, None):
             yield from _undone(place, _mix_ups(layer), ATTENTION)
-        for variant, other in _of_tensors(number, layer, decay_places(layer)):
-            yield replace(variant, half=ATTENTION), other
+        decays = {place.name: place for place in decay_places(layer)}
+        yield from _of_tensors(number, layer, decays.values())
+        others = (place for place, _ in vectors(layer) if place.name not in decays)
+        yield from _of_tensors(number, layer, others, SCREENED)
+        yield from known.exchanged(number, layer)
         experts = (expert for one in weak if one.layer == number for expert in one.experts)
         yield from _without(number, layer, experts)
 
@@ -140,14 +175,20 @@ def variants_of(suspects: Sequence[Suspect]) -> VariantsOf[LayerVariant]:
     return variants
 
 
-def _of_tensors(number: int, layer: DecoderLayer, places: Iterable[Place]) -> Named:
-    """Yield a layer with each change undone of each of some of its tensors."""
+def _of_tensors(
+    number: int,
+    layer: DecoderLayer,
+    places: Iterable[Place],
+    changes: Collection[Change] | None = None,
+) -> Named:
+    """Yield a layer with each change undone, or some, of each of some of its tensors."""
     where = causes.main_layer(number)
     for place, change, other in tensor_variants(layer, [*places]):
-        if not change.only_last:
+        if not change.only_last and (changes is None or change in changes):
             done = change.done.format(f"{place.name} of {where}")
             cause = causes.of_tensor(place.name, where, change.wrong)
-            yield LayerVariant(number, done, cause, is_of_tensor=True), other
+            half = FEED_FORWARD if place.path[0] in _OF_FEED_FORWARD else ATTENTION
+            yield LayerVariant(number, done, cause, half, is_of_tensor=True), other
 
 
 Exchanged = tuple[str, str, DecoderLayer]

@@ -107,6 +107,8 @@ OF_VECTORS: tuple[Change, ...] = (
     Change("the halves of {} are exchanged", causes.ELEMENT_HALVES, rows=_halves),
     Change("every weight of {} is their mean", causes.ELEMENTS_ELSEWHERE, is_flat=True),
 )
+# Those of vectors by which most others of one show: an order is worse than none at all.
+SCREENED = (*SIZES, OF_VECTORS[-1])
 
 
 def tensor_variants(whole: Any, places: Sequence[Place]) -> Iterator[tuple[Place, Change, Any]]:
@@ -142,6 +144,26 @@ def decay_places(layer: Any) -> Iterator[Place]:
     if isinstance(layer.attention, GatedDeltaNet):
         for place in _decays(layer.attention):
             yield replace(place, path=("attention", *place.path))
+
+
+def vectors(layer: Any) -> Iterator[tuple[Place, torch.Tensor]]:
+    """Yield the vectors of a layer, as it holds them."""
+    for place in layer_places(layer):
+        held = _held(layer, place.path)
+        if isinstance(held, RmsNorm):
+            yield place, held.weight
+        elif isinstance(held, torch.Tensor):
+            yield place, held[slice(*place.rows)]
+
+
+def with_vector(layer: Any, place: Place, values: torch.Tensor) -> Any:
+    """Return a layer with other values of one of its vectors."""
+    held = _held(layer, place.path)
+    if isinstance(held, RmsNorm):
+        return replaced(layer, place.path, replace(held, weight=values))
+    changed = held.clone()
+    changed[slice(*place.rows)] = values
+    return replaced(layer, place.path, changed)
 
 
 def mlp_places(mlp: Mlp, name: str) -> Iterator[Place]:
@@ -242,7 +264,8 @@ def _held(whole: Any, path: Sequence[str]) -> Any:
 def _changed(held: Any, rows: slice, change: Change) -> Any:
     """Return a norm, a vector, a linear, or the halves of kv_b_proj, with a change of some rows."""
     if isinstance(held, RmsNorm):
-        return replace(held, weight=changed_vector(held.weight, change))
+        stored = changed_vector(held.weight - held.offset, change)
+        return replace(held, weight=stored + held.offset)
     if isinstance(held, torch.Tensor):
         changed = held.clone()
         changed[rows] = changed_vector(held[rows], change)

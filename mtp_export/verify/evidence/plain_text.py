@@ -19,7 +19,7 @@ from mtp_runtime.tokenizer import Tokenizer
 CODE, NOVEL = "code", "a novel"
 KINDS = (CODE, NOVEL)
 # Of each long text, evenly spread over it: rotary values show after many tokens.
-_PASSAGES, _PASSAGE_TOKENS = 2, 128
+PASSAGES, MANY_PASSAGES, _PASSAGE_TOKENS = 2, 16, 128
 _LEAST_TOKENS = 2  # of a text, of which one is predicted
 
 
@@ -31,14 +31,14 @@ class PlainTexts:
     kinds: tuple[str, ...]
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> PlainTexts:
-        """Encode them, as for the start of a document."""
+    def of(cls, tokenizer: Tokenizer, passages: int = PASSAGES) -> PlainTexts:
+        """Encode them, as for the start of a document. passages: of each long text."""
         found = [(CODE, tokenizer.encode(prompt)) for prompt in BUILT_IN]
         code = "".join(linecache.getlines(queue.__file__))
         novel = files(__package__).joinpath("alice.txt").read_text("utf-8")
         for kind, text in ((CODE, code), (NOVEL, novel)):
             tokens = tokenizer.encode(text)
-            firsts = (passage * len(tokens) // _PASSAGES for passage in range(_PASSAGES))
+            firsts = (passage * len(tokens) // passages for passage in range(passages))
             found += [(kind, tokens[first : first + _PASSAGE_TOKENS]) for first in firsts]
         found = [(kind, tokens) for kind, tokens in found if len(tokens) >= _LEAST_TOKENS]
         texts = Texts(tuple(Text(tuple(tokens), 1) for _, tokens in found))

@@ -3,7 +3,7 @@ each layer is read once, and the experts of it that are picked, whatever the num
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -22,6 +22,13 @@ V = TypeVar("V")
 VariantsOf = Callable[[int, DecoderLayer], Iterable[tuple[V, DecoderLayer]]]
 # The least mean change of the rows, in their norm's share: a smaller one changes no token.
 LEAST_MOVED = 0.02
+
+
+def among(variants_of: VariantsOf[V], some: Collection[V]) -> VariantsOf[V]:
+    """Return what yields some of the variants alone."""
+    return lambda number, layer: (
+        (one, other) for one, other in variants_of(number, layer) if one in some
+    )
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,17 @@ import torch
 
 @dataclass(frozen=True)
 class RmsNorm:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; weight [d] is float32."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; weight [d] is float32, offset
+    what was added to it as it is stored."""
 
     weight: torch.Tensor
     eps: float
+    offset: float = 0.0
 
     @classmethod
     def build(cls, weight: torch.Tensor, eps: float, offset: float = 0.0) -> RmsNorm:
         """Build from a weight [d] as it is stored: less the offset."""
-        return cls(weight.float() + offset, eps)
+        return cls(weight.float() + offset, eps, offset)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return torch.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)

@@ -93,6 +93,11 @@ def swapped(one: str, other: str) -> str:
     return f"{one} and {other} of the module are swapped"
 
 
+def exchanged(both: str) -> str:
+    """both: tensors of two layers, in words."""
+    return f"{both} are in each other's place"
+
+
 def times(factor: float) -> str:
     """factor: that of the stored weights over the right ones."""
     return f"is about {factor:.2g} times what it should be"
