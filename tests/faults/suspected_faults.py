@@ -195,6 +195,14 @@ SUSPECTED_LAYER_FAULTS: tuple[Fault, ...] = (
     Fault("dt_bias of a gated delta net halved",
           partial(changed, "main", "model.layers.2.linear_attn.dt_bias", lambda w: w * 0.5),
           "likelihood", "dt_bias of the attention of layer 2 is about 0.5 times", **_qwen),
+    Fault("norms before the attention of two layers exchanged",
+          partial(exchanged, "model.layers.2.input_layernorm.weight",
+                  "model.layers.3.input_layernorm.weight"),
+          "likelihood", "input_layernorm of layer 2 and of layer 3 are in each other's", **_qwen),
+    Fault("w of a norm that multiplies by 1 + w doubled",
+          partial(changed, "main", "model.layers.2.post_attention_layernorm.weight",
+                  lambda w: w * 2),
+          "likelihood", "the feed-forward of layer 2 is about 0.5 times", **_qwen),
     Fault("taps of a gated delta net a token early",
           partial(changed, "main", "model.layers.1.linear_attn.conv1d.weight",
                   lambda w: torch.nn.functional.pad(w[..., 1:], (0, 1))),
@@ -213,6 +221,7 @@ SUSPECTED_LAYER_FAULTS: tuple[Fault, ...] = (
 )  # fmt: skip
 # Of weights whose norms training keeps alike, which files alone show.
 _MLP, _ATTENTION = "model.layers.1.mlp.experts.3.%s.weight", "model.layers.%d.self_attn.%s.weight"
+_POST_NORM = "model.layers.%d.post_attention_layernorm.weight"
 _OF_MODULE = "model.layers.3.mlp.experts.%d.down_proj.weight"
 _OTHER = "model.layers.2.mlp.experts.6.up_proj.weight"
 SUSPECTED_NORM_FAULTS: tuple[Fault, ...] = (
@@ -249,6 +258,12 @@ SUSPECTED_NORM_FAULTS: tuple[Fault, ...] = (
     Fault("two experts of the MTP layer with each other's down_proj",
           partial(exchanged, _OF_MODULE % 0, _OF_MODULE % 7, part="mtp"),
           "ledger", f"{_OF_MODULE % 0} and {_OF_MODULE % 7} are exchanged", **_glm),
+    Fault("norms before the MLPs of two layers exchanged",
+          partial(exchanged, _POST_NORM % 0, _POST_NORM % 2),
+          "ledger", f"{_POST_NORM % 0} and {_POST_NORM % 2} are exchanged", **_qwen),
+    Fault("norm before an MLP by halves exchanged",
+          partial(changed, "main", _POST_NORM % 1, lambda w: w.roll(len(w) // 2)),
+          "ledger", f"{_POST_NORM % 1} has the halves of its elements exchanged", **_glm),
 )  # fmt: skip
 # Of the MTP module of Qwen3.5, whose drafts show them.
 _module = "mtp.layers.0"

@@ -21,8 +21,9 @@ from mtp_export.verify.check import Item, Level, Status
 from mtp_export.verify.context import Context
 from mtp_export.verify.diagnosis.expert_places import Answer, wrong_orders
 from mtp_export.verify.diagnosis.neurons import Neurons, problems
+from mtp_export.verify.diagnosis.norm_places import NormPlace, misplaced
 from mtp_export.verify.options import VerifyOptions
-from mtp_export.verify.weights import neurons, query_and_key_norms
+from mtp_export.verify.weights import neurons, norm_places, query_and_key_norms
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 Bundle = Callable[[str], Path]
@@ -43,7 +44,8 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 def judged(folder: Path) -> list[Item]:
     context = Context.open(VerifyOptions(folder, None, Level.WEIGHTS), no_progress)
-    return [*chain(neurons.run(context), query_and_key_norms.run(context))]
+    checks = (neurons, norm_places, query_and_key_norms)
+    return [*chain.from_iterable(check.run(context) for check in checks)]
 
 
 @pytest.mark.parametrize(
@@ -84,6 +86,31 @@ def told(of: Sequence[Sequence[torch.Tensor]], *, across: bool = False) -> list[
     alike = [Neurons.of((f"{n}.gate", f"{n}.up", f"{n}.down"), one) for n, one in enumerate(of)]
     found = problems([], [alike]) if across else problems([alike], [])
     return [f"{name}: {words}" for name, words in found]
+
+
+def norms(*, trained: bool = True, count: int = 4) -> list[torch.Tensor]:
+    """Logarithms of norms and columns [2, 128] of some layers, which go together if trained."""
+    torch.manual_seed(4)
+    shared = 2 * torch.randn(count, 128) if trained else torch.zeros(count, 128)
+    return [*(shared[:, None] + torch.randn(count, 2, 128)).double()]
+
+
+def told_of_norms(found: Sequence[torch.Tensor]) -> list[str]:
+    places = [NormPlace(f"norm {n}", *one) for n, one in enumerate(found)]
+    return [f"{name}: {words}" for name, words in misplaced(places)]
+
+
+def test_norms_in_the_wrong_place_or_order_are_named() -> None:
+    """Of trained models alone, and where few layers do not hide what is usual."""
+    assert not told_of_norms(norms())
+    for trained, count, wanted in ((True, 4, 1), (False, 4, 0), (True, 2, 0)):
+        found = norms(trained=trained, count=count)
+        found[0][0], found[1][0] = found[1][0].clone(), found[0][0].clone()
+        assert told_of_norms(found) == ["norm 0: norm 0 and norm 1 are exchanged"][:wanted]
+    found = norms()
+    found[2][0] = found[2][0].flip(0)
+    (one,) = told_of_norms(found)
+    assert one.startswith("norm 2: norm 2 has its elements in reverse order")
 
 
 ORDERS = {

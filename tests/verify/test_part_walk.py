@@ -22,7 +22,7 @@ from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_checkpoints.weights.weight_values import WeightOnDisk, weights_on_disk
 from mtp_export.progress import silent
 from mtp_export.verify.evidence.part_walk import PartWalk, WalkPlan
-from mtp_export.verify.weights import comparison, neurons
+from mtp_export.verify.weights import comparison
 
 
 @pytest.fixture(scope="module")
@@ -71,11 +71,14 @@ def test_a_weight_of_many_pieces(tmp_path: Path) -> None:
     checkpoint, weights = weights_of(dense)
     weight = next(one for one in weights if one.name == "model.embed_tokens.weight")
     assert weight.size_bytes > 2 * BLOCK_BYTES
-    facts = walk(WalkPlan([(weight, weight)], []), BLOCK_BYTES).facts[0]
+    facts = walk(WalkPlan([(weight, weight)], [], {weight.name: None}), BLOCK_BYTES).facts[0]
     values = weight.encoded(0, weight.rows).dequantize()
     assert facts.checksums == {weight.name: checksum_of(checkpoint, weight.name)}
     assert facts.statistics.elements == values.numel()
     assert math.isclose(facts.statistics.square_sum, float(values.double().square().sum()))
+    squares, note = values[:256].square(), facts.note
+    assert note is not None and note.rows == pytest.approx(squares.mean(1).tolist())
+    assert note.columns == pytest.approx(squares.mean(0).tolist()) and note.answers == ()
     copy = shutil.copytree(dense, tmp_path / "copy")
     other = next(one for one in weights_of(copy)[1] if one.name == weight.name)
     for damaged in (False, True):
@@ -88,11 +91,9 @@ def test_a_weight_of_many_pieces(tmp_path: Path) -> None:
 
 def test_every_byte_is_read_once(bundles: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checksums, statistics and the comparison share one walk, with the source and without. Beside
-    it are samples: of main for its identity, of an MTP part for blocks of zeros, and of gated MLPs
-    for their norms, which are whole in matrices this small, and left out here. Weights that lie
+    it are samples: of main for its identity, of an MTP part for blocks of zeros. Weights that lie
     below others of their role are read again, of which there are none here."""
     monkeypatch.setattr(comparison, "_BELOW_DB", math.inf)
-    monkeypatch.setattr(neurons, "_mlps", lambda *_: iter(()))
     read: Counter[str] = Counter()
     many, few = os.preadv, os.pread
 

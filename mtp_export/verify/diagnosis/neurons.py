@@ -60,19 +60,18 @@ class Neurons:
         """Take the norms of gate and up [n, in] and of down [out, n], which may be parts of the
         matrices of any number of inputs and outputs."""
         gate, up, down = (one.square() for one in matrices)
-        means = torch.stack([gate.mean(1), up.mean(1), down.mean(0)])
+        return cls.of_means(names, torch.stack([gate.mean(1), up.mean(1), down.mean(0)]))
+
+    @classmethod
+    def of_means(cls, names: tuple[str, str, str], means: torch.Tensor) -> Neurons:
+        """Take the mean squares of rows of gate and up, and of columns of down [3, n]."""
         return cls(names, means.double().clamp_min(1e-30).log() / 2)
 
     @cached_property
     def agreements(self) -> torch.Tensor:
         """Fisher's transform of the correlations of ranks by pair [3], in standard errors: some
         neurons far larger than the others, or pruned ones, have no more weight than any."""
-        ranks = self.logs.argsort(dim=1, stable=True).argsort(dim=1).double()
-        centred = ranks - ranks.mean(1, keepdim=True)
-        norms = centred.norm(dim=1).clamp_min(1e-30)
-        found = (centred @ centred.t() / torch.outer(norms, norms))[_ROWS, _COLUMNS]
-        transformed = found.clamp(-_MOST_CORRELATED, _MOST_CORRELATED).atanh()
-        return transformed * math.sqrt(max(1, self.logs.shape[1] - 3))
+        return agreements(self.logs)[_ROWS, _COLUMNS]
 
     @property
     def octaves(self) -> torch.Tensor:
@@ -244,6 +243,17 @@ class _Suspect:
     def axis(self) -> str:
         """The axis of the neurons, in words."""
         return "columns" if self.place == DOWN else "rows"
+
+
+def agreements(values: torch.Tensor) -> torch.Tensor:
+    """Return Fisher's transform of the correlations of ranks of every two rows [k, n], in standard
+    errors [k, k]."""
+    ranks = values.argsort(dim=1, stable=True).argsort(dim=1).double()
+    centred = ranks - ranks.mean(1, keepdim=True)
+    norms = centred.norm(dim=1).clamp_min(1e-30)
+    found = centred @ centred.t() / torch.outer(norms, norms)
+    transformed = found.clamp(-_MOST_CORRELATED, _MOST_CORRELATED).atanh()
+    return transformed * math.sqrt(max(1, values.shape[1] - 3))
 
 
 def are_trained(alike: Sequence[Neurons]) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 from mtp_checkpoints.sources.files import make_folder, write_json
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.bundle.options import Share
+from mtp_export.verify.evidence.mlp_notes import Note
 from mtp_export.verify.evidence.weight_facts import AgainstSource, WeightFacts
 
 
@@ -42,6 +43,7 @@ class Known:
         else:
             found["against"] = None
         found["statistics"] = WeightStatistics(**found["statistics"])
+        found["note"] = found["note"] and Note(*map(tuple, found["note"]))
         return WeightFacts(weight, **found)
 
 
@@ -85,6 +87,7 @@ def known_facts(facts: WeightFacts) -> dict[str, Any] | None:
         "checksums": dict(facts.checksums),
         "digest": facts.digest,
         "statistics": asdict(facts.statistics),
+        "note": facts.note,
         "against": against
         and {
             "equal": against.equal,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import BoundedSemaphore
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.bundle.options import Share, divided
 from mtp_export.progress import ProgressCallback
 from mtp_export.verify.evidence.findings import Known, known_facts
+from mtp_export.verify.evidence.mlp_notes import Notes, Router
 from mtp_export.verify.evidence.weight_facts import Walker, WeightFacts
 from mtp_kernels.cpu.torch_threads import one_torch_thread
 
@@ -43,10 +44,12 @@ class _Pair:
 
 @dataclass(frozen=True)
 class WalkPlan:
-    """The weights of a part, each with its source's or None, and other tensors to hash."""
+    """The weights of a part, each with its source's or None, and other tensors to hash. noted:
+    names of the weights of which something is noted, and the router that each is compared with."""
 
     weights: Sequence[tuple[WeightOnDisk, WeightOnDisk | None]]
     others: Sequence[TensorInfo]
+    noted: Mapping[str, Router | None] = field(default_factory=dict)
 
     @property
     def size_bytes(self) -> int:
@@ -58,11 +61,11 @@ class WalkPlan:
         """Return the part of the plan that is a share's."""
         tasks = self._tasks
         numbers = divided([task.size_bytes for task in tasks], share.count)[share.number - 1]
-        return _plan_of([tasks[number] for number in numbers])
+        return self._of([tasks[number] for number in numbers])
 
     def without(self, known: Known) -> WalkPlan:
         """Return the part of the plan that is not known yet."""
-        return _plan_of([task for task in self._tasks if not _is_known(task, known)])
+        return self._of([task for task in self._tasks if not _is_known(task, known)])
 
     def joined(self, known: Known, walk: PartWalk) -> PartWalk:
         """Return what the whole plan finds, of what is known and a walk over the rest."""
@@ -71,6 +74,13 @@ class WalkPlan:
             found.get(weight.name) or known.facts(weight, source) for weight, source in self.weights
         )
         return _walk(facts, {**known.checksums, **walk.checksums})
+
+    def _of(self, tasks: Sequence[_Pair | TensorInfo]) -> WalkPlan:
+        return WalkPlan(
+            weights=[(task.weight, task.source) for task in tasks if isinstance(task, _Pair)],
+            others=[task for task in tasks if isinstance(task, TensorInfo)],
+            noted=self.noted,
+        )
 
     @property
     def _tasks(self) -> list[_Pair | TensorInfo]:
@@ -83,7 +93,10 @@ class WalkPlan:
         def read(task: _Pair | TensorInfo) -> WeightFacts | tuple[str, str]:
             if isinstance(task, TensorInfo):
                 return task.name, walker.hash_tensor(task)
-            return walker.read_weight(task.weight, task.source)
+            name, notes = task.weight.name, None
+            if name in self.noted:
+                notes = Notes(task.weight, self.noted[name])
+            return walker.read_weight(task.weight, task.source, notes)
 
         tasks = self._tasks
         with one_torch_thread() if self.weights else nullcontext():
@@ -116,13 +129,6 @@ def _is_known(task: _Pair | TensorInfo, known: Known) -> bool:
     if isinstance(task, _Pair):
         return task.weight.name in known.weights
     return task.name in known.checksums
-
-
-def _plan_of(tasks: Sequence[_Pair | TensorInfo]) -> WalkPlan:
-    return WalkPlan(
-        weights=[(task.weight, task.source) for task in tasks if isinstance(task, _Pair)],
-        others=[task for task in tasks if isinstance(task, TensorInfo)],
-    )
 
 
 def recorded_checksums(checkpoint: Checkpoint, entry: Mapping[str, Any]) -> dict[str, str]:

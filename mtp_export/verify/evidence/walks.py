@@ -17,6 +17,7 @@ from mtp_export.bundle.options import Share
 from mtp_export.progress import ShowProgress
 from mtp_export.verify.check import Level
 from mtp_export.verify.evidence.findings import Findings, Known
+from mtp_export.verify.evidence.mlp_notes import Router, looked_into, mlps_of
 from mtp_export.verify.evidence.part_walk import PartWalk, WalkPlan, known_of, recorded_checksums
 from mtp_export.verify.evidence.parts import PartLayout
 from mtp_export.verify.evidence.source_weights import SourceWeights
@@ -89,11 +90,12 @@ class Walks:
             return plan.run(self.options.workers, queue, progress)
 
     def _planned(self, part: str) -> WalkPlan:
-        weights: list[WeightOnDisk] = []
+        weights, noted = list[WeightOnDisk](), dict[str, Router | None]()
         if self.options.level >= Level.WEIGHTS:
             for layout in self.layouts:
                 if layout.name == part:
                     weights = weights_on_disk(layout.stored, layout.checkpoint.tensors)
+                    noted = looked_into(mlps_of(layout.stored.family, weights))
         hashed = self.checksums(part) if self.options.checksums else {}
         read = {tensor.name: tensor for weight in weights for tensor in weight.tensors}
         tensors = self.checkpoints[part].written
@@ -102,6 +104,7 @@ class Walks:
             weights=list(zip(weights, sources, strict=True)),
             # A weight may be read in another form than its file has it in.
             others=[tensors[name] for name in hashed if read.get(name) != tensors[name]],
+            noted=noted,
         )
 
 

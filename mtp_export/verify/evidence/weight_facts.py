@@ -19,6 +19,7 @@ from mtp_checkpoints.sources.disk_queue import BLOCK_BYTES, DiskQueue
 from mtp_checkpoints.tensors.tensor_stream import TensorStream
 from mtp_checkpoints.weights.weight_values import WeightOnDisk, WeightStream
 from mtp_export.progress import ProgressCallback
+from mtp_export.verify.evidence.mlp_notes import Note, Notes
 from mtp_export.verify.evidence.source_weights import is_copy, is_linked
 
 if TYPE_CHECKING:
@@ -50,7 +51,8 @@ class WeightFacts:
     """Findings of one pass over a weight.
 
     checksums: xxh3_128 of its tensors by name. digest: of its codes as [N, K]. against: None where
-    the source has no such weight, or there is no source.
+    the source has no such weight, or there is no source. note: None of what is not looked into, or
+    cannot be decoded.
     """
 
     weight: WeightOnDisk
@@ -58,6 +60,7 @@ class WeightFacts:
     digest: str
     statistics: WeightStatistics
     against: AgainstSource | None
+    note: Note | None = None
 
 
 @dataclass(frozen=True)
@@ -68,8 +71,10 @@ class Walker:
     computing: AbstractContextManager[Any]
     progress: ProgressCallback
 
-    def read_weight(self, weight: WeightOnDisk, source: WeightOnDisk | None) -> WeightFacts:
-        """Read a weight, and the source's beside it.
+    def read_weight(
+        self, weight: WeightOnDisk, source: WeightOnDisk | None, notes: Notes | None = None
+    ) -> WeightFacts:
+        """Read a weight, and the source's beside it; notes take what is noted of it.
 
         Raises IoError where the weight cannot be read; a source that cannot is a finding.
         """
@@ -89,6 +94,8 @@ class Walker:
                     statistics += piece.statistics()
                     if comparison is not None:
                         comparison.add(piece)
+                    if notes is not None:
+                        notes.add(piece)
                 self.progress(weight.size_bytes * (stop - start) // weight.rows)
             codes_digest = str(digest.hexdigest())
             return WeightFacts(
@@ -97,6 +104,7 @@ class Walker:
                 digest=codes_digest,
                 statistics=statistics,
                 against=None if comparison is None else comparison.found,
+                note=None if notes is None else notes.found,
             )
 
     def hash_tensor(self, tensor: TensorInfo) -> str:
