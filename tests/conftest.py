@@ -88,6 +88,15 @@ def no_disk_is_waited_for() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def no_two_workers_compile_the_same() -> None:
+    """A worker waits for what another compiles, or a rank that one started."""
+    if "PYTEST_XDIST_WORKER" in os.environ and importlib.util.find_spec("numba"):
+        from compiled_once import compile_once
+
+        compile_once()
+
+
 @pytest.fixture(scope="session")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny fp8 checkpoint with ragged tiles; not to be changed."""

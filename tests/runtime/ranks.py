@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from compiled_once import compile_once
 from forked import Forked
 from mtp_runtime.layers.tensor_parallel import VocabParallelEmbedding
 from mtp_runtime.models.sharded import ShardedLayers
@@ -47,6 +48,7 @@ def ranks(size: int, *, killed: bool = False) -> Iterator[Group]:
 
 
 def _follow() -> None:
+    compile_once()
     with joined(watched=False) as group:
         group.follow()
 
