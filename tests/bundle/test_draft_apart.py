@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cases import Outcome, export, quantize, read_json, read_tensors, run_program
+from cases import Outcome, export, nightly_but, quantize, read_json, read_tensors, run_program
 from faults.small_model import write_tokenizer
 from mtp_runtime import LLM, SamplingParams
 from runtime.gemma import VOCAB, share_as_before, write_assistant, write_target
@@ -19,6 +19,7 @@ from runtime.harness import prompts_of
 
 PLAIN = {"pre_projection", "post_projection", "embed_tokens", "centroids"}
 IN_LAYERS = {"per_layer_input_gate", "per_layer_projection"}
+SCHEMES = ["a8w8_fp8 a8w8_fp8", "weight_only_int8 bf16"]
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
 PROMPTS = prompts_of([5, 40], VOCAB)
 
@@ -63,8 +64,15 @@ def test_a_graft_loses_nothing(folders: Path, bundle: Path) -> None:
         )
     assert read_json(bundle / "assistant/generation_config.json") == {"suppress_tokens": [3]}
     assert not (bundle / "mtp").exists()
-    drafting = decoded(bundle, speculate_method="assistant")
-    assert drafting == decoded(folders / "target")
+
+
+@pytest.mark.nightly
+def test_drafts_change_no_token(folders: Path, bundle: Path, tmp_path: Path) -> None:
+    assert decoded(bundle, speculate_method="assistant") == decoded(folders / "target")
+    options = ("--base-quant", "a8w8_fp8", "--mtp-quant", "a8w8_fp8")
+    assert quantize(bundle, tmp_path / "fp8", *options).code == 0
+    plain = decoded(tmp_path / "fp8/main")
+    assert decoded(tmp_path / "fp8", speculate_method="assistant") == plain
 
 
 def test_commands_that_serve_it(bundle: Path) -> None:
@@ -86,6 +94,7 @@ def test_verify_takes_it(bundle: Path) -> None:
     assert found.code == 0, found.out + found.err
 
 
+@pytest.mark.nightly
 def test_a_bundle_is_exported_again(folders: Path, bundle: Path, tmp_path: Path) -> None:
     assert export(bundle, tmp_path / "again", "--target", "vllm").code == 0
     for part in ("main", "assistant"):
@@ -95,11 +104,11 @@ def test_a_bundle_is_exported_again(folders: Path, bundle: Path, tmp_path: Path)
     assert (tmp_path / "again" / name).read_bytes() == (bundle / name).read_bytes()
 
 
-@pytest.mark.parametrize("schemes", [("a8w8_fp8", "a8w8_fp8"), ("weight_only_int8", "bf16")])
-def test_quantized(schemes: tuple[str, str], bundle: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("schemes", nightly_but([SCHEMES[0]], SCHEMES))
+def test_quantized(schemes: str, bundle: Path, tmp_path: Path) -> None:
     """Each part by its own config.json, which leaves out what engines build as linears and is not
-    quantized; drafts change no token."""
-    output, (base, mtp) = tmp_path / "quantized", schemes
+    quantized."""
+    output, (base, mtp) = tmp_path / "quantized", schemes.split()
     options = ("--base-quant", base, "--mtp-quant", mtp, "--allow-untested-pair")
     made = quantize(bundle, output, *options)
     assert made.code == 0, made.err
@@ -119,7 +128,6 @@ def test_quantized(schemes: tuple[str, str], bundle: Path, tmp_path: Path) -> No
                 assert tensor.equal(before[name]), name
     codes = {str(t.dtype) for n, t in read_tensors(output / "assistant").items() if "q_proj" in n}
     assert ("torch.float8_e4m3fn" in codes) == (mtp != "bf16")
-    assert decoded(output, speculate_method="assistant") == decoded(output / "main")
 
 
 @pytest.mark.parametrize(

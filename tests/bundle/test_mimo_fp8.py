@@ -65,6 +65,7 @@ def test_blocks_begin_anew_with_every_rank(release: Path, bundle: Path) -> None:
         assert same[0].equal(same[1]), name
 
 
+@pytest.mark.nightly
 def test_it_is_inspected_and_exported(release: Path, tmp_path: Path) -> None:
     assert run_program("inspect", release).code == 0
     assert run_program("verify", release, "--level", "weights", "--quiet").code == 0

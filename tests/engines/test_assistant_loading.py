@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from engine_runs import process
@@ -86,24 +85,24 @@ def test_vllm_builds_every_linear_as_it_is_stored(bundles: dict[str, Path], tmp_
     for name, found in json.loads(result.read_text()).items():
         for part, noted in found.items():
             folder = bundles[name] / ("main" if part == "main" else "assistant")
+            codes, plain = (
+                {
+                    own
+                    for one in noted
+                    if (one["method"] == "unquantized") == is_plain
+                    for last in [one["module"].rpartition(".")[2]]
+                    for own in FUSED.get(last, (last,))
+                }
+                for is_plain in (False, True)
+            )
             quantized = _quantized(folder)
-            asked = {one["module"]: one["method"] != "unquantized" for one in noted}
-            last = {one.rpartition(".")[2] for one, codes in asked.items() if codes}
-            assert last == quantized, (name, part)
-            if quantized:
-                assert {one for one in PLAIN if one in _modules(folder)} <= {
-                    *(one.rpartition(".")[2] for one, codes in asked.items() if not codes),
-                    "embed_tokens_per_layer",
-                }, (name, part)
-
-
-def _modules(folder: Path) -> set[str]:
-    return {name.split(".")[-2] for name in Checkpoint.open(folder).tensors if "." in name}
+            assert codes - {"experts"} == quantized and codes.isdisjoint(PLAIN), (name, part)
+            if part == "mtp" and quantized:
+                assert {"pre_projection", "post_projection"} <= plain, name
 
 
 def _quantized(folder: Path) -> set[str]:
-    """Last components of the linears that are in codes, as vLLM joins them."""
-    tensors: dict[str, Any] = dict(Checkpoint.open(folder).tensors)
-    own = {name.split(".")[-2] for name in tensors if name.endswith(("_scale", "_scale_inv"))}
-    joined = {one: whole for whole, parts in FUSED.items() for one in parts}
-    return {joined.get(one, one) for one in own}
+    """Last components of the linears that are in codes."""
+    scales = ("weight_scale", "weight_scale_inv")
+    names = (name.split(".") for name in Checkpoint.open(folder).tensors)
+    return {parts[-2] for parts in names if parts[-1] in scales}

@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +115,11 @@ def note_all(config: Any, noted: Noted) -> None:
     config.__class__ = Noting
 
 
-def note_own_configs(noted: Noted) -> None:
+@contextmanager
+def noting_own_configs(noted: Noted) -> Iterator[None]:
     """Let the quantization config of a draft that has its own note what it is asked too."""
+    from unittest.mock import patch
+
     from vllm.config import VllmConfig
 
     read = VllmConfig.get_quantization_config
@@ -126,7 +130,8 @@ def note_own_configs(noted: Noted) -> None:
             note_all(config, noted)
         return config
 
-    VllmConfig.get_quantization_config = staticmethod(noting)
+    with patch.object(VllmConfig, "get_quantization_config", staticmethod(noting)):
+        yield
 
 
 def modules_of(main: str, mtp: str, method: str = "mtp") -> dict[str, Noted]:
@@ -144,14 +149,14 @@ def modules_of(main: str, mtp: str, method: str = "mtp") -> dict[str, Noted]:
     noted: Noted = []
     if config.quant_config is not None:
         note_all(config.quant_config, noted)
-    note_own_configs(noted)
     result: dict[str, Noted] = {}
     for part, model_config in (
         ("main", config.model_config),
         ("mtp", config.speculative_config.draft_model_config),
     ):
         before = len(noted)
-        with set_current_vllm_config(config), torch.device("meta"):
+        own = noting_own_configs(noted)
+        with set_current_vllm_config(config), torch.device("meta"), own:
             initialize_model(vllm_config=config, model_config=model_config)
         result[part] = noted[before:]
     return result

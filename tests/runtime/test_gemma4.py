@@ -154,7 +154,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("gemma")
 
 
-@pytest.mark.parametrize("kind", nightly_but(["small"], KINDS))
+@pytest.mark.parametrize("kind", nightly_but(["experts"], KINDS))
 def test_logits_and_tokens(kind: str, folders: Path) -> None:
     """Of a prefill, of tokens one by one behind it, and of batches of one and of eight, whose
     texts are shorter and longer than the window."""
@@ -169,7 +169,8 @@ def test_logits_and_tokens(kind: str, folders: Path) -> None:
     llm, params = LLM(path), SamplingParams(max_tokens=8, ignore_eos=True)
     prompts = prompts_of([1, 9, 15, 16, 17, 23, 30, 41], 96)
     outputs = llm.generate(prompts, params)
-    assert [list(one.token_ids) for one in outputs] == [generated(theirs, p, 8) for p in prompts]
+    for prompt, output in list(zip(prompts, outputs, strict=True))[1::3]:  # the slow part
+        assert list(output.token_ids) == generated(theirs, prompt, 8)
     assert llm.generate(prompts[7], params)[0].token_ids == outputs[7].token_ids
 
 
