@@ -17,7 +17,7 @@ from urllib.request import Request, urlopen
 import pytest
 
 from cases import export, run_program
-from runtime.checkpoints import write_checkpoint
+from runtime.checkpoints import SMALL_CONFIGS, write_checkpoint
 from runtime.ranks import launch_variables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,9 +80,12 @@ def decoded(out: str) -> Any:
 
 
 def test_rank_0_alone_prints_what_one_process_does(tmp_path: Path) -> None:
-    model, prompts = write_checkpoint(tmp_path / "model"), tmp_path / "prompts.jsonl"
+    """Of layers that torch runs: each rank would compile kernels for itself."""
+    model = write_checkpoint(tmp_path / "model", SMALL_CONFIGS["deepseek_v32"])
+    prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt_token_ids": [5, 6, 7]}\n{"prompt_token_ids": [8]}\n')
-    options = (model, "--prompts", prompts, "--max-new-tokens", "8", "--json")
+    options = (model, "--prompts", prompts, "--max-new-tokens", "8", "--max-model-len", "64")
+    options += ("--json",)
     several = torchrun(2, "generate", *options)
     assert several.returncode == 0, several.stderr
     assert decoded(several.stdout) == decoded(run_program("generate", *options).out)
