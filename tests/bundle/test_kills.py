@@ -19,7 +19,17 @@ import pytest
 import torch
 
 from bundle.commands import COMMANDS, Files, check_nothing_looks_whole, finish
-from cases import Outcome, export, looks_finished, nightly_but, quantize, run_program, tree
+from cases import (
+    UNQUANTIZED,
+    Outcome,
+    export,
+    looks_finished,
+    make_checkpoint,
+    nightly_but,
+    quantize,
+    run_program,
+    tree,
+)
 from faults.matrix import no_progress
 from forked import Forked
 from mtp_export.verify.context import Context
@@ -30,7 +40,15 @@ Action = Callable[[], Outcome]
 SEED = 9
 # Of each command.
 FEW, SOME, MANY = 2, 10, 50
-MAIN = ("--calibrate-main",)
+CALIBRATIONS = [
+    ("--base-quant", scheme, "--mtp-quant", scheme, *more, *main, "--method", method)
+    for scheme, more in (
+        ("weight_only_nvfp4", ()),
+        ("weight_only_int4", ("--int4-scope", "all", "--group-size", "32")),
+    )
+    for main in ((), ("--calibrate-main",))
+    for method in ("gptq", "awq")
+]
 EVERY_PUSH = [("export, linked", FEW), ("quantize", FEW), ("quantize, GGUF", FEW)]
 
 
@@ -129,16 +147,21 @@ def test_a_streamed_verification_is_killed(
 def calibrate(source: Path, texts: Path, options: tuple[str, ...], output: Path) -> Outcome:
     """A short calibration; its work folder, beside the output, keeps rows, inputs and codes."""
     torch.set_num_threads(1)
-    pair = ("--base-quant", "weight_only_nvfp4", "--mtp-quant", "weight_only_nvfp4")
-    return quantize(source, output, *pair, "--calibrate", texts, "--quiet", *options)
+    given = (*options, "--allow-untested-pair", "--calibrate", texts, "--quiet")
+    return quantize(source, output, *given)
 
 
-@pytest.mark.parametrize(
-    ("options", "kills"),
-    nightly_but([], itertools.product(((), MAIN, (*MAIN, "--method", "awq")), (FEW, SOME))),
-)
+@pytest.fixture(scope="module")
+def unquantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in bf16: scales of AWQ beside int4 fold into no shared experts in fp8."""
+    folder = tmp_path_factory.mktemp("unquantized") / "source"
+    return make_checkpoint(folder, UNQUANTIZED, max_shard_bytes=80_000)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("options", CALIBRATIONS, ids=" ".join)
 def test_a_calibration_is_killed(
-    options: tuple[str, ...], kills: int, forks: Forks, many: Path, tmp_path: Path
+    options: tuple[str, ...], forks: Forks, unquantized: Path, tmp_path: Path
 ) -> None:
     texts = tmp_path / "texts.jsonl"
     lines = [
@@ -146,11 +169,12 @@ def test_a_calibration_is_killed(
         for n in range(6)
     ]
     texts.write_text("\n".join(map(json.dumps, lines)))
-    for output in forks.kills(kills, partial(partial, calibrate, many, texts, options), tmp_path):
+    start = partial(partial, calibrate, unquantized, texts, options)
+    for output in forks.kills(SOME, start, tmp_path):
         whole = tree(tmp_path / "whole")
         check_nothing_looks_whole(output, [whole])
         if not looks_finished(output):
-            forks.run(partial(calibrate, many, texts, options, output))
+            forks.run(start(output))
         assert tree(output) == whole
 
 
