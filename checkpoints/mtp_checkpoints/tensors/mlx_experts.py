@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from mtp_checkpoints.containers.base import ShardHeader, TensorInfo
 
+_MOST = 1 << 14  # experts of a layer; more are damage
 _STACKED = re.compile(r"(.+)\.switch_mlp\.((?:gate|up|down)_proj\.[a-z]+)")
 
 
@@ -23,7 +24,7 @@ def _one_by_one(tensors: Iterable[TensorInfo]) -> Iterator[TensorInfo]:
     """Yield tensors, stacked ones [experts, rows, columns] as those of each expert."""
     for tensor in tensors:
         found = _STACKED.fullmatch(tensor.name)
-        if found is None or len(tensor.shape) < 2 or not tensor.shape[0]:
+        if found is None or len(tensor.shape) < 2 or not 0 < tensor.shape[0] <= _MOST:
             yield tensor
             continue
         (count, *shape), (layer, last) = tensor.shape, found.groups()
