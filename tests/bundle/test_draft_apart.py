@@ -13,6 +13,8 @@ import pytest
 
 from cases import Outcome, export, nightly_but, quantize, read_json, read_tensors, run_program
 from faults.small_model import write_tokenizer
+from mtp_export.publish.card import card_files
+from mtp_export.publish.content import read_content
 from mtp_runtime import LLM, SamplingParams
 from runtime.gemma import VOCAB, share_as_before, write_assistant, write_target
 from runtime.harness import prompts_of
@@ -87,6 +89,12 @@ def test_commands_that_serve_it(bundle: Path) -> None:
     }
     assert f"--speculative-draft-model-path {bundle}/assistant" in lines["sglang"]["commands"][0]
     assert all(not engine["draft_commands"] for engine in lines.values())
+
+
+def test_a_model_card_names_it(bundle: Path) -> None:
+    card = card_files("org/gemma", read_content(bundle, None), None, None)["README.md"].decode()
+    assert "Main model with a draft for `assistant`" in card
+    assert '"model": "/models/gemma/assistant"' in card
 
 
 def test_verify_takes_it(bundle: Path) -> None:
