@@ -24,6 +24,7 @@ from mtp_export.verify.diagnosis.neurons import Neurons, problems
 from mtp_export.verify.diagnosis.norm_places import NormPlace, misplaced
 from mtp_export.verify.options import VerifyOptions
 from mtp_export.verify.weights import neurons, norm_places, query_and_key_norms
+from quantized_by_others import read_all
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 Bundle = Callable[[str], Path]
@@ -136,6 +137,19 @@ def test_an_order_or_factor_of_one_matrix_is_named(words: str) -> None:
             found[4][place] = ORDERS[words](found[4][place])
         (one,) = told(found)
         assert one.startswith(f"4.{name}: ") and re.search(words, one)
+
+
+def test_the_best_of_many_orders_is_no_cause_by_chance() -> None:
+    """Keys in the place of the gate of an expert are moved by no number of rows."""
+    tensors = read_all(FIXTURES / "glm4-moe-tiny")
+    layer, parts = "model.layers.3", ("gate", "up", "down")
+    found = [
+        [tensors[f"{layer}.mlp.experts.{e}.{part}_proj.weight"].float() for part in parts]
+        for e in range(8)
+    ]
+    found[1][0] = tensors[f"{layer}.self_attn.k_proj.weight"].float()
+    (one,) = told(found)
+    assert one.startswith("1.gate: ") and "another order, or of another" in one
 
 
 def test_nothing_is_told_of_good_untrained_or_few_models() -> None:

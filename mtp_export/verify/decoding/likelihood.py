@@ -217,7 +217,8 @@ class _Layers:
         tried = self._tried(whole_variants(leanings.weak, self.vectors), title)
         far = [one for one in tried if one.better and one.is_far]
         if far and far[0].variant.layer is None:
-            bound = f"none of {len(tried)} gains {LEAST_RESIZED_NATS} nats by its interval"
+            least = LEAST_HARM_NATS if far[0].variant.is_of_tensor else LEAST_RESIZED_NATS
+            bound = f"none of {len(tried)} gains {least} nats by its interval"
             return _explained(_NO_HARM, tried, far, bound)
         variants = (one.variant for one in far)
         found = dict.fromkeys((o.layer, o.half) for o in variants if o.layer is not None)

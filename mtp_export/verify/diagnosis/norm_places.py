@@ -74,7 +74,7 @@ def _ordered(place: NormPlace, own: float, usual: float) -> Iterator[tuple[str, 
     tried = reorderings(place.values, place.columns, "elements")
     found = [
         (float(agreements(torch.stack([values, place.columns]))[0, 1]), words)
-        for words, values in tried
+        for words, values, _ in tried
     ]
     best, words = max(found)
     if best >= usual / 2 and best - own >= _MENDED:
