@@ -20,6 +20,7 @@ _SECONDS = 120.0  # that another one's compilation may take
 
 def compile_once() -> None:
     """Have this process wait for what others compile, from here on."""
+    LOCKS.mkdir(exist_ok=True)
     load, save = KernelCache.load_overload, KernelCache.save_overload
     held: dict[str, int] = {}
 
@@ -51,7 +52,6 @@ def _name_of(cache: KernelCache, types: Any, context: Any) -> str:
 def _locked(path: Path) -> int:
     """Wait until no other process has a lock, and return its descriptor: of one that still has it
     after minutes, without."""
-    path.parent.mkdir(exist_ok=True)
     lock, end = os.open(path, os.O_RDWR | os.O_CREAT), time.monotonic() + _SECONDS
     while time.monotonic() < end:
         with suppress(BlockingIOError):

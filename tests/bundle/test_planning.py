@@ -146,9 +146,9 @@ def test_growth_is_told_where_the_whole_grew() -> None:
         stored = replace(stored_model(read_json(FIXTURE / "config.json")), kinds=[])
         return sizes_of([part], sizes, stored)
 
-    assert sizes_with(3) == Sizes(3 * 96, 3 * 96, 24 + 30 + 18, ())
+    assert sizes_with(3) == Sizes(3 * 96, 3 * 96, 3 * 24, ())
     grown = Growth("draft", "bf16", "int8_channel", 24)
-    assert sizes_with(4) == Sizes(3 * 96, 3 * 96 + 24, 24 + 30 + 24, (grown,))
+    assert sizes_with(4) == Sizes(3 * 96, 3 * 96 + 24, 3 * 24, (grown,))
 
 
 def test_sizes_in_words() -> None:

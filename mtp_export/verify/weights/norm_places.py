@@ -51,10 +51,9 @@ def _places(context: Context, layout: PartLayout) -> Iterator[NormPlace]:
         for weight in mlp.weights[:2]:
             if (note := notes.get(weight.name)) is not None:
                 squares[mlp.norm].append(torch.tensor(note.columns, dtype=torch.float64))
-    for layer in family.every_layer:
-        norm = stored.get(weight_name(layer.post_norm))
-        columns = squares.get(layer.post_norm)
-        if norm is None or not columns:
+    for name, columns in squares.items():
+        norm = stored.get(weight_name(name))
+        if norm is None:
             continue
         values = norm.encoded(0, norm.rows).dequantize().double() + family.facts.norm_offset
         of_columns = torch.stack(columns).sum(0)
