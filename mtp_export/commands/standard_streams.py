@@ -63,7 +63,7 @@ class GuardedStream:
 
 class UnblockedStream:
     """A stream whose writes never wait for a reader: a thread passes them on, and what comes while
-    too much waits is lost, and counted in a line behind what was passed on."""
+    too much waits is lost, and counted in a line behind what waits then."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -108,7 +108,7 @@ class UnblockedStream:
                 self._waiting -= len(text)
                 if self._lost or lost:
                     words = f"{counted(self._lost + lost, 'line')} were lost: nobody read them\n"
-                    self._texts.insert(0, words)
+                    self._texts.append(words)
                     self._waiting += len(words)
                     self._lost = 0
                 self._changed.notify_all()
