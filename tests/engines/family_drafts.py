@@ -7,6 +7,12 @@ from typing import Any
 # vLLM's class; fields that its classes read and ours do not; the share of the layers that it loads.
 CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "hy_v3": ("HYV3MTP", {}, 1),
+    # vLLM derives the width of a head from the others.
+    "mimo": ("MiMoMTP", {"head_dim": 8}, 1),
+    "glm_ocr": ("GlmOcrMTP", {}, 1),
+    "qwen3_next": ("Qwen3NextMTP", {}, 1),
+    "qwen3_5": ("Qwen3_5MTP", {}, 1),
+    "qwen3_5_moe": ("Qwen3_5MoeMTP", {}, 1),
     "ernie4_5_moe": ("ErnieMTP", {}, 1),
     "exaone_moe": ("ExaoneMoeMTP", {}, 1),
     "longcat_flash": (
