@@ -44,35 +44,29 @@ def _usual_keys(config: dict[str, Any]) -> dict[str, Any]:
 
 def _latent_keys(config: dict[str, Any]) -> dict[str, Any]:
     latent, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
-    return (
-        _usual_keys(config)
-        | {
-            "attention.head_count_kv": 1,
-            "attention.q_lora_rank": config["q_lora_rank"],
-            "attention.kv_lora_rank": latent,
-            "attention.key_length": latent + rope,
-            "attention.value_length": latent,
-            "attention.key_length_mla": config["qk_nope_head_dim"] + rope,
-            "attention.value_length_mla": config["v_head_dim"],
-            "rope.dimension_count": rope,
-            "rope.freq_base": float(config["rope_theta"]),
-            "leading_dense_block_count": config["first_k_dense_replace"],
-            "expert_count": config["n_routed_experts"],
-            "expert_used_count": config["num_experts_per_tok"],
-            "expert_shared_count": config["n_shared_experts"],
-            "expert_feed_forward_length": config["moe_intermediate_size"],
-            "expert_weights_scale": float(config["routed_scaling_factor"]),
-            "expert_weights_norm": True,
-            "expert_gating_func": 2,  # sigmoid
-        }
-        | (_group_keys(config) if config["n_group"] > 1 else {})
-    )
-
-
-def _group_keys(config: dict[str, Any]) -> dict[str, Any]:
-    return {
+    grouped = {
         "expert_group_count": config["n_group"],
         "expert_group_used_count": config["topk_group"],
+    }
+    keys = _usual_keys(config) | (grouped if config["n_group"] > 1 else {})
+    return keys | {
+        "attention.head_count_kv": 1,
+        "attention.q_lora_rank": config["q_lora_rank"],
+        "attention.kv_lora_rank": latent,
+        "attention.key_length": latent + rope,
+        "attention.value_length": latent,
+        "attention.key_length_mla": config["qk_nope_head_dim"] + rope,
+        "attention.value_length_mla": config["v_head_dim"],
+        "rope.dimension_count": rope,
+        "rope.freq_base": float(config["rope_theta"]),
+        "leading_dense_block_count": config["first_k_dense_replace"],
+        "expert_count": config["n_routed_experts"],
+        "expert_used_count": config["num_experts_per_tok"],
+        "expert_shared_count": config["n_shared_experts"],
+        "expert_feed_forward_length": config["moe_intermediate_size"],
+        "expert_weights_scale": float(config["routed_scaling_factor"]),
+        "expert_weights_norm": True,
+        "expert_gating_func": 2,  # sigmoid
     }
 
 

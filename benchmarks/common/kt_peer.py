@@ -19,7 +19,7 @@ Case = tuple[int, int, int, Callable[[], object]]
 
 def expert_products(rows: tuple[int, ...]) -> Iterator[Case]:
     """Yield rows, bytes, floating-point operations and call of products with the same experts for
-    all rows; other experts than those of the call before. None where it is not installed."""
+    all rows, others in each call. There are none where it is not installed."""
     if importlib.util.find_spec("kt_kernel") is None:
         return
     from kt_kernel import kt_kernel_ext as kt

@@ -80,8 +80,8 @@ def _smaller(builder: Any, a: Any, b: Any) -> Any:
     return builder.select(builder.icmp_signed("<", a, b), a, b)
 
 
-def _largest_size(builder: Any, halves: Halves) -> Any:
-    """Bits of the largest size: those of sizes are ordered as the sizes are."""
+def _bits_of_sizes(builder: Any, halves: Halves) -> tuple[Halves, Any]:
+    """The bits of all sizes, and of the largest: they are ordered as the sizes are."""
     sizes = [_masked(builder, half, _MAGNITUDE) for half in halves]
     return sizes, _first_lane(builder, sizes, _larger)
 
@@ -99,11 +99,11 @@ def _of_elements(code: Callable[[Any, Any], Any], result: Any) -> Any:
 
 
 def _largest(builder: Any, at: Any) -> Any:
-    return _largest_size(builder, _elements(builder, at))[1]
+    return _bits_of_sizes(builder, _elements(builder, at))[1]
 
 
 def _farthest(builder: Any, at: Any) -> Any:
-    sizes, most = _largest_size(builder, _elements(builder, at))
+    sizes, most = _bits_of_sizes(builder, _elements(builder, at))
     found = [builder.icmp_unsigned("==", half, splat(builder, most)) for half in sizes]
     first, last = (builder.zext(builder.bitcast(half, _BITS), _WORD) for half in found)
     places = builder.or_(first, builder.shl(last, ir.Constant(_WORD, LANES)))
