@@ -14,8 +14,8 @@ layer in memory; shares are those of the slower of the two limits (common/limits
 compressed-tensors quantizes and packs one expert's matrix, given the scales, for its seconds per
 element beside the whole runs'. Peak memory is the kernel's figure for the process. Rates of the
 kernels alone: bench_quantize_kernels.
---schemes measures some of SCHEMES (common/plans.py), int8 and int4 unless they are named; a result
-file that is there keeps the others.
+--schemes measures some of SCHEMES (common/plans.py), int8 and int4 unless they are named, and
+--without-cp leaves (b) and (d) out; a result file that is there keeps the others.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def compressed_tensors_seconds(plan: BundlePlan, runs: int) -> dict[str, float]:
 
 
 def cases(
-    plans: dict[str, BundlePlan], scratch: Path, group_size: int, cold: bool
+    plans: dict[str, BundlePlan], scratch: Path, group_size: int, cold: bool, with_cp: bool
 ) -> dict[str, Callable[[], Measured]]:
     """The rows by name."""
     rows: dict[str, Callable[[], Measured]] = {}
@@ -84,8 +84,9 @@ def cases(
         _, shards = mtp_shards(source)
         arguments = [str(source), output, SCHEMES[scheme], str(group_size)]
         rows[f"fp8 -> {scheme}"] = fresh([sys.executable, "-c", _RUN, *arguments], scratch, cold)
-        copy = ["sh", "-c", cp_of_size(shards, DiskWork.of(plan).size_bytes // 2), output]
-        rows[f"cp, the bytes of fp8 -> {scheme}"] = fresh(copy, scratch, cold)
+        if with_cp:
+            copy = ["sh", "-c", cp_of_size(shards, DiskWork.of(plan).size_bytes // 2), output]
+            rows[f"cp, the bytes of fp8 -> {scheme}"] = fresh(copy, scratch, cold)
     return rows
 
 
@@ -97,6 +98,7 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=128)
     parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=["int8", "int4"])
     parser.add_argument("--warm", action="store_true", help="leave the page cache alone")
+    parser.add_argument("--without-cp", dest="with_cp", action="store_false")
     parser.add_argument("--result", type=Path, default=Path("benchmarks/results/quantize.json"))
     arguments = parser.parse_args()
     plans = {
@@ -107,7 +109,9 @@ def main() -> None:
         for name, scheme in SCHEMES.items()
         if name in arguments.schemes
     }
-    rows = cases(plans, arguments.scratch, arguments.group_size, not arguments.warm)
+    rows = cases(
+        plans, arguments.scratch, arguments.group_size, not arguments.warm, arguments.with_cp
+    )
     limits = {
         scheme: DiskLimit.of(DiskWork.of(plan), arguments.scratch) for scheme, plan in plans.items()
     }
@@ -159,8 +163,9 @@ def report(
     seconds = {name: median(run.seconds for run in runs) for name, runs in measured.items()}
     ratios: dict[str, float] = {}
     for scheme, plan in plans.items():
-        ours, copy = seconds[f"fp8 -> {scheme}"], seconds[f"cp, the bytes of fp8 -> {scheme}"]
-        ratios[f"{scheme} / cp (at most 1.5)"] = round(ours / copy, 3)
+        ours, copy = seconds[f"fp8 -> {scheme}"], seconds.get(f"cp, the bytes of fp8 -> {scheme}")
+        if copy:
+            ratios[f"{scheme} / cp (at most 1.5)"] = round(ours / copy, 3)
         if scheme in oracle:
             each = ours / elements(plan)
             ratios[f"compressed-tensors in memory / {scheme} with the disk, an element"] = round(

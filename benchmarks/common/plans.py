@@ -12,6 +12,7 @@ SCHEMES = {
     "int8": "weight_only_int8",
     "int4": "weight_only_int4",
     "nvfp4": "weight_only_nvfp4",
+    "a4w4": "a4w4_nvfp4",
     "mxfp4": "weight_only_mxfp4",
     "mxfp8": "a8w8_mxfp8",
     **{name: name for name in ("q8_0", "q4_0", "q6_k", "q4_k")},
