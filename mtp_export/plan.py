@@ -41,10 +41,15 @@ Facts = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Resources:
-    """Memory in bytes that one transform may use, and the torch device that it computes on."""
+    """Memory in bytes that one transform may use, and the torch device that it computes on.
+
+    measured: what the transforms of joined weights leave for one another, by name; None where there
+    is one alone.
+    """
 
     budget_bytes: int
     device: str
+    measured: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

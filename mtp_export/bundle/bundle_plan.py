@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,8 @@ class BundlePlan:
 
     recorded are the options as the manifest keeps them, device the torch device that computes,
     left_out sentences on what of the source does not come along. main_tensors: of an MTP part
-    alone, the source's main model, where its main part would be that one unchanged.
+    alone, the source's main model, where its main part would be that one unchanged. calibration:
+    its options that the manifest has not, by their names, with which its runs go on with others.
     """
 
     options: BundleOptions
@@ -63,6 +64,7 @@ class BundlePlan:
     device: str = "cpu"
     left_out: tuple[str, ...] = ()
     main_tensors: tuple[TensorInfo, ...] = ()
+    calibration: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def files(self) -> frozenset[str]:
@@ -103,6 +105,7 @@ class BundlePlan:
             "source": source_identity(self.checkpoint),
             "versions": shard_versions(self.checkpoint),
             "links": links,
+            **({"calibration": dict(self.calibration)} if self.calibration else {}),
         }
         as_json: dict[str, Any] = json.loads(json.dumps(identity))
         return as_json

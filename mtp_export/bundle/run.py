@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -37,7 +37,7 @@ from mtp_export.plan import (
     Step,
     Transform,
 )
-from mtp_export.schemes.transforms import load_kernels
+from mtp_export.schemes.transforms import Convert, load_kernels
 
 # Raises when the run is stopping; long operations call it between pieces.
 Proceed = Callable[[], None]
@@ -146,17 +146,35 @@ def _steps(shard: OutputShard) -> Sequence[Step | None]:
     return (*link, *(shard.steps if shard.is_read else ()))
 
 
+def _joined(shard: OutputShard) -> Iterable[Sequence[Step]]:
+    """Return the steps of each task of a shard, in order; none for its link."""
+    tasks = dict[object, list[Step]]()
+    for number, step in enumerate(_steps(shard)):
+        operation = None if step is None else step.operation
+        is_joined = isinstance(operation, Convert) and operation.joined
+        key = frozenset(step.inputs) if step is not None and is_joined else number
+        tasks.setdefault(key, []).extend(() if step is None else (step,))
+    return tasks.values()
+
+
 @dataclass(frozen=True)
 class _Task:
-    """A step of a shard and its inputs, which are being read; without a step, the shard's link.
+    """Steps of a shard and their inputs, which are being read; without a step, the shard's link.
 
-    A copied tensor that must equal another one has that as its second input.
+    There are several steps of joined weights, whose inputs are the same in another order. A copied
+    tensor that must equal another one has that as its second input.
     """
 
     shard: _OpenShard
-    step: Step | None
+    steps: Sequence[Step]
     inputs: Sequence[TensorStream] = ()
     opened: ExitStack = field(default_factory=ExitStack)
+
+    def inputs_of(self, step: Step) -> Sequence[TensorStream]:
+        """Return the inputs of a step in its order."""
+        if len(self.steps) == 1:
+            return self.inputs
+        return sorted(self.inputs, key=lambda stream: step.inputs.index(stream.info.name))
 
 
 class _Tasks:
@@ -168,7 +186,9 @@ class _Tasks:
 
     def __init__(self, shards: Sequence[_OpenShard], resources: RunResources) -> None:
         self._resources = resources
-        self._left = iter([(shard, step) for shard in shards for step in _steps(shard.job.shard)])
+        self._left = iter(
+            [(shard, steps) for shard in shards for steps in _joined(shard.job.shard)]
+        )
         self._opened: deque[_Task] = deque()
         self._lock = threading.Lock()
 
@@ -188,16 +208,17 @@ class _Tasks:
         for task in self._opened:
             task.opened.close()
 
-    def _open(self, shard: _OpenShard, step: Step | None) -> _Task:
-        if step is None:
-            return _Task(shard, None)
+    def _open(self, shard: _OpenShard, steps: Sequence[Step]) -> _Task:
+        if not steps:
+            return _Task(shard, steps)
+        step, *_ = steps
         tensors = [self._resources.inputs.tensors[name] for name in step.inputs]
         if isinstance(step.operation, Copy) and tensors[0].name in self._resources.tied:
             tensors.append(self._resources.tied[tensors[0].name])
         queue = self._resources.queue
         with ExitStack() as opened:
             inputs = [opened.enter_context(TensorStream(tensor, queue)) for tensor in tensors]
-            return _Task(shard, step, inputs, opened.pop_all())
+            return _Task(shard, steps, inputs, opened.pop_all())
 
 
 def _journal_facts(shard: _OpenShard) -> ShardFacts:
@@ -277,11 +298,12 @@ class _Run:
 
     def _work(self) -> None:
         while (task := self._tasks.take()) is not None:
-            if task.step is None:
+            if not task.steps:
                 self._link(task.shard)
-                continue
+            measured = {} if len(task.steps) > 1 else None
             with task.opened:
-                self._do(task.shard, task.step, task.inputs)
+                for step in task.steps:
+                    self._do(task, step, replace(self._resources.transform, measured=measured))
 
     def _link(self, shard: _OpenShard) -> None:
         self._proceed()
@@ -291,8 +313,9 @@ class _Run:
         link_shard(job.shard.link, source, job.folder / job.shard.file_name)
         self._finish_step(shard, {}, {})
 
-    def _do(self, shard: _OpenShard, step: Step, inputs: Sequence[TensorStream]) -> None:
+    def _do(self, task: _Task, step: Step, resources: Resources) -> None:
         """Read a step's inputs, and hash and write its outputs; only hash a linked shard's."""
+        shard, inputs = task.shard, task.inputs_of(step)
         writer = None if shard.job.shard.linked_from is not None else self._writer_of(shard)
         hashes = [xxhash.xxh3_128() for _ in step.outputs]
         positions = [0] * len(step.outputs)
@@ -310,9 +333,7 @@ class _Run:
             _copy(inputs, partial(sink, 0))
         else:
             transform = step.operation
-            facts = transform.run(
-                inputs, step.outputs, sink=sink, resources=self._resources.transform
-            )
+            facts = transform.run(inputs, step.outputs, sink=sink, resources=resources)
         for tensor, position in zip(step.outputs, positions, strict=True):
             assert position == tensor.size_bytes, f"{tensor.name}: {position} bytes written"
         digests = {

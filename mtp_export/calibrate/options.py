@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from mtp_checkpoints.errors import UsageError
 from mtp_export.options import Access, Panel, check_bounds, option, path_option
@@ -117,6 +118,12 @@ class CalibrationOptions:
                 found="--imatrix alone",
                 todo="Name the prompts with --calibrate FILE.jsonl",
             )
+
+    def kept(self, is_shared: bool) -> dict[str, Any]:
+        """Return the options, by name, that runs have in common which go on with one another: rows
+        of a streamed model differ in bits, and shares fold the same scales from one folder."""
+        given = None if self.workdir is None else os.path.abspath(self.workdir)
+        return {"--stream": self.stream} | ({"--workdir": given} if is_shared else {})
 
     def work(self, output: Path) -> Path:
         """Return the folder of rows and chosen codes, given that of the bundle."""

@@ -88,7 +88,9 @@ class Calibration:
             "data": identity_of(lines),
             "parts": [part for part in parts if Linears(plan, part).steps],
         }
-        plan = replace(plan, recorded={**plan.recorded, "calibrate": facts})
+        kept = options.kept(is_shared=plan.options.run.share is not None)
+        recorded = {**plan.recorded, "calibrate": facts}
+        plan = replace(plan, recorded=recorded, calibration=kept)
         Linears(plan, MAIN if options.main else MTP).require()
         config_for(with_single_experts(plan.family), None)  # before anything is written
         for part in parts:  # which have no scales in a folder yet

@@ -23,7 +23,7 @@ from mtp_checkpoints.formats.rows import row_ranges as ranges_of_rows
 from mtp_checkpoints.tensors.tensor_reader import TensorReader, as_array, as_rows
 from mtp_checkpoints.tensors.tensor_stream import TensorStream
 from mtp_export.plan import Facts, Resources, Sink
-from mtp_export.schemes.read_twice import RowBytes, read_twice
+from mtp_export.schemes.read_twice import ReadTwice, RowBytes, size_of
 
 if TYPE_CHECKING:
     import torch
@@ -77,11 +77,10 @@ class Convert:
         device = resources.device
         if not self.format.of_whole_matrix:
             return self._write(inputs, outputs, sink, device)
+        own, *_ = measured = self._measured(inputs, resources)
+        known = replace(self, format=self.format.of_amax(max(one.largest for one in measured)))
         with ExitStack() as opened:
-            own = read_twice(self.own(inputs), resources.budget_bytes)
-            largest = self._largest_of([*own, *inputs[len(own) :]], device)
-            known = replace(self, format=self.format.of_amax(largest))
-            return known._write([one.again(opened) for one in own], outputs, sink, device)
+            return known._write([one.again(opened) for one in own.rows], outputs, sink, device)
 
     def own(self, inputs: Sequence[T]) -> Sequence[T]:
         """Return those of its inputs that are the weight's own."""
@@ -118,15 +117,29 @@ class Convert:
             sink(number, data)
         return quality(errors)
 
-    def _largest_of(self, inputs: Sequence[RowBytes], device: str) -> float:
-        """Return the largest magnitude of the weight and of those joined with it."""
-        largest, count = 0.0, len(inputs) // (1 + self.joined)
-        for number in range(0, len(inputs), count):
-            one = inputs[number : number + count]
-            for start, stop in row_ranges(one[0].info, self.source):
-                with converting(one[0].info, (start, stop)):
-                    found = self._largest(row_pieces(one, self.source, start, stop), device)
-                largest = max(largest, found)
+    def _measured(self, inputs: Sequence[TensorStream], resources: Resources) -> list[Measured]:
+        """Return the weight and those joined with it, measured: each once by all transforms of a
+        task, in which all are kept in memory if they fit, and the own alone otherwise."""
+        own, budget_bytes = self.own(inputs), resources.budget_bytes
+        known = {} if resources.measured is None else resources.measured
+        keeps_all = resources.measured is not None and size_of(inputs) <= budget_bytes
+        result = []
+        for number in range(0, len(inputs), len(own)):
+            one = inputs[number : number + len(own)]
+            name, keeps = one[0].info.name, number == 0 and size_of(one) <= budget_bytes
+            if name not in known:
+                rows = [ReadTwice(stream, keeps=keeps or keeps_all) for stream in one]
+                known[name] = Measured(rows, self._largest_of(rows, resources.device))
+            result.append(known[name])
+        return result
+
+    def _largest_of(self, rows: Sequence[ReadTwice], device: str) -> float:
+        """Return the largest magnitude of a weight."""
+        largest = 0.0
+        for start, stop in row_ranges(rows[0].info, self.source):
+            with converting(rows[0].info, (start, stop)):
+                found = self._largest(row_pieces(rows, self.source, start, stop), device)
+            largest = max(largest, found)
         return largest
 
     def _convert(self, pieces: Sequence[RowPiece], device: str) -> tuple[Sequence[Any], ErrorStats]:
@@ -157,6 +170,13 @@ class Convert:
     def _values(self, pieces: Sequence[RowPiece], device: str) -> torch.Tensor | Fp8Block:
         values, *scale = (piece.tensor().to(device) for piece in pieces)
         return self.source.source(values, *scale) if scale else values
+
+
+class Measured(NamedTuple):
+    """Rows of a weight, to be read once more, and its largest magnitude."""
+
+    rows: Sequence[ReadTwice]
+    largest: float
 
 
 class RowPiece(NamedTuple):

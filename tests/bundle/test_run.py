@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +17,12 @@ import xxhash
 from cases import read_shard
 from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.errors import InvalidInputError, OutputExistsError
+from mtp_checkpoints.formats.fp8_block import Fp8Block
+from mtp_checkpoints.formats.nvfp4 import NvFp4Packed
 from mtp_checkpoints.sources.disk_queue import DiskQueue
 from mtp_checkpoints.sources.files import name_when_whole
+from mtp_checkpoints.tensors.tensor_reader import TensorReader
+from mtp_checkpoints.tensors.tensor_stream import TensorStream
 from mtp_export.bundle import run as module
 from mtp_export.bundle.bundle_plan import BundlePlan
 from mtp_export.bundle.downloads import Inputs
@@ -27,8 +31,12 @@ from mtp_export.bundle.journal import ShardFacts
 from mtp_export.bundle.options import BundleOptions, Checksums, ContentOptions, RunOptions
 from mtp_export.bundle.run import RunResources, ShardJob, is_made, run
 from mtp_export.plan import Link, OutputShard, Resources, Step, copy_step
+from mtp_export.schemes import read_twice
+from mtp_export.schemes.transforms import Convert
 from mtp_kernels.cpu import torch_threads
 from mtp_kernels.cpu.torch_threads import one_torch_thread
+
+GATE_AND_UP = tuple(f"model.layers.1.mlp.experts.0.{part}_proj.weight" for part in ("gate", "up"))
 
 
 @pytest.fixture
@@ -254,6 +262,49 @@ def transformed(plan: BundlePlan, transform: Doubled) -> ShardJob:
     outputs = tuple(OutputTensor(f"twin {n}", tensor.dtype, tensor.shape) for n in (1, 2))
     steps = (Step(transform, (name,), outputs, "mine"), copy_step(tensor))
     return ShardJob("main/x", plan.jobs[0].folder, OutputShard(steps, file_name="x.safetensors"))
+
+
+def joined_job(plan: BundlePlan, own: str, others: Sequence[str]) -> ShardJob:
+    """A shard of weights in nvfp4 that share the number of the matrix, another tensor between."""
+    convert = Convert(NvFp4Packed(), "minmax", Fp8Block(), joined=1)
+    steps = []
+    for name in (own, *others):
+        other = GATE_AND_UP[name == GATE_AND_UP[0]]
+        inputs = (name, f"{name}_scale_inv", other, f"{other}_scale_inv")
+        outputs = convert.format.tensors(name, plan.checkpoint.tensors[name].shape)
+        steps.append(Step(convert, inputs, outputs))
+    steps.insert(1, copy_step(plan.checkpoint.tensors["model.norm.weight"]))
+    file_name = f"{len(steps)}.safetensors"
+    return ShardJob(own, plan.jobs[0].folder, OutputShard(tuple(steps), file_name=file_name))
+
+
+@pytest.mark.parametrize("budget_bytes", [1 << 30, 0])
+def test_joined_weights_of_a_shard_are_read_once(
+    budget_bytes: int,
+    plan_of: Callable[..., BundlePlan],
+    queue: DiskQueue,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where they fit into memory; anyhow they are as in shards of their own."""
+    plan, recorded, opened = plan_of(), dict[str, ShardFacts](), list[str]()
+
+    def counted(kind: type[Any]) -> Callable[..., Any]:
+        return lambda info, *given: (opened.append(info.name), kind(info, *given))[1]
+
+    monkeypatch.setattr(module, "TensorStream", counted(TensorStream))
+    monkeypatch.setattr(read_twice, "TensorReader", counted(TensorReader))
+    (gate, up), room = GATE_AND_UP, Resources(budget_bytes, "cpu")
+    resources = resources_of(plan, queue, transform=room)
+    run([joined_job(plan, up, [gate])], recorded.__setitem__, resources)
+    every = [*GATE_AND_UP, *(f"{name}_scale_inv" for name in GATE_AND_UP)]
+    again = every if budget_bytes == 0 else []
+    assert sorted(opened) == sorted([*every, "model.norm.weight", *again])
+    together = recorded.pop(up)
+    for name in GATE_AND_UP:
+        run([joined_job(plan, name, [])], recorded.__setitem__, resources)
+        alone = recorded.pop(name)
+        assert alone.facts.items() <= together.facts.items()
+        assert (alone.xxh3_128 or {}).items() <= (together.xxh3_128 or {}).items()
 
 
 @pytest.mark.parametrize(

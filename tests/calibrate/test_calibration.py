@@ -275,6 +275,20 @@ def test_shares_make_the_bundle_of_one_run(
     assert files_of(output) == files_of(calibrated[1])
 
 
+def test_shares_of_other_rows_or_another_work_folder_are_refused(
+    make: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    """Scales of AWQ that two folders have may differ, and so may rows in bits."""
+    common = (*NVFP4, "--method", "awq", "--max-shard-size", "20kB")
+    assert make(tmp_path / "bundle", *common, "--share", "1/3").code == 0
+    other = str(tmp_path / "other")
+    for given, found in ((("--stream",), True), (("--workdir", other), other)):
+        refused = make(tmp_path / "bundle", *common, *given, "--share", "2/3")
+        said = "".join(refused.err.split())
+        assert refused.code == 8 and "holdssharesofsomethingelse" in said
+        assert f"calibration{given[0]}{found}(now)" in said
+
+
 def test_without_a_factor_weights_are_rounded_to_the_nearest_and_named(
     nearest: Path, make: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

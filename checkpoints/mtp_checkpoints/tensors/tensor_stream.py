@@ -25,6 +25,8 @@ _UNIT_ROWS = 128
 class TensorStream:
     """One tensor's bytes, once and in order, while a queue reads on; a context manager.
 
+    Where they are kept they are there once more, in the memory that they were read into.
+
     Every access raises IoError, with the tensor's name, when the bytes run out or cannot be read.
     """
 
@@ -35,7 +37,9 @@ class TensorStream:
         self.info, self._queue = info, queue
         self._spans = deque(range(at, min(at + step, end)) for at in range(begin, end, step))
         self._ahead: deque[Block] = deque()
-        self._lent: memoryview | None = None
+        self._kept: deque[tuple[memoryview, memoryview]] | None = None  # lent, and what was read
+        self._again = deque[tuple[memoryview, memoryview]]()
+        self._used: tuple[memoryview, memoryview] | None = None
         self._rest = memoryview(b"")  # of the lent memory, what is still to be used
         self._file = info.file.open(range(begin, end))
         if self._spans:
@@ -53,7 +57,19 @@ class TensorStream:
         if self._spans:
             self._queue.close_stream()
         self._give_back()
+        for memory, _ in (*(self._kept or ()), *self._again):
+            self._queue.take_back(memory)
         self._file.close()
+
+    def keep(self) -> None:
+        """Keep what is used from now on, until it is used once more."""
+        self._kept = deque()
+
+    def rewind(self) -> None:
+        """Go back to where all that is kept begins, from the end."""
+        assert self._kept is not None and not self._ahead
+        self._give_back()
+        self._again, self._kept = self._kept, None
 
     def blocks(self) -> Iterator[memoryview]:
         """Yield all bytes; a block is there until the next one is asked for."""
@@ -87,6 +103,9 @@ class TensorStream:
     def _next_block(self) -> bool:
         """Give the block in use back, and wait for the next one; False at the end."""
         self._give_back()
+        if self._again:
+            self._used = _, self._rest = self._again.popleft()
+            return True
         if not self._ahead:
             return False
         block = self._ahead[0]
@@ -96,15 +115,17 @@ class TensorStream:
             raise _named(error, self.info) from error
         self._ahead.popleft()
         self._queue.use(block)
-        self._lent, self._rest = block.memory, block.memory[place]
+        self._used = _, self._rest = block.memory, block.memory[place]
         self._read_on()
         return True
 
     def _give_back(self) -> None:
-        lent, self._lent = self._lent, None
+        used, self._used = self._used, None
         self._rest = memoryview(b"")
-        if lent is not None:
-            self._queue.take_back(lent)
+        if used is not None and self._kept is not None:
+            self._kept.append(used)
+        elif used is not None:
+            self._queue.take_back(used[0])
 
     def _read_on(self) -> None:
         """Begin to read the next blocks, as many as are this stream's share."""

@@ -78,6 +78,37 @@ def test_rows_of_any_dtype_at_any_offset(
             assert rows.numpy().tobytes() == CONTENT[first:last]
 
 
+@pytest.mark.parametrize("unit", [100, 500])
+def test_what_is_kept_is_there_once_more(
+    unit: int, file: Path, queue: DiskQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read once, also rows in several blocks; all memory comes back, however far it was used."""
+    lent, returned = list[int](), list[int]()
+    lend, take_back = DiskQueue.lend, DiskQueue.take_back
+
+    def lending(self: DiskQueue, size_bytes: int) -> memoryview:
+        memory = lend(self, size_bytes)
+        lent.append(len(memory))
+        return memory
+
+    def taking_back(self: DiskQueue, memory: memoryview) -> None:
+        returned.append(len(memory))
+        take_back(self, memory)
+
+    monkeypatch.setattr(DiskQueue, "lend", lending)
+    monkeypatch.setattr(DiskQueue, "take_back", taking_back)
+    for stop in (500, 200, 0):
+        with TensorStream(tensor(file, 3, 500, 132), queue) as stream:
+            stream.keep()
+            first = [bytes(stream.row_data(at, at + unit)) for at in range(0, 500, unit)]
+            read = len(lent)
+            stream.rewind()
+            again = [bytes(stream.row_data(at, at + unit)) for at in range(0, stop, unit)]
+        assert b"".join(first) == CONTENT[3 : 3 + 500 * 132]
+        assert again == first[: len(again)] and len(lent) == read
+        assert sorted(lent) == sorted(returned)
+
+
 @pytest.mark.parametrize(("row", "step"), [(1, 8192), (10, 7680), (64, 8192), (65, 8192)])
 def test_blocks_hold_multiples_of_128_rows(
     row: int, step: int, file: Path, queue: DiskQueue
