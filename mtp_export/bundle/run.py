@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -300,7 +301,7 @@ class _Run:
         while (task := self._tasks.take()) is not None:
             if not task.steps:
                 self._link(task.shard)
-            measured = {} if len(task.steps) > 1 else None
+            measured = dict[str, Any]() if len(task.steps) > 1 else None
             with task.opened:
                 for step in task.steps:
                     self._do(task, step, replace(self._resources.transform, measured=measured))
