@@ -279,8 +279,9 @@ class PageAllocator:
 
     def _poison(self, slots: Sequence[int]) -> None:
         for cache in self._poisoned:
+            rows = torch.tensor(slots, dtype=torch.long)
             for tensor in cache.tensors:
-                tensor.flatten(0, 1)[torch.tensor(slots, dtype=torch.long)] = torch.nan
+                tensor.flatten(0, 1)[rows] = torch.nan
 
 
 def lay_out(

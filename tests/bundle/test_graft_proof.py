@@ -31,7 +31,7 @@ def main(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in BUILT_IN[:4]))
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in BUILT_IN[:2]))
     return path
 
 
