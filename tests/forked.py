@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import runpy
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from multiprocessing.context import ForkServerContext
 from multiprocessing.reduction import DupFd
 from pathlib import Path
-from subprocess import TimeoutExpired
+from subprocess import CompletedProcess, TimeoutExpired
 from typing import Any, TextIO
 
 import pytest
@@ -200,6 +202,28 @@ def _own_terminal() -> None:
 
     os.setsid()
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def completed(
+    function: Callable[..., object],
+    *arguments: object,
+    environment: Mapping[str, str] | None = None,
+) -> CompletedProcess[str]:
+    """Run a function in a forked process to its end; return its exit code and what it wrote."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        streams = 0, out.fileno(), err.fileno()
+        process = Forked(function, *arguments, streams=streams, environment=environment)
+        code = process.wait()
+        for file in (out, err):
+            file.seek(0)
+        return CompletedProcess(arguments, code, out.read(), err.read())
+
+
+def script(path: Path, *arguments: object) -> None:
+    """Run a Python file as a program."""
+    sys.argv = [*map(str, (path, *arguments))]
+    sys.path.insert(0, str(path.parent))
+    runpy.run_path(str(path), run_name="__main__")
 
 
 def program(*arguments: object) -> None:

@@ -6,13 +6,13 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cases import WHOLE_TILES, edit_json, export, make_checkpoint, quantize, run_program
+from forked import completed, program
 from mtp_checkpoints.layouts import TARGETS
 from runtime.drafts import ffn_layout, write_eagle3, write_heads
 
@@ -295,14 +295,8 @@ def test_run_becomes_the_engine(pristine: Path, tmp_path: Path) -> None:
     stub.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"; exit 21\n")
     stub.chmod(0o755)
     paths = {"PATH": f"{stubs}:{os.environ['PATH']}"}
-    environment = os.environ | paths | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    words = [sys.executable, "-m", "mtp_export", "launch", str(output)]
-    done = subprocess.run(
-        [*words, "--engine", "vllm", "--tp", "2", "--run"],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    words = "launch", output, "--engine", "vllm", "--tp", 2, "--run"
+    done = completed(program, *words, environment=os.environ | paths)
     assert done.returncode == 21, done.stderr
     assert done.stdout.splitlines()[:2] == ["serve", str(output / "main")]
 

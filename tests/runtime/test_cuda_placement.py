@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cases import nightly_but, quantize, run_program
+from forked import completed, script
 from runtime.drafts import ffn_layout, write_eagle3, write_heads, write_layer_heads
 
 SCRIPT = Path(__file__).resolve().parents[1] / "cuda_device.py"
@@ -24,10 +22,7 @@ OTHERS = {"bfloat16", "relaxed", "window"}
 
 
 def scene(*arguments: object) -> Any:
-    done = subprocess.run(
-        [sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
+    done = completed(script, SCRIPT, *arguments)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 

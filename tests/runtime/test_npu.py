@@ -6,14 +6,13 @@ AUTO says which backend a device has; the CPU is given that of NPUs, whose cache
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from forked import completed, script
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_kernels import verify_attention
 from mtp_runtime import SamplingParams
@@ -129,8 +128,7 @@ def test_what_an_npu_does_not_load() -> None:
 
 def test_a_device_of_that_name(path: Path) -> None:
     """From loading to tokens, no operator gets tensors of both devices; drafts change nothing."""
-    script = Path(__file__).resolve().parents[1] / "npu_device.py"
-    done = subprocess.run([sys.executable, script, path], capture_output=True, text=True)
+    done = completed(script, Path(__file__).resolve().parents[1] / "npu_device.py", path)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     plain, drafted = found["tokens"]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+from forked import completed, script
 from mtp_kernels.quantize.probe import difference
 
 DEVICE = Path(__file__).resolve().parents[2] / "npu_device.py"
@@ -14,7 +13,7 @@ DEVICE = Path(__file__).resolve().parents[2] / "npu_device.py"
 
 def test_a_device_is_compared_conversion_by_conversion() -> None:
     """One that converts as the CPU does, one without fp8, one that cuts scales off."""
-    done = subprocess.run([sys.executable, DEVICE, "conversions"], capture_output=True, text=True)
+    done = completed(script, DEVICE, "conversions")
     assert done.returncode == 0, done.stderr[-2000:]
     same, without_fp8, cut = json.loads(done.stdout)
     assert same is None

@@ -4,36 +4,29 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cases import nightly_but
+from forked import completed, script
 
 ROOT = Path(__file__).resolve().parents[3]
 # What one program may use: CUDA programming guide, compute capabilities.
 SHARED_BYTES = {"8.0": 166_912, "9.0": 232_448, "10.0": 232_448}
 
 
-def python_path() -> str:
-    """make test-oldest-triton puts another Triton there."""
-    given = os.environ.get("PYTHONPATH", "")
-    return os.pathsep.join(filter(None, [given, str(ROOT / "kernels")]))
+def compiling() -> dict[str, str]:
+    """Variables of a process of its own: in this one Triton may be interpreting."""
+    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 
 
 def compile_report(tmp_path: Path, *options: str) -> list[dict[str, Any]]:
-    """A process of its own: in this one Triton may be interpreting."""
     path = tmp_path / "report.json"
-    module = "benchmarks.compile_report_verify_attention"
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    subprocess.run(
-        [sys.executable, "-m", module, "--json", str(path), *options],
-        check=True, capture_output=True, env=environment | {"PYTHONPATH": python_path()},
-        cwd=ROOT,
-    )  # fmt: skip
+    report = ROOT / "benchmarks/compile_report_verify_attention.py"
+    done = completed(script, report, "--json", path, *options, environment=compiling())
+    assert done.returncode == 0, done.stderr
     rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
     return rows
 
@@ -59,11 +52,7 @@ def test_tiles_of_64_rows_use_wgmma_on_hopper(tmp_path: Path) -> None:
 
 def test_launches_find_what_was_compiled_beforehand(tmp_path: Path) -> None:
     """Else a GPU's tuning compiles every candidate twice, the second time one after another."""
-    script = ROOT / "tests/kernels/compiled_beforehand.py"
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, script, tmp_path], env=environment | {"PYTHONPATH": python_path()},
-        capture_output=True, text=True,
-    )  # fmt: skip
+    compiled = ROOT / "tests/kernels/compiled_beforehand.py"
+    done = completed(script, compiled, tmp_path, environment=compiling())
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {"16 bit": [1, 1], "fp8": [2, 2], "fp32": [3, 3]}
