@@ -1,5 +1,5 @@
-"""Main models as mlx-lm writes them, in affine groups and the experts of a layer in one tensor, and
-as bitsandbytes does, in nf4."""
+"""Main models as mlx-lm writes them, in affine groups and the experts of a layer in one tensor, as
+bitsandbytes does, in nf4, and as Quark does, in int4."""
 
 from __future__ import annotations
 
@@ -92,4 +92,46 @@ def write_nf4(source: Path, folder: Path, layer: str) -> Path:
         return made
 
     own = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    return rewritten(source, folder, change, lambda config: config.update(quantization_config=own))
+
+
+def quark_words(codes: torch.Tensor) -> torch.Tensor:
+    """Words I32 of codes [n, N]: eight columns in each, in AWQ's order."""
+    order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
+    lanes = codes.long().unflatten(1, (-1, 8))[..., order] & 15
+    return (lanes << torch.arange(0, 32, 4)).sum(-1).to(torch.uint32).view(torch.int32)
+
+
+def int4(weight: torch.Tensor, group: int) -> dict[str, torch.Tensor]:
+    """Tensors of a matrix [N, K]: codes from -8 to 7, whose zero points are 0."""
+    groups = weight.float().unflatten(1, (-1, group))
+    scales = (groups.abs().amax(-1) / 7).clamp(min=1e-9).bfloat16()
+    codes = (groups / scales.float()[..., None]).round().clamp(-8, 7).flatten(1)
+    return {
+        "weight": quark_words(codes.t()),
+        "weight_scale": scales.t().contiguous(),
+        "weight_zero_point": quark_words(torch.zeros_like(scales.t())),
+    }
+
+
+def write_quark(source: Path, folder: Path, layer: str) -> Path:
+    """A checkpoint without its MTP layer, every linear layer of the others in int4."""
+
+    def change(stored: Tensors) -> Tensors:
+        made: Tensors = {}
+        for name, one in without(layer)(stored).items():
+            if ".layers." not in name or not _LINEAR.fullmatch(name):
+                made[name] = one
+                continue
+            parts = int4(one, 32).items()
+            made |= {name.removesuffix("weight") + last: part for last, part in parts}
+        return made
+
+    weight = {"dtype": "int4", "qscheme": "per_group", "group_size": 32, "is_dynamic": False}
+    own = {
+        "quant_method": "quark",
+        "global_quant_config": {"weight": weight},
+        "export": {"pack_method": "reorder"},
+        "exclude": ["lm_head"],
+    }
     return rewritten(source, folder, change, lambda config: config.update(quantization_config=own))

@@ -1,5 +1,5 @@
-"""Grafts onto main models of MLX and bitsandbytes, whose numbers are decoded: judged and proven as
-any other."""
+"""Grafts onto main models of MLX, bitsandbytes and Quark, whose numbers are decoded: judged and
+proven as any other."""
 
 from __future__ import annotations
 
@@ -11,15 +11,20 @@ from typing import Any
 import pytest
 
 from cases import Outcome, read_json, run_program
-from decoded_mains import write_mlx, write_nf4
+from decoded_mains import write_mlx, write_nf4, write_quark
 from mtp_export.verify.evidence.prompts import BUILT_IN
 from verify.foreign import GLM, GLM_MTP
 
 MAINS: dict[str, tuple[Callable[[Path, Path, str], Path], str]] = {
     "mlx": (write_mlx, "mlx_affine"),
     "bitsandbytes": (write_nf4, "bitsandbytes_4bit"),
+    "quark": (write_quark, "quark_int4"),
 }
-READ_BY: dict[str, set[str]] = {"mlx": set(), "bitsandbytes": {"SGLang"}}
+READ_BY: dict[str, set[str]] = {
+    "mlx": set(),
+    "bitsandbytes": {"SGLang"},
+    "quark": {"vLLM", "SGLang"},
+}
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,5 @@
-"""Quark's checkpoints: its list of unquantized modules, beside how the MTP module is stored."""
+"""Quark's checkpoints: its list of unquantized modules, beside how the MTP module is stored, in
+numbers that are read here and in others."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from verify.test_foreign_checkpoints import failures, verified
 
 ITEM = "mtp: in Quark's exclude as stored"
 LAYER = GLM_MTP.rstrip(".")
-NUMBERS = {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_channel"}}
+NUMBERS = {"weight": {"dtype": "fp8_e5m2", "qscheme": "per_channel"}}  # not decoded
+READ = {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_channel"}}
+AS_READ = "mtp: precision as vLLM reads it"
 
 
 def written(folder: Path, exclude: Any, tensors: Any = as_is, **fields: Any) -> Path:
@@ -73,13 +76,36 @@ def test_a_quantized_layer_that_is_listed_is_named_with_the_entry(tmp_path: Path
     assert "31 matrices" in items[ITEM]["cause"]
 
 
-@pytest.mark.parametrize(
-    ("exclude", "numbers"),
-    [("lm_head", NUMBERS), (["re:("], NUMBERS), ([], None), ([], {"weight": None})],
-)
-def test_lists_that_say_nothing_are_not_tested(
-    tmp_path: Path, exclude: Any, numbers: dict[str, Any] | None
-) -> None:
+@pytest.mark.parametrize("exclude", ["lm_head", ["re:("]])
+@pytest.mark.parametrize("numbers", [NUMBERS, READ])
+def test_unusable_lists_are_named(tmp_path: Path, exclude: Any, numbers: dict[str, Any]) -> None:
     outcome, items = verified(written(tmp_path / "written", exclude, global_quant_config=numbers))
-    assert outcome.code == 0
-    assert items[ITEM]["status"] == "not tested"
+    assert outcome.code == 7
+    assert "no usable quantization_config.exclude" in outcome.out
+    assert ITEM not in items
+
+
+@pytest.mark.parametrize("numbers", [None, {"weight": None}])
+def test_a_config_of_no_numbers_passes(tmp_path: Path, numbers: dict[str, Any] | None) -> None:
+    outcome, items = verified(written(tmp_path / "written", [], global_quant_config=numbers))
+    assert outcome.code == 0 and ITEM not in items
+
+
+def test_numbers_that_are_read_are_judged_as_any_other(tmp_path: Path) -> None:
+    def failed(name: str, exclude: list[str] | None, tensors: Any = as_is) -> dict[str, str]:
+        folder = written(tmp_path / name, exclude, tensors, global_quant_config=READ)
+        _, items = verified(folder)
+        assert ITEM not in items
+        if in_sglang := items.get("mtp: precision as SGLang reads it"):
+            assert in_sglang["status"] == "not tested" and "not repeated" in in_sglang["cause"]
+        return {item: items[item]["cause"] for item in failures(items)}
+
+    assert failed("listed", [r"re:model\.layers\.3\."]) == {}
+    assert failed("quantized", ["lm_head"], in_fp8) == {}
+    for name, exclude in {"none": None, "glob": ["lm_head", "model.layers.3*"]}.items():
+        found = failed(name, exclude)
+        assert found.keys() == {AS_READ}
+        assert "31 matrices" in found[AS_READ] and "to exclude" in found[AS_READ]
+    assert "(model.layers.3* in exclude matches no module" in found[AS_READ]
+    (cause,) = failed("both", [r"re:model\.layers\.3\."], in_fp8).values()
+    assert r"(re:model\.layers\.3\. in exclude)" in cause and "31 matrices" in cause

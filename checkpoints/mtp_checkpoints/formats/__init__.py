@@ -35,6 +35,7 @@ from mtp_checkpoints.formats.modelopt import Fp8Tensor, NvFp4, NvFp4A16
 from mtp_checkpoints.formats.mx import MxFp4Packed, MxFp8
 from mtp_checkpoints.formats.nvfp4 import NvFp4Packed, NvFp4PackedA4
 from mtp_checkpoints.formats.pack_quantized import Int4Group, Int8Channel
+from mtp_checkpoints.formats.quark import QuarkFp8, QuarkInt4, QuarkInt8, QuarkMxFp4
 from mtp_checkpoints.formats.unquantized import UNQUANTIZED, Unquantized, unquantized
 from mtp_checkpoints.formats.w4afp8 import W4AFp8
 from mtp_checkpoints.formats.zero_points import Int4ZeroPoints, Int8ZeroPoints
@@ -73,6 +74,10 @@ __all__ = [
     "NvFp4A16",
     "NvFp4Packed",
     "NvFp4PackedA4",
+    "QuarkFp8",
+    "QuarkInt4",
+    "QuarkInt8",
+    "QuarkMxFp4",
     "W4AFp8",
     "Unquantized",
     "WeightFormat",
@@ -102,6 +107,10 @@ FORMATS: dict[str, type[WeightFormat]] = {
     "mlx_affine": MlxAffine,
     "bitsandbytes_int8": BitsAndBytesInt8,
     "bitsandbytes_4bit": BitsAndBytes4,
+    "quark_int4": QuarkInt4,
+    "quark_int8": QuarkInt8,
+    "quark_fp8": QuarkFp8,
+    "quark_mxfp4": QuarkMxFp4,
     "int8_unpacked": Int8Unpacked,
     "int4_zero_points": Int4ZeroPoints,
     "int8_zero_points": Int8ZeroPoints,

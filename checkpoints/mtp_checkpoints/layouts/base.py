@@ -109,7 +109,7 @@ class DraftReading:
     loads_tables: it loads the draft's own embedding and head. builds_projection: a module of names
     of its own has its projection built as any linear, but beside NVFP4. refuses_recomputed:
     model_types whose draft it does not load with tensors that all others skip, as is_recomputed
-    tells.
+    tells. not_repeated: quant_methods whose lists each of its draft classes renames in another way.
     """
 
     by_main_config: bool
@@ -122,6 +122,7 @@ class DraftReading:
     builds_projection: bool = False
     unquantized_beside: frozenset[str] = frozenset()
     refuses_recomputed: frozenset[str] = frozenset()
+    not_repeated: frozenset[str] = frozenset()
 
     def of_family(self, family: ModelSpec) -> DraftReading:
         """Return the way for a model of a family: an MTP module of names of its own has another

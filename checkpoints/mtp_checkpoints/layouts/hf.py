@@ -135,6 +135,7 @@ HF = Target(
                 layer_name=SGLANG_DRAFT,
                 reads=sglang_reads,
                 renamed=RENAMED_BY_SGLANG,
+                not_repeated=frozenset({"quark"}),  # `_resolve_nextn_quant_config`
                 loads_tables=False,
                 # of its models/*_nextn.py
                 unquantized_beside=frozenset({NvFp4.storage, NvFp4A16.storage}),

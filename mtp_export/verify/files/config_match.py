@@ -27,7 +27,7 @@ from mtp_checkpoints.layouts.base import DraftReading, Engine
 from mtp_checkpoints.quantization.absent import with_projection_listed
 from mtp_checkpoints.quantization.methods import quant_config_of
 from mtp_checkpoints.quantization.mismatches import is_recomputed
-from mtp_checkpoints.quantization.native import is_gguf, quantization_of
+from mtp_checkpoints.quantization.native import is_gguf, method_of, quantization_of
 from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_checkpoints.tensors.untied_head import TIED, UNTIED_HEAD
@@ -204,6 +204,9 @@ def _draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
             if (known := undecoded_main(context)) is not None:
                 yield not_tested(name, known.why_not_tested)
                 continue
+        if method_of(quantization_of(config)) in engine.draft_reading.not_repeated:
+            yield not_tested(name, f"how {engine.title} renames these lists is not repeated here")
+            continue
         if not context.is_bundle:
             main = context.main.tensors if context.main is not None else ()
             try:

@@ -1,22 +1,21 @@
 """Quark's list of modules that are not quantized, compared with how the MTP modules are stored: all
-that is told of a method whose numbers are not read here.
-
-Sources: SGLang `quantization/quark`; entries are whole names, or regular expressions after re:.
-"""
+that is told of numbers of its that are not read here."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mtp_checkpoints.containers.base import CONFIG_NAME, TensorInfo
 from mtp_checkpoints.errors import MtpExportError
 from mtp_checkpoints.families import family_of
 from mtp_checkpoints.families.base import FLOATS
 from mtp_checkpoints.formats.base import SCALES_OF_CODES
-from mtp_checkpoints.quantization.native import quantization_of
+from mtp_checkpoints.quantization.methods import undecoded_of
+from mtp_checkpoints.quantization.methods.quark import entry_for, left_out
+from mtp_checkpoints.quantization.native import method_of, quantization_of
 from mtp_export.verify.check import Item, Problem, not_tested, verdict
 from mtp_export.verify.diagnosis.causes import files as causes
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from mtp_export.verify.context import Context
 
 _NAME = "mtp: in Quark's exclude as stored"
-_EXCLUDE, _REGEX, _EXPERTS = "exclude", "re:", ".experts"
+_METHOD, _EXCLUDE, _REGEX = "quark", "exclude", "re:"
 
 
 def run(context: Context) -> Iterator[Item]:
@@ -33,14 +32,9 @@ def run(context: Context) -> Iterator[Item]:
     if main is None or mtp is None:
         return
     quantization = quantization_of(main.config)
-    if not isinstance(quantization, dict) or quantization.get("quant_method") != "quark":
+    if method_of(quantization) != _METHOD or undecoded_of(main.config) is None:
         return
-    entries, everywhere = quantization.get(_EXCLUDE) or [], quantization.get("global_quant_config")
-    numbers = everywhere.get("weight") if isinstance(everywhere, dict) else None
-    if not _is_list_of_patterns(entries) or not numbers:
-        why = f"there is no usable {_EXCLUDE}, or no global_quant_config of weights"
-        yield not_tested(_NAME, why)
-        return
+    entries = left_out(quantization)
     try:
         family = family_of(main.config)
     except MtpExportError as error:
@@ -50,32 +44,23 @@ def run(context: Context) -> Iterator[Item]:
     yield verdict(_NAME, [*_problems(modules, entries, mtp.tensors)], f"{len(modules):,} linears")
 
 
-def _is_list_of_patterns(entries: Any) -> bool:
-    if not isinstance(entries, list) or not all(isinstance(one, str) for one in entries):
-        return False
-    try:
-        for entry in entries:
-            re.compile(entry.removeprefix(_REGEX) if entry.startswith(_REGEX) else "")
-    except re.error:
-        return False
-    return True
-
-
 def _problems(
     modules: Sequence[str], entries: Sequence[str], tensors: Mapping[str, TensorInfo]
 ) -> Iterator[Problem]:
     """Yield the linears that are stored unquantized and not listed, as one problem, and those that
     are listed and quantized."""
-    plain = [one for one in modules if _is_plain(one, tensors) and not _entry(one, entries)]
+    plain = [one for one in modules if _is_plain(one, tensors) and not entry_for(one, entries)]
     if plain:
         layers = dict.fromkeys(".".join(module.split(".")[:3]) for module in plain)
         added = ", ".join(f"{_REGEX}{re.escape(layer)}\\." for layer in layers)
         idle = [f"{one} in {_EXCLUDE}" for one in entries if _is_glob_of(one, plain)]
         words = causes.not_left_out(len(plain), plain[0], f"{added} to {_EXCLUDE}", idle)
         yield Problem(CONFIG_NAME, words)
-    listed = [one for one in modules if _is_plain(one, tensors) is False and _entry(one, entries)]
+    listed = [
+        one for one in modules if _is_plain(one, tensors) is False and entry_for(one, entries)
+    ]
     if listed:
-        entry = f"{_entry(listed[0], entries)} in {_EXCLUDE}"
+        entry = f"{entry_for(listed[0], entries)} in {_EXCLUDE}"
         yield Problem(
             CONFIG_NAME,
             causes.left_out_though_quantized(
@@ -91,20 +76,6 @@ def _is_plain(module: str, tensors: Mapping[str, TensorInfo]) -> bool | None:
         return None
     scales = (f"{module}.{last}" for last in SCALES_OF_CODES["weight"])
     return weight.dtype in FLOATS and not any(name in tensors for name in scales)
-
-
-def _entry(module: str, entries: Sequence[str]) -> str:
-    """Return the entry that leaves a linear out, "" for none; experts are asked for as one."""
-    layer, is_expert, _ = module.partition(f"{_EXPERTS}.")
-    asked = f"{layer}{_EXPERTS}" if is_expert else module
-    for entry in entries:
-        if entry.startswith(_REGEX):
-            found = re.match(entry.removeprefix(_REGEX), asked) is not None
-        else:
-            found = entry == asked or (bool(is_expert) and entry.startswith(f"{asked}."))
-        if found:
-            return entry
-    return ""
 
 
 def _is_glob_of(entry: str, modules: Sequence[str]) -> bool:
