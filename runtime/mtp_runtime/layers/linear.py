@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from shlex import quote
 from typing import Protocol
@@ -97,11 +97,11 @@ class FilePart:
     whole: bool = False
     form: object = None
 
-    def pieces(self) -> Iterator[Weight]:
-        """Read the matrix, some rows after the other."""
+    def reads(self) -> Iterator[Callable[[], Weight]]:
+        """Return what reads the matrix, some rows after the other."""
         rows, columns = self.shape
         step = rows if self.whole else max(1, PIECE_ELEMENTS // (PIECE_ROWS * columns)) * PIECE_ROWS
-        return (self.read(range(at, min(at + step, rows))) for at in range(0, rows, step))
+        return (partial(self.read, range(at, min(at + step, rows))) for at in range(0, rows, step))
 
 
 @dataclass(frozen=True)
@@ -122,13 +122,13 @@ class UnreadWeight:
         forms = {part.form for part in self.parts}
         return forms.pop() if len(forms) == 1 else None
 
-    def pieces(self) -> Iterator[Weight]:
-        """Yield some rows after the other."""
-        return (piece for part in self.parts for piece in part.pieces())
+    def reads(self) -> Iterator[Callable[[], Weight]]:
+        """Return what reads the matrices, some rows after the other."""
+        return (read for part in self.parts for read in part.reads())
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the matrices as one [out, in]."""
-        return torch.cat([piece.dequantize(dtype) for piece in self.pieces()])
+        return torch.cat([read().dequantize(dtype) for read in self.reads()])
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """Return x @ weight.T for x in float32."""
@@ -168,13 +168,19 @@ class Linear:
     def pieces(self) -> Iterator[Piece]:
         """Yield some rows [n, in] of the matrix after the other, as they are stored where all have
         one form, else in float32; what is in files is read (InvalidInputError when damaged)."""
+        return (read() for read in self.reads())
+
+    def reads(self) -> Iterator[Callable[[], Piece]]:
+        """Return what reads each of the pieces; any thread may."""
         if not isinstance(self.weight, UnreadWeight) or self.transposed is not None:
-            yield self.matrix(torch.float32).t()
-            return
+            return iter([lambda: self.matrix(torch.float32).t()])
+        is_dense = self.weight.form is None
+        return (partial(self._piece, read, is_dense) for read in self.weight.reads())
+
+    def _piece(self, read: Callable[[], Weight], is_dense: bool) -> Piece:
         with _damage_of(self.weight):
-            dense = self.weight.form is None
-            for piece in self.weight.pieces():
-                yield piece.dequantize(torch.float32) if dense else stored_rows(piece)
+            piece = read()
+            return piece.dequantize(torch.float32) if is_dense else stored_rows(piece)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.transposed is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -18,6 +19,7 @@ from mtp_runtime.layers.moe import Mlp, Moe, SigmoidRouter, SoftmaxRouter
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.rope import Rope
 from mtp_runtime.layers.tensor_parallel import ParallelMoe
+from mtp_runtime.loading.on_demand import READERS, read_ahead
 
 # Names of the parts of a layer that the kernels run.
 KINDS: dict[type, str] = {
@@ -50,9 +52,14 @@ class Rows:
         return cls(tuple(linears), (len(linears), *linears[0].weight.shape))
 
     def pieces(self) -> Iterator[kernels.Piece]:
-        """Yield rows [n, in], of each matrix as they are stored or in float32."""
-        for linear in self.linears:
-            yield from linear.pieces()
+        """Yield rows [n, in], of each matrix as they are stored or in float32: while some are
+        packed, the next are read."""
+        reads = [read for linear in self.linears for read in linear.reads()]
+        if len(reads) == 1:
+            yield reads[0]()
+            return
+        with ThreadPoolExecutor(READERS) as pool:
+            yield from read_ahead(pool, lambda read: read(), reads)
 
 
 @dataclass(frozen=True)
