@@ -30,7 +30,7 @@ from mtp_kernels.decoder.compiled_cpu.passes import Projection
 from mtp_kernels.quantize.row_codes import RowCodes
 
 OUTPUTS, INPUTS, GROUP = 196_608, 2048, 128
-ROWS = (1, 2, 4, 8, 16)
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 17, 24, 32)
 TURNS = 9
 
 

@@ -61,7 +61,7 @@ from mtp_kernels.cpu.stored_rows import (
 )
 from mtp_kernels.cpu.vectors import Rows, address, from_column
 
-AHEAD = 16  # steps before which rows of a weight are asked for
+AHEAD = 32
 WHOLE = (0, 1)  # both columns of vectors of a panel
 
 _LINE_BYTES = 64  # of a cache
@@ -69,8 +69,10 @@ _LINE_BYTES = 64  # of a cache
 # the size, for more than three rows one column after the other.
 _HAS_WIDE = bool(binding.get_host_cpu_features().get("avx512f", False))
 _MOST_ROWS, _MOST_WHOLE = (8, 8) if _HAS_WIDE else (6, 3)
-# More rows are multiplied with codes that are expanded once, so many rows of them at a time.
-_MOST_EXPANDING = 2 * _MOST_ROWS
+_MOST_PAIRED = 4 if _HAS_WIDE else 1  # rows of which those of two panels do
+# AVX2 multiplies more rows with codes that are expanded once, so many rows of them at a time;
+# AVX-512 expands in the time that memory would take.
+_MOST_EXPANDING = 1 << 62 if _HAS_WIDE else 2 * _MOST_ROWS
 _EXPANDED = 128
 
 
@@ -178,33 +180,53 @@ def _product(
     return types.void(*[types.int64] * 5, kind, *[types.int64] * 5), codegen
 
 
+def _pair_rows(builder: Any, stored: StoredRows, given: Any, rows: int) -> None:
+    """Code of _pair_product for a number of rows."""
+    x, x_stride, _, first, second, _, depth, out, out_stride, add = given
+    x_bytes, out_bytes = (bytes_of(builder, s) for s in (x_stride, out_stride))
+    adds, zero = builder.icmp_signed("!=", add, integer(0)), ir.Constant(VECTOR, None)
+    codes = [builder.add(at, integer(SCALE_BYTES)) for at in (first, second)]
+    panels = Panels(codes, WHOLE, integer(stored.bytes))
+    step = _step(builder, stored, x, x_bytes, panels)
+    lines = [
+        load(builder, builder.add(at, integer(c * LANES * FLOAT_BYTES)), VECTOR)
+        for at in (first, second)
+        for c in WHOLE
+    ]
+    starts = [zero] * len(lines) * rows
+    sums = loop(builder, builder.udiv(depth, integer(stored.rows)), starts, step)
+    columns = range(0, len(lines) * LANES, LANES)
+    outs = [row_at(builder, out, out_bytes, r, column) for r in range(rows) for column in columns]
+    old = old_or_zeros(builder, outs, adds)
+    for value, at in zip(
+        _scaled(builder, stored.factor, sums, lines * rows, old), outs, strict=True
+    ):
+        store(builder, value, at)
+
+
 @intrinsic
 def _pair_product(
-    typing: Any, x: Any, first: Any, second: Any, kind: Any, depth: Any, out: Any, add: Any
+    typing: Any,
+    x: Any,
+    x_row: Any,
+    rows: Any,
+    first: Any,
+    second: Any,
+    kind: Any,
+    depth: Any,
+    out: Any,
+    row: Any,
+    add: Any,
 ) -> Any:
-    """out[:2 * PANEL] = x times a group of nibbles of two panels, times their scales; added to if
-    `add`. The type of `kind` is how they are stored."""
+    """out[r, :2 * PANEL] = x[r] times a group of nibbles of two panels, times their scales, for 1
+    to _MOST_PAIRED rows; added to if `add`. The type of `kind` is how they are stored."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        x, first, second, _, depth, out, add = arguments
-        stored, zero = STORED[signature.args[3]], ir.Constant(VECTOR, None)
-        adds = builder.icmp_signed("!=", add, integer(0))
-        codes = [builder.add(at, integer(SCALE_BYTES)) for at in (first, second)]
-        panels = Panels(codes, WHOLE, integer(stored.bytes))
-        step = _step(builder, stored, x, integer(0), panels)
-        sums = loop(builder, builder.udiv(depth, integer(stored.rows)), [zero] * 4, step)
-        lines = [
-            load(builder, builder.add(at, integer(c * FLOAT_BYTES)), VECTOR)
-            for at in (first, second)
-            for c in (0, LANES)
-        ]
-        outs = [builder.add(out, integer(at * LANES * FLOAT_BYTES)) for at in range(len(sums))]
-        made = _scaled(builder, stored.factor, sums, lines, old_or_zeros(builder, outs, adds))
-        for value, at in zip(made, outs, strict=True):
-            store(builder, value, at)
+        code = partial(_pair_rows, builder, STORED[signature.args[5]], arguments)
+        by_count(builder, arguments[2], range(1, _MOST_PAIRED + 1), code)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 3, kind, *[types.int64] * 3), codegen
+    return types.void(*[types.int64] * 5, kind, *[types.int64] * 4), codegen
 
 
 @intrinsic
@@ -298,28 +320,30 @@ def multiply_panel(x: Any, panel: Any, out: Any, out_stride: Any) -> None:
 
 @inner
 def goes_in_pairs(x: Any, form: Any) -> Any:
-    """Return True for Rows x and a form whose panels are multiplied two at a time: the sums of one
-    row and one panel of nibbles wait for each other longer than for memory."""
-    return x.count == 1 and has_nibbles(kind_of(form))
+    """Return True for Rows x and a form whose panels are multiplied two at a time: the sums of few
+    rows and one panel of nibbles wait for each other longer than for memory."""
+    return x.count <= _MOST_PAIRED and has_nibbles(kind_of(form))
 
 
 @inner
-def multiply_pair(x: Any, panel: Any, following: Any, out: Any) -> None:
-    """Write x [k] times a Panel of nibbles and the one at the address `following` to out
-    [2 * PANEL]; with the bits of one at a time."""
+def multiply_pair(x: Any, panel: Any, following: Any, out: Any, out_stride: Any) -> None:
+    """Write Rows x times a Panel of nibbles and the one at the address `following` to
+    out[r, :2 * PANEL]; with the bits of one at a time."""
     group, size = group_of(panel.form), group_bytes(panel.form)
     before = head_bytes(panel.form) - SCALE_BYTES
     first, second = panel.at + before, following + before
     for start in range(0, panel.count, group):
         depth = min(group, panel.count - start)
-        entry = x.at + FLOAT_BYTES * start
+        at = x.at + FLOAT_BYTES * start
+        given = at, x.stride, x.count, first, second
         if kind_of(panel.form) == INT4:
-            _pair_product(entry, first, second, OF_INT4, depth, out, start)
+            _pair_product(*given, OF_INT4, depth, out, out_stride, start)
         else:
-            _pair_product(entry, first, second, OF_E2M1, depth, out, start)
-        if before:
-            _add_minimums(entry, depth, first - before, out)
-            _add_minimums(entry, depth, second - before, out + FLOAT_BYTES * PANEL)
+            _pair_product(*given, OF_E2M1, depth, out, out_stride, start)
+        for row in range(x.count if before else 0):
+            entry, own = at + FLOAT_BYTES * row * x.stride, out + FLOAT_BYTES * row * out_stride
+            _add_minimums(entry, depth, first - before, own)
+            _add_minimums(entry, depth, second - before, own + FLOAT_BYTES * PANEL)
         first, second = first + size, second + size
 
 

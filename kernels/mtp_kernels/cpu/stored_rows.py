@@ -28,8 +28,8 @@ from mtp_kernels.cpu.nibbles import E2M1_FACTOR, e2m1_numbers, int4_numbers
 from mtp_kernels.cpu.panel_forms import E2M1, FP8, INT4, INT8, PANEL, STEP_ROWS
 
 _BYTES = ir.VectorType(ir.IntType(8), LANES)
-_E4M3_BITS = 0x87F00000  # sign, exponent and mantissa where float32 has them
-_E4M3_FACTOR = 2.0**120  # between the biases of both exponents
+_E4M3_BITS = 0xBF80  # sign, exponent and mantissa where half precision has them
+_E4M3_FACTOR = 2.0**8  # between the biases of both exponents
 
 Column = list[Any]  # a vector of each row
 
@@ -63,10 +63,11 @@ def _read_bf16(builder: Any, at: Any, column: int) -> Column:
 
 
 def _e4m3(builder: Any, codes: Any) -> Any:
-    """Values of codes: the factor comes before any sum, which subnormal numbers would not bear."""
-    bits = builder.and_(builder.shl(codes, every_word(20)), every_word(_E4M3_BITS))
-    factor = ir.Constant(VECTOR, [_E4M3_FACTOR] * LANES)
-    return builder.fmul(builder.bitcast(bits, VECTOR), factor)
+    """Numbers of codes over _E4M3_FACTOR: as half precision they have the same bits elsewhere."""
+    kind = ir.VectorType(ir.IntType(16), LANES)
+    shift, mask = (ir.Constant(kind, [number] * LANES) for number in (7, _E4M3_BITS))
+    bits = builder.and_(builder.shl(builder.sext(codes, kind), shift), mask)
+    return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), LANES)), VECTOR)
 
 
 def _read_int8(builder: Any, at: Any, column: int) -> Column:
@@ -80,7 +81,7 @@ def _read_fp8(builder: Any, at: Any, column: int) -> Column:
     """Read four rows of bytes."""
     starts = range(column * LANES, 4 * PANEL, PANEL)
     codes = [load(builder, builder.add(at, integer(start)), _BYTES) for start in starts]
-    return [_e4m3(builder, builder.sext(code, PAIRS)) for code in codes]
+    return [_e4m3(builder, code) for code in codes]
 
 
 def _read_nibbles(
@@ -98,7 +99,7 @@ STORED = {
     types.float32: StoredRows(1, 4 * PANEL, _read_floats, has_scales=False),
     types.uint16: StoredRows(1, 2 * PANEL, _read_bf16, has_scales=False),
     types.int8: StoredRows(STEP_ROWS[INT8], 4 * PANEL, _read_int8),
-    types.uint8: StoredRows(STEP_ROWS[FP8], 4 * PANEL, _read_fp8),
+    types.uint8: StoredRows(STEP_ROWS[FP8], 4 * PANEL, _read_fp8, factor=_E4M3_FACTOR),
     types.int16: StoredRows(STEP_ROWS[INT4], 4 * PANEL, partial(_read_nibbles, int4_numbers)),
     types.uint32: StoredRows(
         STEP_ROWS[E2M1], 4 * PANEL, partial(_read_nibbles, e2m1_numbers), factor=E2M1_FACTOR

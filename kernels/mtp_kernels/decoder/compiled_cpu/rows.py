@@ -98,7 +98,7 @@ def project(x: Any, weight: Any, panels: Any, out: Any, out_stride: Any) -> None
         at = out + 4 * panel * PANEL
         if pairs and panel + 1 < panels[1]:
             following = panel_of(weight.at, weight.form, panel + 1, weight.count)
-            multiply_pair(x, own, following.at, at)
+            multiply_pair(x, own, following.at, at, out_stride)
             panel += 2
         else:
             multiply_panel(x, own, at, out_stride)
