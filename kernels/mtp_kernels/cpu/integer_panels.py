@@ -37,6 +37,7 @@ from mtp_kernels.cpu.code import (
     splat,
     store,
 )
+from mtp_kernels.cpu.group_sums import WHOLE, old_or_zeros
 from mtp_kernels.cpu.jit import inner
 from mtp_kernels.cpu.panel_forms import (
     INT4,
@@ -49,7 +50,7 @@ from mtp_kernels.cpu.panel_forms import (
     kind_of,
     row_bytes,
 )
-from mtp_kernels.cpu.panels import AHEAD, WHOLE, Panels, old_or_zeros
+from mtp_kernels.cpu.panels import AHEAD, Panels
 from mtp_kernels.cpu.vectors import address, bytes_at, float_of, floats, octets, words
 
 GROUP = 128  # inputs that share a scale, at most, and never more than those of the weight

@@ -21,11 +21,9 @@ from mtp_kernels.cpu.code import (
     FLOAT_BYTES,
     LANES,
     VECTOR,
-    added,
     by_count,
     bytes_of,
     fma,
-    fold,
     integer,
     load,
     loop,
@@ -33,6 +31,14 @@ from mtp_kernels.cpu.code import (
     row_at,
     splat,
     store,
+)
+from mtp_kernels.cpu.group_sums import (
+    WHOLE,
+    add_minimums,
+    add_scaled,
+    expand,
+    old_or_zeros,
+    scaled,
 )
 from mtp_kernels.cpu.jit import inner
 from mtp_kernels.cpu.panel_forms import (
@@ -61,8 +67,7 @@ from mtp_kernels.cpu.stored_rows import (
 )
 from mtp_kernels.cpu.vectors import Rows, address, from_column
 
-AHEAD = 32
-WHOLE = (0, 1)  # both columns of vectors of a panel
+AHEAD = 32  # steps before which rows of a weight are asked for
 
 _LINE_BYTES = 64  # of a cache
 # Rows whose sums stay in registers: of AVX-512, with both columns of a panel; AVX2 has 16 of half
@@ -82,15 +87,6 @@ class Panels(NamedTuple):
     at: list[Any]
     columns: tuple[int, ...]
     step_bytes: Any
-
-
-def _scaled(
-    builder: Any, factor: float, sums: list[Any], scales: list[Any], old: list[Any]
-) -> list[Any]:
-    """Sums times a factor and scales, added to what was there."""
-    if factor != 1:
-        sums = [builder.fmul(made, ir.Constant(VECTOR, [factor] * LANES)) for made in sums]
-    return [fma(builder, *each) for each in zip(sums, scales, old, strict=True)]
 
 
 def _step(builder: Any, stored: StoredRows, x: Any, x_bytes: Any, w: Panels) -> Any:
@@ -117,38 +113,41 @@ def _step(builder: Any, stored: StoredRows, x: Any, x_bytes: Any, w: Panels) -> 
     return step
 
 
-def _rows_product(builder: Any, stored: StoredRows, given: Any, rows: int) -> None:
-    """Code of _product for a number of rows."""
-    x, x_stride, _, w, w_stride, _, scales, depth, out, out_stride, add = given
-    x_bytes, out_bytes = (bytes_of(builder, s) for s in (x_stride, out_stride))
-    w_bytes = integer(stored.bytes)
-    if stored.rows == 1:  # rows of floats may lie in a wider matrix
-        w_bytes = builder.mul(w_stride, integer(stored.bytes // PANEL))
-    adds, zero = builder.icmp_signed("!=", add, integer(0)), ir.Constant(VECTOR, None)
-    steps = builder.udiv(depth, integer(stored.rows))
-    for columns in (WHOLE,) if rows <= _MOST_WHOLE else ((0,), (1,)):
-        outs = [row_at(builder, out, out_bytes, r, c * LANES) for r in range(rows) for c in columns]
-        starts = [zero] * len(outs)
-        if not stored.has_scales:
-            starts = old_or_zeros(builder, outs, adds)
-        step = _step(builder, stored, x, x_bytes, Panels([w], columns, w_bytes))
-        sums = loop(builder, steps, starts, step)
-        if stored.has_scales:
-            lines = [
-                load(builder, builder.add(scales, integer(c * LANES * FLOAT_BYTES)), VECTOR)
-                for c in columns
-            ]
-            sums = _scaled(
-                builder, stored.factor, sums, lines * rows, old_or_zeros(builder, outs, adds)
-            )
-        for value, at in zip(sums, outs, strict=True):
-            store(builder, value, at)
+class _Given(NamedTuple):
+    """Arguments of a product: addresses of inputs and outputs, their strides in floats, the number
+    of inputs, and whether outputs are added to."""
+
+    x: Any
+    x_stride: Any
+    depth: Any
+    out: Any
+    out_stride: Any
+    add: Any
 
 
-def old_or_zeros(builder: Any, outs: list[Any], adds: Any) -> list[Any]:
-    """Vectors at addresses, or zeros where they are not added to."""
-    zero = ir.Constant(VECTOR, None)
-    return [builder.select(adds, load(builder, at, VECTOR), zero) for at in outs]
+def _write_products(
+    builder: Any, stored: StoredRows, given: _Given, w: Panels, scales: list[Any], rows: int
+) -> None:
+    """Code that multiplies a number of rows with panels, whose scales are at addresses."""
+    x_bytes, out_bytes = (bytes_of(builder, s) for s in (given.x_stride, given.out_stride))
+    adds = builder.icmp_signed("!=", given.add, integer(0))
+    columns = [PANEL * panel + LANES * c for panel in range(len(w.at)) for c in w.columns]
+    outs = [row_at(builder, given.out, out_bytes, r, c) for r in range(rows) for c in columns]
+    starts = [ir.Constant(VECTOR, None)] * len(outs)
+    if not stored.has_scales:
+        starts = old_or_zeros(builder, outs, adds)
+    step = _step(builder, stored, given.x, x_bytes, w)
+    sums = loop(builder, builder.udiv(given.depth, integer(stored.rows)), starts, step)
+    if stored.has_scales:
+        lines = [
+            load(builder, builder.add(at, integer(c * LANES * FLOAT_BYTES)), VECTOR)
+            for at in scales
+            for c in w.columns
+        ]
+        old = old_or_zeros(builder, outs, adds)
+        sums = scaled(builder, stored.factor, sums, lines * rows, old)
+    for value, at in zip(sums, outs, strict=True):
+        store(builder, value, at)
 
 
 @intrinsic
@@ -173,35 +172,21 @@ def _product(
     """
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        code = partial(_rows_product, builder, STORED[signature.args[5]], arguments)
-        by_count(builder, arguments[2], range(1, _MOST_ROWS + 1), code)
+        x, x_row, rows, w, w_row, _, scales, depth, out, row, add = arguments
+        stored, given = STORED[signature.args[5]], _Given(x, x_row, depth, out, row, add)
+        size = integer(stored.bytes)
+        if stored.rows == 1:  # rows of floats may lie in a wider matrix
+            size = builder.mul(w_row, integer(stored.bytes // PANEL))
+
+        def code(count: int) -> None:
+            for columns in (WHOLE,) if count <= _MOST_WHOLE else ((0,), (1,)):
+                panels = Panels([w], columns, size)
+                _write_products(builder, stored, given, panels, [scales], count)
+
+        by_count(builder, rows, range(1, _MOST_ROWS + 1), code)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 5, kind, *[types.int64] * 5), codegen
-
-
-def _pair_rows(builder: Any, stored: StoredRows, given: Any, rows: int) -> None:
-    """Code of _pair_product for a number of rows."""
-    x, x_stride, _, first, second, _, depth, out, out_stride, add = given
-    x_bytes, out_bytes = (bytes_of(builder, s) for s in (x_stride, out_stride))
-    adds, zero = builder.icmp_signed("!=", add, integer(0)), ir.Constant(VECTOR, None)
-    codes = [builder.add(at, integer(SCALE_BYTES)) for at in (first, second)]
-    panels = Panels(codes, WHOLE, integer(stored.bytes))
-    step = _step(builder, stored, x, x_bytes, panels)
-    lines = [
-        load(builder, builder.add(at, integer(c * LANES * FLOAT_BYTES)), VECTOR)
-        for at in (first, second)
-        for c in WHOLE
-    ]
-    starts = [zero] * len(lines) * rows
-    sums = loop(builder, builder.udiv(depth, integer(stored.rows)), starts, step)
-    columns = range(0, len(lines) * LANES, LANES)
-    outs = [row_at(builder, out, out_bytes, r, column) for r in range(rows) for column in columns]
-    old = old_or_zeros(builder, outs, adds)
-    for value, at in zip(
-        _scaled(builder, stored.factor, sums, lines * rows, old), outs, strict=True
-    ):
-        store(builder, value, at)
 
 
 @intrinsic
@@ -218,83 +203,20 @@ def _pair_product(
     row: Any,
     add: Any,
 ) -> Any:
-    """out[r, :2 * PANEL] = x[r] times a group of nibbles of two panels, times their scales, for 1
-    to _MOST_PAIRED rows; added to if `add`. The type of `kind` is how they are stored."""
+    """out[r, :2 * PANEL] = x[r] times a group of integers of two panels, times their scales, for
+    1 to _MOST_PAIRED rows; added to if `add`. The type of `kind` is how they are stored."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        code = partial(_pair_rows, builder, STORED[signature.args[5]], arguments)
-        by_count(builder, arguments[2], range(1, _MOST_PAIRED + 1), code)
+        x, x_row, rows, first, second, _, depth, out, row, add = arguments
+        stored, given = STORED[signature.args[5]], _Given(x, x_row, depth, out, row, add)
+        scales = [first, second]
+        codes = [builder.add(at, integer(SCALE_BYTES)) for at in scales]
+        panels = Panels(codes, WHOLE, integer(stored.bytes))
+        code = partial(_write_products, builder, stored, given, panels, scales)
+        by_count(builder, rows, range(1, _MOST_PAIRED + 1), code)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 5, kind, *[types.int64] * 4), codegen
-
-
-@intrinsic
-def _add_minimums(typing: Any, x: Any, depth: Any, minimums: Any, out: Any) -> Any:
-    """out[:PANEL] += minimums[:PANEL] times the sum of x[:depth], a multiple of LANES."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        x, depth, minimums, out = arguments
-
-        def step(number: Any, sums: list[Any]) -> list[Any]:
-            at = builder.add(x, builder.mul(number, integer(LANES * FLOAT_BYTES)))
-            return [builder.fadd(sums[0], load(builder, at, VECTOR))]
-
-        steps = builder.udiv(depth, integer(LANES))
-        folded = fold(builder, loop(builder, steps, [ir.Constant(VECTOR, None)], step), added)
-        first = builder.extract_element(folded, ir.Constant(ir.IntType(32), 0))
-        total = splat(builder, first)
-        for c in (0, LANES):
-            least, at = (builder.add(a, integer(c * FLOAT_BYTES)) for a in (minimums, out))
-            old = load(builder, at, VECTOR)
-            store(builder, fma(builder, total, load(builder, least, VECTOR), old), at)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 4), codegen
-
-
-@intrinsic
-def _expand(typing: Any, w: Any, kind: Any, first: Any, depth: Any, out: Any) -> Any:
-    """out[k, :PANEL] = the numbers of rows [first, first + depth) of codes."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        w, _, first, depth, out = arguments
-        stored = STORED[signature.args[1]]
-        start = builder.udiv(first, integer(stored.rows))
-
-        def step(number: Any, nothing: list[Any]) -> list[Any]:
-            at = row_at(builder, w, builder.add(start, number), stored.bytes)
-            row = builder.add(out, builder.mul(number, integer(stored.rows * SCALE_BYTES)))
-            for c in WHOLE:
-                for k, vector in enumerate(stored.read(builder, at, c)):
-                    place = integer(k * SCALE_BYTES + c * LANES * FLOAT_BYTES)
-                    store(builder, vector, builder.add(row, place))
-            return nothing
-
-        loop(builder, builder.udiv(depth, integer(stored.rows)), [], step)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, kind, *[types.int64] * 3), codegen
-
-
-@intrinsic
-def _add_scaled(typing: Any, sums: Any, kind: Any, scales: Any, out: Any, add: Any) -> Any:
-    """out[:PANEL] = sums [PANEL] of products with codes times scales; added to if `add`."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        sums, _, scales, out, add = arguments
-        made, lines, outs = (
-            [builder.add(at, integer(c * LANES * FLOAT_BYTES)) for c in WHOLE]
-            for at in (sums, scales, out)
-        )
-        old = old_or_zeros(builder, outs, builder.icmp_signed("!=", add, integer(0)))
-        sums, lines = ([load(builder, at, VECTOR) for at in each] for each in (made, lines))
-        scaled = _scaled(builder, STORED[signature.args[1]].factor, sums, lines, old)
-        for value, at in zip(scaled, outs, strict=True):
-            store(builder, value, at)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, kind, *[types.int64] * 3), codegen
 
 
 @inner
@@ -321,13 +243,14 @@ def multiply_panel(x: Any, panel: Any, out: Any, out_stride: Any) -> None:
 @inner
 def goes_in_pairs(x: Any, form: Any) -> Any:
     """Return True for Rows x and a form whose panels are multiplied two at a time: the sums of few
-    rows and one panel of nibbles wait for each other longer than for memory."""
-    return x.count <= _MOST_PAIRED and has_nibbles(kind_of(form))
+    rows and one panel of integers wait for each other longer than for memory."""
+    kind = kind_of(form)
+    return x.count <= _MOST_PAIRED and (kind == INT8 or has_nibbles(kind))
 
 
 @inner
 def multiply_pair(x: Any, panel: Any, following: Any, out: Any, out_stride: Any) -> None:
-    """Write Rows x times a Panel of nibbles and the one at the address `following` to
+    """Write Rows x times a Panel of integers and the one at the address `following` to
     out[r, :2 * PANEL]; with the bits of one at a time."""
     group, size = group_of(panel.form), group_bytes(panel.form)
     before = head_bytes(panel.form) - SCALE_BYTES
@@ -338,12 +261,14 @@ def multiply_pair(x: Any, panel: Any, following: Any, out: Any, out_stride: Any)
         given = at, x.stride, x.count, first, second
         if kind_of(panel.form) == INT4:
             _pair_product(*given, OF_INT4, depth, out, out_stride, start)
+        elif kind_of(panel.form) == INT8:
+            _pair_product(*given, OF_INT8, depth, out, out_stride, start)
         else:
             _pair_product(*given, OF_E2M1, depth, out, out_stride, start)
         for row in range(x.count if before else 0):
             entry, own = at + FLOAT_BYTES * row * x.stride, out + FLOAT_BYTES * row * out_stride
-            _add_minimums(entry, depth, first - before, own)
-            _add_minimums(entry, depth, second - before, own + FLOAT_BYTES * PANEL)
+            add_minimums(entry, depth, first - before, own)
+            add_minimums(entry, depth, second - before, own + FLOAT_BYTES * PANEL)
         first, second = first + size, second + size
 
 
@@ -367,9 +292,7 @@ def _multiply_groups(x: Any, panel: Any, kind: Any, out: Any, out_stride: Any) -
             _multiply_group(part, codes, OF_FP8, at, out, out_stride, first)
         for row in range(x.count if before else 0):
             own = FLOAT_BYTES * row
-            _add_minimums(
-                part.at + own * x.stride, codes.count, at - before, out + own * out_stride
-            )
+            add_minimums(part.at + own * x.stride, codes.count, at - before, out + own * out_stride)
         at += size
 
 
@@ -385,11 +308,11 @@ def _multiply_group(
     sums = np.empty((x.count, PANEL), np.float32)
     for first in range(0, codes.count, _EXPANDED):
         count = min(codes.count - first, _EXPANDED)
-        _expand(codes.at, kind, first, count, address(numbers))
+        expand(codes.at, kind, first, count, address(numbers))
         part, expanded = from_column(x, first), Rows(address(numbers), PANEL, count)
         _multiply(part, expanded, OF_FLOATS, 0, address(sums), PANEL, first)
     for row in range(x.count):
-        _add_scaled(address(sums[row]), kind, scales, out + FLOAT_BYTES * row * stride, add)
+        add_scaled(address(sums[row]), kind, scales, out + FLOAT_BYTES * row * stride, add)
 
 
 @inner
