@@ -1,5 +1,5 @@
-"""What products with groups of codes are made of beside the sums: scales, minimums, and codes that
-are expanded once for many rows."""
+"""Parts of products with groups of codes beside the sums: scales, minimums, and codes that are
+expanded once for many rows."""
 
 from __future__ import annotations
 
