@@ -99,9 +99,10 @@ def quantize_nvfp4(
     rows, columns = source.shape
     packed = np.empty((rows, columns // 2), np.uint8)
     scale = np.empty((rows, columns // NVFP4_GROUP), np.uint8)
-    stats = _stats(source)
-    cpu_block_floats.nvfp4_scales(source, block_scale, np.float32(divisor), sweep, scale)
-    cpu_block_floats.quantize_nvfp4(source, block_scale, np.float32(divisor), scale, packed, *stats)
+    stats, given = _stats(source), (source, block_scale, np.float32(divisor))
+    if sweep:
+        cpu_block_floats.nvfp4_swept_scales(*given, scale)
+    cpu_block_floats.quantize_nvfp4(*given, sweep, scale, packed, *stats)
     return packed, scale, stats
 
 

@@ -241,16 +241,14 @@ def _pack_row(
 
 
 @compiled
-def nvfp4_scales(source: Any, block_scale: Any, divisor: Any, sweep: Any, scale: Any) -> None:
-    """Write the codes of the scales; a kernel of its own, of which LLVM makes vector code."""
+def nvfp4_swept_scales(source: Any, block_scale: Any, divisor: Any, scale: Any) -> None:
+    """Write the codes of the scales of least squared error; a kernel of its own, of which LLVM
+    makes vector code."""
     weights, maxima = np.empty(source.shape[1], np.float32), np.empty(scale.shape[1], np.float32)
     for row in range(source.shape[0]):
         load_row(source, block_scale, row, weights)
         _group_maxima(weights, GROUP, maxima)
-        if sweep:
-            _swept_scales(weights, maxima, divisor, scale[row])
-        else:
-            _amax_scales(maxima, divisor, scale[row])
+        _swept_scales(weights, maxima, divisor, scale[row])
 
 
 @compiled
@@ -258,6 +256,7 @@ def quantize_nvfp4(
     source: Any,
     block_scale: Any,
     divisor: Any,
+    has_scales: Any,
     scale: Any,
     packed: Any,
     signal: Any,
@@ -271,6 +270,9 @@ def quantize_nvfp4(
     multipliers = np.empty(scale.shape[1], np.float32)
     for row in range(source.shape[0]):
         load_row(source, block_scale, row, weights)
+        if not has_scales:
+            _group_maxima(weights, GROUP, multipliers)
+            _amax_scales(multipliers, divisor, scale[row])
         for index in range(multipliers.size):
             multipliers[index] = _multiplier(scale[row, index], divisor)
         biggest = _pack_row(source, row, weights, multipliers, GROUP, packed[row], work)
