@@ -188,6 +188,9 @@ CASES: dict[str, Known] = {
         ),
         0,
     ),
+    "a quantization's method is a list": Known(
+        "dry run", "fp8", field(_CONFIG, "quantization_config", {"quant_method": ["fp8"]}), 4
+    ),
     "rms_norm_eps is text": Known("export", "fp8", field(_CONFIG, "rms_norm_eps", "x"), 3),
     "one and a half experts": Known("export", "fp8", field(_CONFIG, "num_experts_per_tok", 1.5), 3),
     "a config field is NaN": Known("export", "bf16", field(_CONFIG, "rope_theta", nan), 3),

@@ -271,7 +271,7 @@ def stored_source(config: Mapping[str, Any], names: Collection[str] = ()) -> Sto
     """
     family_of(config)
     quantization = quantization_of(config)
-    if isinstance(quantization, dict) and quantization.get("quant_method") in _OF_NO_SCHEME:
+    if method_of(quantization) in _OF_NO_SCHEME:
         stored = stored_model(config, names)
         if stored.unkept:
             return stored
