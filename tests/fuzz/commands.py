@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 from cases import Outcome
 from fuzz import network, oracle, resuming, serving
-from fuzz.lab import FOREIGN, Lab, calibrate_arguments, tune_arguments
+from fuzz.lab import FOREIGN, PAIRS, Lab, calibrate_arguments, tune_arguments
 from fuzz.mutators.special_files import SECRET
 from fuzz.sandbox import Finding, Sandbox
 from fuzz.tensors import check_equal, read_tensors
@@ -373,12 +373,12 @@ def _json_of(outcome: Outcome) -> dict[str, object]:
 
 
 COMMANDS: dict[str, Command] = {
-    "inspect": Command(("fp8", "bf16", "qwen", "bundle", "int4", *_FOREIGN), 25, _inspect),
+    "inspect": Command(("fp8", "bf16", "qwen", "bundle", *PAIRS, *_FOREIGN), 25, _inspect),
     "export": Command(("fp8", "bf16", "qwen"), 30, _export),
     "dry run": Command(("fp8", "bf16", "qwen", "bundle", "drafts"), 15, _dry_run),
     "quantize": Command(("fp8", "bf16", "qwen", "bundle", "drafts"), 5, _quantize),
     "carried": Command(("carried",), 5, _carried),
-    "verify files": Command(("bundle", "int4", "paddlenlp"), 10, _verify("files")),
+    "verify files": Command(("bundle", *PAIRS, "paddlenlp"), 10, _verify("files")),
     "verify weights": Command(("bundle", "paddlenlp"), 5, _verify("weights")),
     "verify foreign": Command((*_FOREIGN, "fp8", "bf16", "qwen"), 25, _foreign),
     "gguf": Command(("gguf", "gguf", "gguf bundle", "gguf in one"), 20, _gguf),
@@ -387,9 +387,9 @@ COMMANDS: dict[str, Command] = {
     "graft": Command(("awq", "gptq", "compressed", "modelopt", "gguf main"), 12, _graft),
     "push": Command(("hub",), 8, _push, starts_threads=True),
     "remote": Command(("hub",), 8, _remote, starts_threads=True),
-    "generate": Command(("prompts", "prompts", "prompts", "bundle", "int4"), 5, _generate),
+    "generate": Command(("prompts", "prompts", "prompts", "bundle", *PAIRS), 5, _generate),
     "drafts": Command(("drafts",), 8, _drafts),
-    "launch": Command(("bundle", "int4", "paddlenlp", "drafts"), 6, _launch),
+    "launch": Command(("bundle", *PAIRS, "paddlenlp", "drafts"), 6, _launch),
     "tune": Command(("tuning",), 6, _tune, writes="work", starts_threads=True),
     "calibrate": Command(("calibration",), 4, _calibrate, writes="work", starts_threads=True),
     "serve": Command(("bodies",), 8, _serve, starts_threads=True),

@@ -147,20 +147,25 @@ def _paddlenlp(folder: Path) -> None:
     _done(export(folder / "source", folder / "bundle", *options).code)
 
 
-def _int4(folder: Path) -> None:
-    _bf16(folder)
-    _in_integers(folder)
+def _in(pair: tuple[str, str]) -> Callable[[Path], None]:
+    """A bundle of one shard in a pair of schemes."""
+
+    def make(folder: Path) -> None:
+        _bf16(folder)
+        _quantize(folder, *pair)
+
+    return make
 
 
 def _carried(folder: Path) -> None:
     """Codes in int4 and int8 that blocks of GGUF files hold."""
     _of_whole_blocks(folder / "source")
-    _in_integers(folder)
+    _quantize(folder, *PAIRS["int4"])
 
 
-def _in_integers(folder: Path) -> None:
+def _quantize(folder: Path, base: str, mtp: str) -> None:
     """A bundle of a folder's source."""
-    pair = ("--base-quant", "weight_only_int4", "--mtp-quant", "weight_only_int8")
+    pair = ("--base-quant", base, "--mtp-quant", mtp)
     options = (*pair, "--group-size", "32", "--checksums", "all", "--workers", "1", "--quiet")
     _done(quantize(folder / "source", folder / "bundle", *options).code)
 
@@ -343,13 +348,18 @@ FOREIGN = (
     *("awq", "auto-round", "compressed-tensors, int8", "fp8"),
     *("modelopt nvfp4", "modelopt fp8, in a file"),
 )
+PAIRS = {
+    "int4": ("weight_only_int4", "weight_only_int8"),
+    "nvfp4": ("a4w4_nvfp4", "a4w4_nvfp4"),
+    "mxfp4": ("weight_only_mxfp4", "weight_only_mxfp4"),
+    "mxfp8": ("a8w8_mxfp8", "a8w8_mxfp8"),
+}
 SUBJECTS: dict[str, Callable[[Path], None]] = {
     "fp8": _fp8,
     "bf16": _bf16,
     "qwen": _qwen,
     "bundle": _bundle,
     "paddlenlp": _paddlenlp,
-    "int4": _int4,
     "carried": _carried,
     "unfinished": _unfinished,
     "shares": _shares,
@@ -368,4 +378,6 @@ SUBJECTS: dict[str, Callable[[Path], None]] = {
     "gptq": _quantized("gptq, permuted"),
     "compressed": _quantized("compressed-tensors, int4"),
     "modelopt": _quantized("modelopt fp8, in a file"),
-} | {f"foreign {method}": _foreign(method) for method in FOREIGN}
+}
+SUBJECTS |= {name: _in(pair) for name, pair in PAIRS.items()}
+SUBJECTS |= {f"foreign {method}": _foreign(method) for method in FOREIGN}
