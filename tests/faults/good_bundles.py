@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from cases import export, quantize
-from faults.blind import FIXTURES, ROOT, judged
+from faults.blind import ROOT, judged
 from faults.small_model import ROWS, TARGETS
 from faults.sweep import prompts_of
 
@@ -26,6 +26,7 @@ from faults.sweep import prompts_of
 PAIRS = [row for row in ROWS if row != "w4afp8" and "GGUF" not in row]
 OF_BUNDLE, OF_PROMPTS = ("files", "ledger", "likelihood"), ("acceptance", "controls")
 _PROMPTS = 16
+_FIXTURES = ("glm4-moe-tiny", "qwen3-5-tiny")
 
 
 def made(fixture: str, name: str, bundle: Path) -> str:
@@ -59,7 +60,7 @@ def run(seeds: int, into: Path) -> None:
     torch.set_num_threads(1)
     into.mkdir(parents=True, exist_ok=True)
     with (into / "judged.jsonl").open("a") as record:
-        for name, fixture in product([*PAIRS, *TARGETS], FIXTURES):
+        for name, fixture in product([*PAIRS, *TARGETS], _FIXTURES):
             bundle = into / "bundle"
             refused = made(fixture, name, bundle)
             found = [{"refused": refused}] if refused else results(bundle, seeds, into / "prompts")
