@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from cases import quantize
-from faults.drawn_faults import FIXTURES, ROWS, Drawn, draw, plant
+from faults.drawn_faults import FIXTURES, ROWS, UNCHANGED, Drawn, draw, plant
 from faults.matrix import no_progress
 from mtp_export.verify import CHECKS, check_result
 from mtp_export.verify.check import Item, Level, Status
@@ -156,6 +156,7 @@ def run(arguments: argparse.Namespace) -> None:
 def counted(judged: list[dict[str, Any]]) -> str:
     """Return how many faults are caught and named, with a source all, and without those that change
     tokens or acceptance; what quantize refuses to export is caught before, and left out."""
+    judged = [one for one in judged if one["done"] != UNCHANGED]
     exported = [one for one in judged if "refused" not in one]
     lines = [f"{len(judged)} drawn, {len(judged) - len(exported)} refused by quantize"]
     for title, key in (("with the source", "with_source"), ("without it", "without")):
@@ -174,6 +175,8 @@ def _found(drawn: Drawn, good: Path, into: Path, effects: Effects) -> dict[str, 
         shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(good, planted)
     found: dict[str, Any] = {"done": plant(drawn, planted)}
+    if found["done"] == UNCHANGED:
+        return found
     tokens, acceptance = effects.of(drawn, planted)
     found |= {"tokens": tokens, "acceptance": acceptance}
     base, mtp, *more = ROWS[drawn.row]

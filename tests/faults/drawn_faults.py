@@ -32,6 +32,7 @@ ROWS = {
     "int4": ("weight_only_int4", "weight_only_int8", "--int4-scope", "all", "--group-size", "32"),
 }
 _LEAST_PART = 1 / 8  # of a dimension, that a part of it is
+UNCHANGED = "unchanged"
 Done = tuple[str, torch.Tensor]
 Change = Callable[[torch.Tensor, random.Random], Done]
 
@@ -297,9 +298,12 @@ def _alike(name: str, shapes: dict[str, tuple[int, ...]]) -> Iterator[str]:
 
 def place_of(name: str, part: str) -> str:
     """The pattern of a cause that names the place of a tensor, in words or by its name."""
+    own = name.removesuffix(".weight").rpartition(".")[2]
     for pattern, words in PLACES:
         if found := re.search(pattern, name):
             place = words.format(*found.groups())
+            if "_attn" in name:
+                place += rf"|\b{own}\b"
             if part == "main" and layer_of(name):
                 place = rf"(?=.*layer {layer_of(name)}\b).*({place})"
             return f"{place}|{re.escape(name)}"
@@ -307,7 +311,8 @@ def place_of(name: str, part: str) -> str:
 
 
 def plant(drawn: Drawn, bundle: Path) -> str:
-    """Plant a fault into a bundle in bf16; return its parameters in words."""
+    """Plant a fault into a bundle in bf16; return its parameters in words, UNCHANGED for one that
+    changes no value."""
     folder, chance = bundle / drawn.part, random.Random(drawn.seed)
     if drawn.what == "config":
         how = chance.choice(CONFIG[drawn.names[0]])
@@ -323,6 +328,8 @@ def plant(drawn: Drawn, bundle: Path) -> str:
     weight = planting.read(folder, drawn.names[0])
     kind = kinds_of(tuple(weight.shape))[drawn.what]
     words, changed = kind.change(weight.float(), chance)
+    if changed.to(weight.dtype).equal(weight):
+        return UNCHANGED
     planting.write(folder, {drawn.names[0]: changed.to(weight.dtype)})
     return words
 

@@ -210,11 +210,17 @@ SUSPECTED_LAYER_FAULTS: tuple[Fault, ...] = (
           "likelihood", "model.norm) has the wrong sign", **_glm),
     Fault("partial_rotary_factor halved", partial(config_value, "partial_rotary_factor", 0.25),
           "likelihood", "partial_rotary_factor of config.json is no release's", **_glm),
+    Fault("num_experts_per_tok doubled", partial(config_value, "num_experts_per_tok", 4),
+          "likelihood", "config.json is 4, and the model was trained with about 2", **_glm),
+    Fault("down_proj of a dense main layer times a fifth",
+          partial(changed, "main", "model.layers.0.mlp.down_proj.weight", lambda w: w / 5),
+          "likelihood", "down_proj of layer 0 is about 0.18 times", **_glm),
 )  # fmt: skip
 # Of weights whose norms training keeps alike, which files alone show.
 _MLP, _ATTENTION = "model.layers.1.mlp.experts.3.%s.weight", "model.layers.%d.self_attn.%s.weight"
 _POST_NORM = "model.layers.%d.post_attention_layernorm.weight"
 _OF_MODULE = "model.layers.3.mlp.experts.%d.down_proj.weight"
+_SHARED = "model.layers.2.mlp.shared_experts.down_proj.weight"
 _OTHER = "model.layers.2.mlp.experts.6.up_proj.weight"
 SUSPECTED_NORM_FAULTS: tuple[Fault, ...] = (
     Fault("experts of two layers with each other's up_proj",
@@ -256,6 +262,12 @@ SUSPECTED_NORM_FAULTS: tuple[Fault, ...] = (
     Fault("norm before an MLP by halves exchanged",
           partial(changed, "main", _POST_NORM % 1, lambda w: w.roll(len(w) // 2)),
           "ledger", f"{_POST_NORM % 1} has the halves of its elements exchanged", **_glm),
+    Fault("columns of down_proj of a shared expert moved",
+          partial(changed, "main", _SHARED, lambda w: w.roll(-2, 1)),
+          "ledger", f"{_SHARED} has its columns moved back by 2", **_glm),
+    Fault("halves of the columns of a router exchanged",
+          partial(changed, "main", "model.layers.1.mlp.gate.weight", columns_exchanged),
+          "ledger", "layer 1's router does not go with its experts", **_glm),
 )  # fmt: skip
 # Of the MTP module of Qwen3.5, whose drafts show them.
 _module = "mtp.layers.0"

@@ -75,6 +75,17 @@ def test_what_explains_as_well_is_told_with_the_best() -> None:
     assert best_of([best, replace(less, gain=Estimate(1.9, 0.5, 3.0, 40))]) != [best]
 
 
+def test_a_half_that_is_better_left_out_comes_first() -> None:
+    """Where nothing else explains it better, which may be so by chance."""
+    module: Any = None  # which the order does not look at
+    best = explaining("best", (20.0, 30.0, 25.0, 35.0))
+    out = replace(explaining("out", (22.0, 27.0, 26.0, 33.0)), other=0.9)
+    out = replace(out, variant=Variant("out", "out", "", module, False, is_left_out=True))
+    assert [one.variant.change for one in best_of([best, out])] == ["out", "best"]
+    less = replace(out, gain=explaining("less", (17.0, 27.0, 22.0, 31.0)).gain)
+    assert best_of([best, less]) == [best]
+
+
 def test_what_betters_first_drafts_is_named_alone() -> None:
     """Later ones are fed what is wrong with them."""
     first = explaining("first", (20.0, 30.0, 25.0, 35.0))

@@ -159,6 +159,27 @@ def test_nothing_is_told_of_good_untrained_or_few_models() -> None:
         assert not told(found)
 
 
+def test_a_few_of_a_kind_are_compared_with_others_of_as_many_neurons() -> None:
+    """For their orders alone: another kind may go together less."""
+    experts, shared = (
+        [Neurons.of((f"{kind} {n}.gate", f"{kind} {n}.up", f"{kind} {n}.down"), one)
+         for n, one in enumerate(mlps(trained=True, count=count))]
+        for kind, count in (("expert", 6), ("shared", 2))
+    )  # fmt: skip
+    assert not list(problems([experts], [shared]))
+    one = shared[1]
+    rolled, elsewhere = (one.with_logs(2, one.logs[2][order]) for order in orders_of(64))
+    (found,) = problems([experts], [[shared[0], rolled]])
+    assert found == ("shared 1.down", "shared 1.down has its columns moved on by 5")
+    assert not list(problems([experts], [[shared[0], elsewhere]]))
+    assert not list(problems([experts[:2]], [[shared[0], rolled]]))
+
+
+def orders_of(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Five places on, and anywhere."""
+    return torch.arange(size).roll(5), torch.randperm(size)
+
+
 def test_layers_may_differ_in_size_and_in_how_far_norms_go_together() -> None:
     """But none of a trained model has norms that do not go together at all."""
     found = mlps(trained=True, size=1024)
@@ -237,6 +258,7 @@ def test_a_router_is_told_by_what_experts_answer_to_most() -> None:
         (router.flip(0), "reverse order"),
         (router, ""),
         (router.roll(1, 0), "on"),
+        (router.flip(1), "router does not go with its experts"),
     ):
         found = [Answer.of(number, one, order) for number, one in enumerate(experts)]
         first, other, second = wrong_orders([good, found, good])
@@ -244,6 +266,8 @@ def test_a_router_is_told_by_what_experts_answer_to_most() -> None:
         assert wrong_orders([found]) == [""]
     few = [Answer.of(number, one, router.flip(0)) for number, one in enumerate(experts[:7])]
     assert not any(wrong_orders([good, few, good]))
+    lost = [Answer.of(number, one, router.flip(1)) for number, one in enumerate(experts)]
+    assert not any(wrong_orders([good, lost, good, lost]))
 
 
 def test_routers_that_experts_do_not_answer_to_tell_nothing() -> None:

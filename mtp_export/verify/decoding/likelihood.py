@@ -15,6 +15,7 @@ from mtp_export.verify.diagnosis.halves import MOST_SUSPECTS, AddedByHalves, Sus
 from mtp_export.verify.diagnosis.layer_variants import (
     LayerVariant,
     Vectors,
+    size_variants,
     variants_of,
     whole_variants,
 )
@@ -231,9 +232,13 @@ class _Layers:
                 _NO_HARM, figure="none is suspected", bound="leans towards those after it"
             )
         where = " and ".join(map(causes.main_layer, sorted({one.layer for one in suspects})))
-        tried = self._tried(variants_of(suspects), f"likelihood, with changes of {where} undone")
-        bound = f"none of {len(tried)} gains {LEAST_HARM_NATS} nats by its interval"
+        title = f"likelihood, with changes of {where} undone"
+        tried = self._tried(variants_of(suspects), title)
         better = [one for one in tried if one.better]
+        if better and better[0].variant.is_size:
+            tried = _best_first([*tried, *self._tried(size_variants(better[0].variant), title)])
+            better = [one for one in tried if one.better]
+        bound = f"none of {len(tried)} gains {LEAST_HARM_NATS} nats by its interval"
         if not better or not _is_known(better[0].under, self.streamed):
             figure = f"{len(suspects)} suspected, none better otherwise"
             return passed(_NO_HARM, figure=figure, bound=bound)
@@ -282,7 +287,10 @@ def _last_norm(own: Likelihood, streamed: StreamedModel) -> Item:
 def _compared(own: Likelihood, others: Iterable[tuple[LayerVariant, Likelihood]]) -> list[Changed]:
     """Variants compared with the model as it is, each at its temperature, best first."""
     gains = ((one, text, own.fitted_gain(text, CONFIDENCE)) for one, text in others)
-    tried = (Changed(one, text, gain) for one, text, gain in gains if gain is not None)
+    return _best_first(Changed(one, text, gain) for one, text, gain in gains if gain is not None)
+
+
+def _best_first(tried: Iterable[Changed]) -> list[Changed]:
     return sorted(tried, key=lambda one: -one.gain.value)
 
 

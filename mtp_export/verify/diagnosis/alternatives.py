@@ -102,6 +102,11 @@ class Alternative:
         return self.variant.kind if isinstance(self.variant, Variant) else LOADING
 
     @property
+    def is_left_out(self) -> bool:
+        """True where a half of the module's layer adds nothing."""
+        return isinstance(self.variant, Variant) and self.variant.is_left_out
+
+    @property
     def depth(self) -> int:
         """The draft, from 1, that shows the difference."""
         return self.variant.depth
@@ -229,11 +234,13 @@ def _share(hit: torch.Tensor | None, room: torch.Tensor) -> float | None:
 def best_of(tried: Sequence[Alternative]) -> list[Alternative]:
     """The best of the alternatives that are better than the module as it is, and those that explain
     it as well, best first; none where none is better. What betters first drafts explains what is
-    wrong with later ones, too."""
+    wrong with later ones, too. A half that is better left out comes before them: any other change
+    of it may be better by chance."""
     better = [one for one in tried if one.better and one.helps]
     first = min((one.depth for one in better), default=1)
     better = [one for one in better if one.depth == first]
-    return [one for one in better if one is better[0] or one.explains_as_well_as(better[0])]
+    equal = [one for one in better if one is better[0] or one.explains_as_well_as(better[0])]
+    return sorted(equal, key=lambda one: not one.is_left_out)
 
 
 def _best_first(tried: Iterable[Alternative]) -> list[Alternative]:

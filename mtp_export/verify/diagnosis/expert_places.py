@@ -18,6 +18,9 @@ from mtp_export.verify.diagnosis.tensor_variants import OF_MATRICES
 # 6.0 in the trained fixture in good order, 2.1 and less in any other. Nothing is told of a model
 # whose routers do not usually suit their experts as they are, nor by less than half of that.
 LEAST_EXPERTS, _LEAST_ERRORS, _LEAST_RISE = 8, 3.5, 3.5
+# Experts of one layer that answer to its rows by no more than this, where those of all other layers
+# do, have a router that is not theirs.
+_CHANCE_ERRORS, _LEAST_OTHERS = 2.0, 2
 
 
 @dataclass(frozen=True)
@@ -37,13 +40,19 @@ class Answer:
 
 def wrong_orders(layers: Sequence[Sequence[Answer]]) -> list[str]:
     """Return what is wrong with the rows of each layer's router, in words that follow its name; ""
-    where no other order suits the experts far better. One layer alone tells nothing."""
+    where no other order suits the experts far better, and the rows do no worse than by chance. One
+    layer alone tells nothing."""
     found = [_suiting(answers) for answers in layers]
     own = [suits[0][0] for suits in found if suits]
     usual = median_high(own) if len(own) > 1 else 0.0
     if usual < _LEAST_ERRORS:
         return [""] * len(layers)
-    return [_better(suits, max(_LEAST_ERRORS, usual / 2)) if suits else "" for suits in found]
+    words = [_better(suits, max(_LEAST_ERRORS, usual / 2)) if suits else "" for suits in found]
+    least, second, *others = sorted(own)
+    if least <= _CHANCE_ERRORS and second >= _LEAST_ERRORS and len(others) + 1 >= _LEAST_OTHERS:
+        number = next(n for n, suits in enumerate(found) if suits and suits[0][0] == least)
+        words[number] = words[number] or causes.ROUTER_APART
+    return words
 
 
 def _better(suits: Sequence[tuple[float, str]], least: float) -> str:

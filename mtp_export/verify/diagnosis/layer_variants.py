@@ -3,7 +3,7 @@ half, and with single changes undone, which name what is wrong with it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +13,9 @@ from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.experts import SHARED, router_variants
 from mtp_export.verify.diagnosis.halves import ATTENTION, FEED_FORWARD, SIZES, Suspect
 from mtp_export.verify.diagnosis.leanings import Leaning, ScaledExperts
+from mtp_export.verify.diagnosis.routing_values import routing_variants
 from mtp_export.verify.diagnosis.tensor_variants import (
+    MORE_SIZES,
     SCREENED,
     Change,
     Place,
@@ -24,6 +26,7 @@ from mtp_export.verify.diagnosis.tensor_variants import (
     vectors,
     with_vector,
 )
+from mtp_export.verify.diagnosis.tensor_variants import SIZES as OF_TENSORS
 from mtp_export.verify.diagnosis.variants import mixed_up
 from mtp_export.verify.evidence.side_by_side import VariantsOf
 from mtp_runtime.cache import CacheSpec, LayerCache
@@ -33,6 +36,7 @@ from mtp_runtime.layers.moe import Moe
 WORDS = {ATTENTION: "the attention", FEED_FORWARD: "the feed-forward"}
 _OF_FEED_FORWARD = ("post_norm", FEED_FORWARD)
 LEFT_OUT = 0.0
+_MULTIPLES = (*OF_TENSORS, *MORE_SIZES)
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,8 @@ class LayerVariant:
     """A main model with one layer changed, None for all that can be: the change, in words that
     follow "when", and what is wrong with a bundle that is better with it. half: the part of the
     layer that is changed, "" where it is both. is_left_out: that, or an expert of it, adds
-    nothing. is_of_tensor: one of its tensors alone is changed."""
+    nothing. is_of_tensor: one tensor, or one value of config.json, is changed alone. is_size: to a
+    multiple."""
 
     layer: int | None
     change: str
@@ -48,6 +53,7 @@ class LayerVariant:
     half: str = ""
     is_left_out: bool = False
     is_of_tensor: bool = False
+    is_size: bool = False
 
 
 Named = Iterator[tuple[LayerVariant, DecoderLayer]]
@@ -100,15 +106,17 @@ class Vectors:
 
 def whole_variants(weak: Sequence[Leaning], known: Vectors) -> VariantsOf[LayerVariant]:
     """Return what yields a layer with each half halved and doubled, with each known mix-up of its
-    attention undone, there and in every layer, with changes undone of what decays are made with,
-    with each vector halved, doubled, flat and in another layer's place, and without each expert
-    that leans little to the others."""
+    attention undone, there and in every layer, with other values of every layer's routing, with
+    changes undone of what decays are made with, with each vector halved, doubled, flat and in
+    another layer's place, and without each expert that leans little to the others."""
 
     def variants(number: int, layer: DecoderLayer) -> Named:
         for half in WORDS:
             yield from _scaled(number, layer, half, SIZES)
         for place in (number, None):
             yield from _undone(place, _mix_ups(layer), ATTENTION)
+        for variant, other in _undone(None, _other_values(layer), FEED_FORWARD):
+            yield replace(variant, is_of_tensor=True), other
         decays = {place.name: place for place in decay_places(layer)}
         yield from _of_tensors(number, layer, decays.values())
         others = (place for place, _ in vectors(layer) if place.name not in decays)
@@ -134,6 +142,7 @@ def _scaled(number: int, layer: DecoderLayer, half: str, factors: Iterable[float
                 cause=causes.of_tensor(words, where, wrong),
                 half=half,
                 is_left_out=is_out,
+                is_size=not is_out,
             ),
             replaced(layer, (half,), _Times(part, factor)),
         )
@@ -175,20 +184,34 @@ def variants_of(suspects: Sequence[Suspect]) -> VariantsOf[LayerVariant]:
     return variants
 
 
+def size_variants(best: LayerVariant) -> VariantsOf[LayerVariant]:
+    """Return what yields the layer of a variant that is of another size, with its half as a whole,
+    or one tensor of that, at more sizes: what is off is then better than what makes up for it."""
+
+    def variants(number: int, layer: DecoderLayer) -> Named:
+        if number == best.layer:
+            yield from _scaled(number, layer, best.half, (one.factor for one in MORE_SIZES))
+            of_tensors = _of_tensors(number, layer, layer_places(layer), MORE_SIZES)
+            yield from (one for one in of_tensors if one[0].half == best.half)
+
+    return variants
+
+
 def _of_tensors(
     number: int,
     layer: DecoderLayer,
     places: Iterable[Place],
-    changes: Collection[Change] | None = None,
+    changes: Sequence[Change] | None = None,
 ) -> Named:
     """Yield a layer with each change undone, or some, of each of some of its tensors."""
     where = causes.main_layer(number)
-    for place, change, other in tensor_variants(layer, [*places]):
-        if not change.only_last and (changes is None or change in changes):
+    for place, change, other in tensor_variants(layer, places, changes):
+        if not change.only_last:
             done = change.done.format(f"{place.name} of {where}")
             cause = causes.of_tensor(place.name, where, change.wrong)
             half = FEED_FORWARD if place.path[0] in _OF_FEED_FORWARD else ATTENTION
-            yield LayerVariant(number, done, cause, half, is_of_tensor=True), other
+            variant = LayerVariant(number, done, cause, half, is_of_tensor=True)
+            yield replace(variant, is_size=change in _MULTIPLES), other
 
 
 Exchanged = tuple[str, str, DecoderLayer]
@@ -205,6 +228,14 @@ def _mix_ups(layer: DecoderLayer) -> Iterator[Exchanged]:
     """Yield change, cause and layer of the known mix-ups of its attention."""
     for done, cause, attention in mixed_up(layer.attention):
         yield done, cause, replace(layer, attention=attention)
+
+
+def _other_values(layer: DecoderLayer) -> Iterator[Exchanged]:
+    """Yield change, cause and layer of other values of config.json for its routing."""
+    moe = layer.feed_forward
+    if isinstance(moe, Moe):
+        for done, cause, router in routing_variants(moe.router, moe.routed_experts):
+            yield done, cause, replaced(layer, (FEED_FORWARD, "router"), router)
 
 
 def _exchanges(layer: DecoderLayer) -> Iterator[Exchanged]:

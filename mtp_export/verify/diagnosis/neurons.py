@@ -10,7 +10,7 @@ squared norms of a neuron's incoming and outgoing weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
@@ -271,10 +271,11 @@ def problems(
 ) -> Iterator[tuple[str, str]]:
     """Yield names of tensors and sentences on what is wrong with them. siblings: experts of each
     layer, whose sizes are alike too; others: MLPs of several layers that are alike in size and
-    use."""
-    suspects = list[_Suspect]()
+    use, of which a few are compared with others of as many neurons, for their orders alone."""
+    suspects, few, known = list[_Suspect](), list[Neurons](), dict[int, _Usual]()
     for number, alike in enumerate((*siblings, *others)):
         if len(alike) < LEAST_ALIKE:
+            few += alike
             continue
         usual = _Usual.of(alike)
         trained = [one for one in alike if usual.was_trained(one)]
@@ -282,6 +283,8 @@ def problems(
             yield from _resized(trained, usual)
         if usual.is_trained:
             suspects += _suspects(trained, usual)
+            known.setdefault(alike[0].logs.shape[1], usual)
+    suspects += _of_few(few, known)
     odd, exchanged = [one for one in suspects if one.is_odd], set[str]()
     for first, second in combinations(odd, 2):
         if min(first.mended(second.logs), second.mended(first.logs)) >= _MOST_ERRORS / 2:
@@ -312,6 +315,15 @@ def _suspects(alike: Sequence[Neurons], usual: _Usual) -> list[_Suspect]:
         odd = set()
     suspects = [one for one in found if one.behind >= _SUSPICIOUS_ERRORS]
     return [replace(one, is_odd=one.name in odd) for one in suspects]
+
+
+def _of_few(few: Sequence[Neurons], known: Mapping[int, _Usual]) -> Iterator[_Suspect]:
+    """Yield the tensors of MLPs of a kind of which there are too few, that lie far behind what is
+    usual in others of as many neurons [n], by their number: none of them as odd."""
+    for one in few:
+        usual = known.get(one.logs.shape[1])
+        if usual is not None and usual.was_trained(one):
+            yield from (replace(found, is_odd=False) for found in _suspects([one], usual))
 
 
 def _of(place: int) -> list[int]:

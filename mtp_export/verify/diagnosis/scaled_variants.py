@@ -102,4 +102,5 @@ def single_tensor_variants(model: Model, module: MtpModule) -> Iterator[Variant]
                 cause=causes.of_tensor(name, layer, change.wrong),
                 module=changed,
                 by_acceptance=change.is_size,
+                is_left_out=change.only_last,
             )

@@ -3,7 +3,7 @@ one of them undone in one tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,6 +84,8 @@ def _times(factors: Sequence[float]) -> tuple[Change, ...]:
 
 # A factor between two is mended by the nearer one.
 SIZES = _times((0.5, 2.0))
+# Those in between, and farther ones, which tell what is off from what makes up for it.
+MORE_SIZES = _times([2.0 ** (step / 2) for step in (-5, -4, -3, -1, 1, 3, 4, 5)])
 NEGATED = Change("{} is negated", causes.WRONG_SIGN, factor=-1.0)
 OF_MATRICES: tuple[Change, ...] = (
     NEGATED,
@@ -111,12 +113,15 @@ OF_VECTORS: tuple[Change, ...] = (
 SCREENED = (*SIZES, OF_VECTORS[-1])
 
 
-def tensor_variants(whole: Any, places: Sequence[Place]) -> Iterator[tuple[Place, Change, Any]]:
-    """Yield the dataclass with one change of one of its tensors undone."""
+def tensor_variants(
+    whole: Any, places: Iterable[Place], changes: Sequence[Change] | None = None
+) -> Iterator[tuple[Place, Change, Any]]:
+    """Yield the dataclass with one change of one of its tensors undone: each that a tensor of its
+    kind can have, or each of some."""
     for place in places:
         held = _held(whole, place.path)
-        changes = OF_VECTORS if isinstance(held, RmsNorm | torch.Tensor) else OF_MATRICES
-        for change in changes:
+        is_vector = isinstance(held, RmsNorm | torch.Tensor)
+        for change in changes or (OF_VECTORS if is_vector else OF_MATRICES):
             if place.adds or not change.only_last:
                 yield (
                     place,

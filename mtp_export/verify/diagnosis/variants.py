@@ -42,7 +42,8 @@ class Variant:
     before the last norm. depth: the draft position that shows the difference. recycle: feeds the
     next draft in place of the module's own recursion. kind: LOADING where tensors are mixed up,
     CONTRACT where the module is fed something else than it was trained on. by_acceptance: it makes
-    drafts more or less certain too, so that only more accepted ones speak for it.
+    drafts more or less certain too, so that only more accepted ones speak for it. is_left_out: a
+    half of the layer adds nothing.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Variant:
     recycle: Recycle | None = None
     kind: str = LOADING
     by_acceptance: bool = False
+    is_left_out: bool = False
 
 
 def unchanged(module: MtpModule, depth: int = 1) -> Variant:

@@ -30,6 +30,10 @@ ROUTER_BIAS_NEGATED = (
 )
 ROUTER_BIAS_REVERSED = "e_score_correction_bias of {layer}'s router is in reverse order"
 ROUTER_NEGATED = "{layer}'s router has the wrong sign: the worst experts are picked"
+ROUTER_APART = (
+    "{layer}'s router does not go with its experts, as those of all other layers do: its columns"
+    " are in another order, it is damaged, or of another layer"
+)
 # Of one tensor, behind its name.
 WRONG_SIGN = "has the wrong sign"
 DOES_HARM = "does harm: its weights are damaged, in another order or of another layer"
@@ -323,6 +327,11 @@ def temperature_off(least: float, most: float) -> str:
 def unlikely_value(field: str, value: object) -> str:
     """value: a release's."""
     return f"{field} of config.json is no release's, and the model was trained with {value}"
+
+
+def likelier_value(field: str, found: object, other: object) -> str:
+    """other: a value beside the one that was found."""
+    return f"{field} of config.json is {found}, and the model was trained with about {other}"
 
 
 def expert_leans_away(expert: str, cosine: float, usual: float) -> str:
