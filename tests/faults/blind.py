@@ -116,7 +116,7 @@ def _opened(bundle: Path, source: Path | None = None, prompts: Path | None = Non
 
 
 def verdict_of(drawn: Drawn, context: Context, judges: dict[str, Judge]) -> dict[str, Any]:
-    """What is said of a fault, check after check until one names it, and whether that is right."""
+    """Judge a fault, check after check until one names it: what is said, and whether it is right."""
     start, said = time.monotonic(), list[str]()
     for more in sentences(context, judges):
         said += more
@@ -126,7 +126,7 @@ def verdict_of(drawn: Drawn, context: Context, judges: dict[str, Judge]) -> dict
 
 
 def names_of(drawn: Drawn, said: list[str]) -> dict[str, bool]:
-    """Whether a fault is named, and whether exactly so."""
+    """Return whether a fault is named, and whether exactly so."""
     loose = f"({drawn.exact})|({drawn.loose})"
     return {"named": named(drawn, said, loose), "exactly": named(drawn, said, drawn.exact)}
 
