@@ -116,7 +116,7 @@ def _opened(bundle: Path, source: Path | None = None, prompts: Path | None = Non
 
 
 def verdict_of(drawn: Drawn, context: Context, judges: dict[str, Judge]) -> dict[str, Any]:
-    """Judge a fault, check after check until one names it: what is said, and whether it is right."""
+    """Judge a fault, check after check until one names it, and that judgement."""
     start, said = time.monotonic(), list[str]()
     for more in sentences(context, judges):
         said += more
