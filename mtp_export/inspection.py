@@ -14,6 +14,7 @@ from mtp_checkpoints.errors import MtpExportError, UnsupportedError, UsageError
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.families.signs import main_layers, mtp_modules
 from mtp_checkpoints.layouts import TARGETS, target_of_format
+from mtp_checkpoints.quantization.absent import as_engines_take
 from mtp_checkpoints.quantization.mismatches import Mismatch
 from mtp_checkpoints.quantization.native import describe, quantization_of
 from mtp_checkpoints.quantization.stored import StoredModel, stored_model
@@ -224,7 +225,8 @@ def _layout_of(checkpoint: Checkpoint) -> _Layout:
     for name, target in TARGETS.items():
         try:
             if name == RELEASED:
-                stored = stored_model(checkpoint.config, checkpoint.tensors)
+                config = as_engines_take(checkpoint.config, checkpoint.tensors)
+                stored = stored_model(config, checkpoint.tensors)
             else:
                 stored = target.stored_draft(checkpoint.config, names=checkpoint.tensors)
         except MtpExportError as error:

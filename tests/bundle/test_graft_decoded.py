@@ -74,6 +74,16 @@ def test_tensors_and_precision_are_judged(
         assert items[f"mtp: precision as {title} reads it"]["status"] == status
 
 
+@pytest.mark.parametrize("method", MAINS)
+def test_inspect_takes_what_has_no_scales_as_unquantized(
+    method: str, main_of: Callable[[str], Path]
+) -> None:
+    outcome = run_program("inspect", main_of(method), "--json")
+    assert outcome.code == 0, outcome.err
+    facts = json.loads(outcome.out)
+    assert (facts["problems"], facts["unknown"]) == ([], "")
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("method", MAINS)
 def test_a_main_model_is_proven(

@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from benchmarks.make_checkpoint import TINY_CONFIG, write_tokenizer
 from cases import (
@@ -25,15 +25,16 @@ from cases import (
     run_in_a_fork,
     run_program,
 )
+from decoded_mains import write_mlx, write_nf4, write_quark
 from fuzz.tensors import Tensors, read_tensors
 from gguf_files import GgufModel, gguf_model, without_module
 from mtp_checkpoints.dtypes import DType
 from mtp_export.calibrate.main_model import MainCalibration
 from mtp_runtime.loading.draft_folder import MEDUSA_PICKLE
-from quantized_by_others import write
+from quantized_by_others import read_all, write
 from runtime.checkpoints import QWEN3_5_MOE, changed, write_checkpoint
 from runtime.drafts import ffn_layout, write_eagle3, write_heads
-from verify.foreign import mtp_left_out, quantized
+from verify.foreign import GLM, GLM_MTP, mtp_left_out, quantized
 
 # As small as the layouts allow: groups of 32 weights, and the 256 bytes that a tokenizer needs.
 CONFIG: dict[str, Any] = TINY_CONFIG | {
@@ -335,6 +336,19 @@ def _foreign(method: str) -> Callable[[Path], None]:
     return make
 
 
+def _beside(write_main: Callable[[Path, Path, str], Path]) -> Callable[[Path], None]:
+    """The miniature of GLM-4.5, its main model as a tool stores it and its MTP layer as it was."""
+
+    def make(folder: Path) -> None:
+        source = write_main(GLM, folder / "source", GLM_MTP)
+        layer = {n: one for n, one in read_all(GLM).items() if n.startswith(GLM_MTP)}
+        (shard,) = source.glob("*.safetensors")
+        save_file(load_file(shard) | layer, shard)
+        edit_json(source / "config.json", mtp_left_out)
+
+    return make
+
+
 def _done(code: int) -> None:
     assert code == 0, f"a good input cannot be made: exit {code}"
 
@@ -344,9 +358,10 @@ def copy_of(folder: Path, target: Path) -> None:
     shutil.copytree(folder, target, copy_function=shutil.copy2)
 
 
+_TOOLS = {"mlx": write_mlx, "bitsandbytes": write_nf4, "quark": write_quark}
 FOREIGN = (
     *("awq", "auto-round", "compressed-tensors, int8", "fp8"),
-    *("modelopt nvfp4", "modelopt fp8, in a file"),
+    *("modelopt nvfp4", "modelopt fp8, in a file", *_TOOLS),
 )
 PAIRS = {
     "int4": ("weight_only_int4", "weight_only_int8"),
@@ -380,4 +395,5 @@ SUBJECTS: dict[str, Callable[[Path], None]] = {
     "modelopt": _quantized("modelopt fp8, in a file"),
 }
 SUBJECTS |= {name: _in(pair) for name, pair in PAIRS.items()}
-SUBJECTS |= {f"foreign {method}": _foreign(method) for method in FOREIGN}
+SUBJECTS |= {f"foreign {method}": _foreign(method) for method in FOREIGN if method not in _TOOLS}
+SUBJECTS |= {f"foreign {method}": _beside(write_main) for method, write_main in _TOOLS.items()}

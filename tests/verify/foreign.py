@@ -15,6 +15,7 @@ from cases import edit_json, read_json
 from mtp_checkpoints.families import family_of
 from mtp_checkpoints.quantization.method import modules_of
 from mtp_checkpoints.quantization.methods import METHODS as METHODS_READ
+from mtp_checkpoints.quantization.native import method_of, quantization_of, with_quantization
 from quantized_by_others import read_all, write
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
@@ -92,12 +93,11 @@ def quantized(
 
 def mtp_left_out(fields: Config) -> None:
     """A quantization_config that leaves the MTP layer out, as the tool that wrote it could."""
-    quantization = fields["quantization_config"]
-    leave_out = METHODS_READ[quantization["quant_method"]].leave_out
-    assert leave_out is not None
-    layer = f"model.layers.{fields['num_hidden_layers']}"
-    left_out = [layer]
-    if quantization["quant_method"] == "fp8":  # whose list has whole names
+    quantization = quantization_of(fields)
+    method = METHODS_READ[method_of(quantization)]
+    assert method.leave_out is not None
+    left_out = [f"model.layers.{fields['num_hidden_layers']}"]
+    if method.whole_names:
         specs = family_of(fields).tensors.values()
         left_out = modules_of(s for s in specs if s.is_linear_weight and s.mtp_layer is not None)
-    fields["quantization_config"] = leave_out(quantization, left_out)
+    fields |= with_quantization(fields, method.leave_out(quantization, left_out))

@@ -32,7 +32,10 @@ _NATIVE = {
     "quant_method": "fp8",
     "weight_block_size": [128, 128],
 }
-_METHODS = ("fp8", "compressed-tensors", "w4afp8", "int8", "awq", "gptq", "", None, "modelopt")
+_METHODS = (
+    *("fp8", "compressed-tensors", "w4afp8", "int8", "awq", "gptq", "", None, "modelopt"),
+    *("quark", "bitsandbytes"),
+)
 
 
 def mutate(path: Path, random: Random) -> None:
