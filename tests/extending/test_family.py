@@ -137,7 +137,7 @@ def test_a_trained_model_of_a_family_passes_every_level(
     assert quantize(exported, bundle, *INT8, "--quiet").code == 0
     prompts = tmp_path / "prompts.jsonl"
     lines = (FIXTURES / "prompts.jsonl").read_text().splitlines()
-    prompts.write_text("\n".join(lines[:8]))
+    prompts.write_text("\n".join(lines[:4]))
     options = ("--prompts", prompts, "--max-new-tokens", 24, "--k", 1)
     verified = run_program("verify", bundle, "--source", source, "--level", "run", *options)
     assert verified.code == 0, verified.out + verified.err
