@@ -80,7 +80,7 @@ def _oracles(model_type: str) -> tuple[str, str]:
     if model_type in names.OTHER_CLASS:
         main = "transformers' class of the same layers"
     mtp = "engines' loaders, read"
-    if model_type in family_drafts.CASES:
+    if model_type in family_drafts.CASES | family_drafts.GPU_ONLY:
         mtp = "vLLM's loader"
     if model_type in MTP_MODEL:
         mtp = "transformers' `MtpModel`"

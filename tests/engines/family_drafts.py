@@ -1,9 +1,20 @@
-"""Families whose MTP layers, or main models, vLLM's own classes load on a CPU."""
+"""Families whose MTP layers, or main models, vLLM's own classes load on a CPU, some of them once
+what needs a GPU is replaced."""
 
 from __future__ import annotations
 
 from typing import Any
 
+_MIMO_V2: dict[str, Any] = (
+    {"layernorm_epsilon": 1e-5, "hybrid_layer_pattern": [0, 1, 1], "moe_layer_freq": [0, 1, 1]}
+    | {"swa_num_attention_heads": 8, "swa_num_key_value_heads": 4, "swa_head_dim": 16}
+    | {"swa_v_head_dim": 8, "add_swa_attention_sink_bias": True, "attention_value_scale": 0.7}
+    | {"swa_rope_theta": 10000, "partial_rotary_factor": 0.5, "sliding_window_size": 32}
+)
+_MIMO_V2_MORE: dict[str, Any] = (
+    {"attention_bias": False, "hidden_act": "silu", "n_group": 1, "topk_group": 1}
+    | {"routed_scaling_factor": 1.0, "n_shared_experts": None, "topk_method": "noaux_tc"}
+)  # fmt: skip
 # vLLM's class; fields that its classes read and ours do not; the share of the layers that it loads.
 CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "hy_v3": ("HYV3MTP", {}, 1),
@@ -32,16 +43,61 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
         {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64},
         1,
     ),
-    # vLLM loads the first of its three layers.
-    "mimo_v2_flash": (
-        "MiMoV2MTP",
-        {"layernorm_epsilon": 1e-5, "hybrid_layer_pattern": [0, 1, 1], "moe_layer_freq": [0, 1, 1]}
-        | {"swa_num_attention_heads": 8, "swa_num_key_value_heads": 4, "swa_head_dim": 16}
-        | {"swa_v_head_dim": 8, "add_swa_attention_sink_bias": True, "attention_value_scale": 0.7}
-        | {"swa_rope_theta": 10000, "partial_rotary_factor": 0.5, "sliding_window_size": 32},
-        3,
-    ),
+    # vLLM loads the first of their three layers.
+    "mimo_v2_flash": ("MiMoV2MTP", _MIMO_V2, 3),
+    "mimo_v2": ("MiMoV2MTP", _MIMO_V2 | _MIMO_V2_MORE, 3),
 }
+# Those that are built once what needs a GPU is replaced.
+_PUZZLE = {"n_routed_experts": 8, "moe_intermediate_size": 64}
+GPU_ONLY: dict[str, tuple[str, dict[str, Any], int]] = {
+    "nemotron_h": ("NemotronHMTP", {}, 1),
+    "nemotron_h_omni": ("NemotronHMTP", {}, 1),
+    # vLLM reads the counts of all layers, not those of the blocks.
+    "nemotron_h_puzzle": (
+        "NemotronHMTP",
+        {"mtp_block_configs": [{"block_type": "attention"}, {"block_type": "moe"} | _PUZZLE]}
+        | {"routed_scaling_factor": 1.0, "norm_topk_prob": True, "n_group": 1, "topk_group": 1}
+        | {"mlp_hidden_act": "relu2", "mtp_hybrid_override_pattern": "*E"}
+        | {"mtp_n_routed_experts": 8},
+        1,
+    ),
+    # Without it vLLM's has vectors of the MTP layer's own, which it does not ask for.
+    "interns2_mobius": ("InternS2MobiusMTP", {"layer_scale": False}, 1),
+    "intern_s2_preview": ("Qwen3_5MoeMTP", {}, 1),
+    "dots3_note": (
+        "Dots3NoteMTP",
+        {"swa_attention_gate_type": "headwise", "attention_gate_type": "headwise"}
+        | {"swa_rope_theta": 10000.0, "apply_mla_qkv_lora_rescale": True},
+        1,
+    ),
+    "hy_v4": ("HYV4MTP", {}, 1),
+    "glm5_next": (
+        "Glm5NextMTP",
+        {"mhc": True, "mla_use_nope": True, "indexer_rope_interleave": True, "n_group": 1}
+        | {"topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+        1,
+    ),
+    "inkling_mm_model": ("InklingMTP", {"use_global_scale": True}, 1),
+    "inkling_model": (
+        "InklingMTP",
+        {"use_global_scale": True, "architectures": ["InklingForCausalLM"]},
+        1,
+    ),
+    # vLLM has sinks for 64 heads or more.
+    "deepseek_v4": (
+        "DeepSeekV4MTP",
+        {"num_attention_heads": 64, "rms_norm_eps": 1e-6, "hc_eps": 1e-6, "hc_sinkhorn_iters": 20}
+        | {"rope_theta": 1e4, "compress_rope_theta": 1.6e5, "routed_scaling_factor": 1.5}
+        | {"norm_topk_prob": True, "hidden_act": "silu", "swiglu_limit": 10.0},
+        1,
+    ),
+    # vLLM fills matrices up to multiples of 16 rows: these have none to fill.
+    "qwen4_exp": ("Qwen4ExpMTP", {"hc_lowrank": 14}, 1),
+    "qwen4_exp_text": ("Qwen4ExpMTP", {"hc_lowrank": 14}, 1),
+}
+# Tensors that vLLM leaves, by parts of their names: it builds no indexer in Hy4's MTP layer, as
+# layer_types, which its config wants for the main layers alone, has no kind of it.
+LEFT = {"hy_v4": ".indexer."}
 # Of those that transformers has no class for: vLLM's of the main model, and fields that it reads.
 _LATENT = CASES["BailingMoeV2_5ForCausalLM"][1] | {"use_qkv_bias": False}
 _LING = {"embedding_dropout": 0.0, "use_qkv_bias": False, "use_rmsnorm": True, "rope_theta": 1e4}
@@ -50,10 +106,5 @@ MAINS: dict[str, tuple[str, dict[str, Any]]] = {
     "bailing_moe_v2": ("BailingMoeV2ForCausalLM", _LING),
     "BailingMoeV2_5ForCausalLM": ("BailingMoeV25ForCausalLM", _LATENT),
     "pangu_ultra_moe": ("PanguUltraMoEForCausalLM", CASES["pangu_ultra_moe"][1]),
-    "mimo_v2": (
-        "MiMoV2ForCausalLM",
-        CASES["mimo_v2_flash"][1]
-        | {"attention_bias": False, "hidden_act": "silu", "n_group": 1, "topk_group": 1}
-        | {"routed_scaling_factor": 1.0, "n_shared_experts": None, "topk_method": "noaux_tc"},
-    ),
+    "mimo_v2": ("MiMoV2ForCausalLM", _MIMO_V2 | _MIMO_V2_MORE),
 }

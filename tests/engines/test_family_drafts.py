@@ -11,24 +11,27 @@ from typing import Any
 
 import pytest
 from engine_runs import process
-from family_drafts import CASES, MAINS
+from family_drafts import CASES, GPU_ONLY, LEFT, MAINS
 from safetensors.torch import load_file
 
 from cases import export
 from faults.small_model import family_config, write_dense
+from runtime.checkpoints import changed
 
 # The target's, which vLLM puts in their place.
+DRAFTS = CASES | GPU_ONLY
 SHARED = re.compile(r"model\.embed_tokens|lm_head|model\.layers\.\d+\.shared_head\.head")
 
 
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("families")
-    fields = {name: more for name, (_, more, _) in CASES.items()}
+    fields = {name: more for name, (_, more, _) in DRAFTS.items()}
     fields |= {name: more for name, (_, more) in MAINS.items()}
     for model_type, more in fields.items():
-        source = write_dense(folder / model_type, config=family_config(model_type) | more)
-        target = "vllm" if model_type in CASES else "hf"
+        config = changed(family_config(model_type), **more)
+        source = write_dense(folder / model_type, config=config)
+        target = "vllm" if model_type in DRAFTS else "hf"
         made = export(source, folder / f"{model_type}-bundle", "--target", target, "--quiet")
         assert made.code == 0, made.err
     return {model_type: folder / f"{model_type}-bundle" for model_type in fields}
@@ -38,31 +41,33 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def loadings(
     bundles: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, Any]]:
-    job = {
-        f"{method} {model_type}": {
-            "main": str(bundles[model_type] / "main"),
-            "draft": str(bundles[model_type] / "mtp"),
-            "method": method,
+    found: dict[str, dict[str, Any]] = {}
+    for script, drafts, mains in (("vllm_drafts", CASES, MAINS), ("vllm_gpu_only", GPU_ONLY, [])):
+        job: dict[str, object] = {
+            f"{method} {model_type}": {
+                "main": str(bundles[model_type] / "main"),
+                "draft": str(bundles[model_type] / "mtp"),
+                "method": method,
+            }
+            for method, families in (("mtp", drafts), ("", mains))
+            for model_type in families
         }
-        for method, families in (("mtp", CASES), ("", MAINS))
-        for model_type in families
-    }
-    script = Path(__file__).with_name("vllm_drafts.py")
-    status, log, result = process(script, job, tmp_path_factory.mktemp("vllm"))
-    assert status == 0, log[-3000:]
-    found: dict[str, dict[str, Any]] = json.loads(result.read_text())
+        path, folder = Path(__file__).with_name(f"{script}.py"), tmp_path_factory.mktemp(script)
+        status, log, result = process(path, job, folder)
+        assert status == 0, log[-3000:]
+        found |= json.loads(result.read_text())
     return found
 
 
-@pytest.mark.parametrize("model_type", CASES)
+@pytest.mark.parametrize("model_type", DRAFTS)
 def test_vllm_loads_every_tensor(
     model_type: str, bundles: dict[str, Path], loadings: dict[str, dict[str, Any]]
 ) -> None:
-    name, _, layers = CASES[model_type]
+    name, _, layers = DRAFTS[model_type]
     found = loadings[f"mtp {model_type}"]
     assert found["class"] == name
     assert all(map(SHARED.match, found["untouched"])), found["untouched"]
-    assert found["elements"] * layers == elements(bundles[model_type] / "mtp")
+    assert found["elements"] * layers == elements(bundles[model_type] / "mtp", LEFT.get(model_type))
 
 
 @pytest.mark.parametrize("model_type", MAINS)
@@ -74,6 +79,8 @@ def test_vllm_loads_every_tensor_of_a_main_model(
     assert found["elements"] == elements(bundles[model_type] / "main")
 
 
-def elements(folder: Path) -> int:
+def elements(folder: Path, left: str | None = None) -> int:
+    """Numbers in the tensors of a folder, but those with a part in their names."""
     files = folder.glob("*.safetensors")
-    return sum(tensor.numel() for path in files for tensor in load_file(path).values())
+    stored = {name: tensor for path in files for name, tensor in load_file(path).items()}
+    return sum(one.numel() for name, one in stored.items() if left is None or left not in name)

@@ -19,38 +19,55 @@ def register(main: str) -> None:
     """Have transformers take the config of a model whose release brings its own class of it."""
     from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
-    name = json.loads(Path(main, "config.json").read_text())["model_type"]
-    if name not in CONFIG_MAPPING:
-        AutoConfig.register(name, type("Config", (PretrainedConfig,), {"model_type": name}))
+    class Config(PretrainedConfig):
+        model_type = json.loads(Path(main, "config.json").read_text())["model_type"]
+
+        def __init__(self, text_config: Any = None, **fields: Any) -> None:
+            if text_config is not None:
+                self.text_config = AutoConfig.for_model(**dict(text_config))
+            super().__init__(**fields)
+
+    if Config.model_type not in CONFIG_MAPPING:
+        AutoConfig.register(Config.model_type, Config)
 
 
-def loading_of(main: str, draft: str, method: str) -> dict[str, Any]:
-    """The loading of one draft, or of the main model where no method drafts."""
-    import torch
-    from safetensors.torch import load_file
+def built(main: str, draft: str, method: str, dtype: str = "bfloat16") -> Any:
+    """The model of one draft, or the main model where no method drafts, as vLLM builds it."""
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model
 
     register(main)
-    count = 1 if method == "eagle" else 3
+    count = 1 if method == "eagle" else 6  # a multiple of every family's layers
     speculation = {"method": method, "model": draft, "num_speculative_tokens": count}
     config = EngineArgs(
-        model=main, dtype="bfloat16", enforce_eager=True,
+        model=main, dtype=dtype, enforce_eager=True,
         speculative_config=speculation if method else None, max_model_len=256,
         mamba_block_size=256, skip_tokenizer_init=True,
     ).create_engine_config()  # fmt: skip
     own = config.speculative_config.draft_model_config if method else config.model_config
     with set_current_vllm_config(config):
-        model = initialize_model(vllm_config=config, model_config=own)
+        return initialize_model(vllm_config=config, model_config=own)
+
+
+def stored_in(folder: str) -> dict[str, Any]:
+    """The tensors of a folder, by name."""
+    from safetensors.torch import load_file
+
+    files = sorted(Path(folder).glob("*.safetensors"))
+    return {name: tensor for path in files for name, tensor in load_file(path).items()}
+
+
+def loading_of(main: str, draft: str, method: str) -> dict[str, Any]:
+    """The loading of a model that vLLM builds."""
+    import torch
+
+    model = built(main, draft, method)
     parameters = dict(model.named_parameters())
     for parameter in parameters.values():
         with torch.no_grad():
             parameter.fill_(UNTOUCHED)
-    stored: dict[str, torch.Tensor] = {}
-    for path in sorted(Path(draft if method else main).glob("*.safetensors")):
-        stored |= load_file(path)
-    model.load_weights(iter(stored.items()))
+    model.load_weights(iter(stored_in(draft if method else main).items()))
     untouched = [name for name, p in parameters.items() if bool((p == UNTOUCHED).any())]
     return {
         "class": type(model).__name__,

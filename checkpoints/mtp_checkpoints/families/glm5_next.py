@@ -23,6 +23,7 @@ _LINEAR, _FULL, _INDEXED = "linear_attention", "full_attention", "indexed_attent
 _DELTA = "delta attention with gates per channel"
 _SPARSE = "latent attention without positions, of picked tokens"
 _OWN = Role.ATTENTION
+_MODULES = ("enorm", "hnorm", "eh_proj", "shared_head.norm")  # vLLM refuses a copy of the head
 
 
 def spec(fields: Fields) -> ModelSpec:
@@ -55,7 +56,7 @@ def spec(fields: Fields) -> ModelSpec:
         LayerSpec(f"{part.prefix}.layers.{index}", attention, moe, attention_name="")
         for index in range(main, main + count)
     ]
-    modules = [MtpSpec(layer, MtpModules.under(layer.prefix)) for layer in mtp]
+    modules = [MtpSpec(one, MtpModules.without_copies(one.prefix, _MODULES)) for one in mtp]
     return listed_decoder(part, layers, modules, _CONTRACT)
 
 
