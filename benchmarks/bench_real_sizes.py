@@ -1,6 +1,7 @@
 """Real layer sizes on an ordinary machine: loading, memory, prompts and decoding beside llama.cpp.
 
-    python -m benchmarks.bench_real_sizes SCRATCH OUTPUT.json --llama-cpp FOLDER [--layers 8]
+    python -m benchmarks.bench_real_sizes SCRATCH OUTPUT.json --llama-cpp FOLDER [--layers 8] \
+        [--transformers]
     python -m benchmarks.bench_real_sizes SCRATCH OUTPUT.json --llama-cpp FOLDER --model qwen3_5
     python -m benchmarks.bench_real_sizes SCRATCH OUTPUT.json --layers 47 --only int4-linears
     python -m benchmarks.bench_real_sizes SCRATCH OUTPUT.json --model deepseek_v3 --layers 5 \
@@ -12,8 +13,8 @@ process of its own, in turn and several times, and keeps the best of each: neigh
 disturb single runs. Beside each loading another process reads the same bytes into new memory.
 Bundles are run with both kinds of activations, as llama.cpp takes int8 alone. Two drafts of a step
 are accepted at the same rates in both, whatever the random weights say. FOLDER holds llama.cpp's
-llama-batched-bench and llama-server; without it, ours are run alone. Files that SCRATCH already
-holds are used again.
+llama-batched-bench and llama-server; without it, ours are run alone. --transformers adds its model
+in bf16. Files that SCRATCH already holds are used again.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ import torch
 from benchmarks.common.gguf_peer import drafted_speed, speeds, write_gguf
 from benchmarks.common.given_acceptance import accept_at
 from benchmarks.common.measure import machine
+from benchmarks.common.transformers_peer import speeds as speeds_of_transformers
 from benchmarks.make_bundle import make_bundle
 from benchmarks.make_checkpoint import make_checkpoint
 from benchmarks.released import RELEASED
@@ -59,6 +61,7 @@ PAIRS = {
 }
 
 Run = Callable[[], dict[str, Any]]
+Case = tuple[str, Path | None, Run]  # a row's name, its model's folder or file, and what runs it
 
 
 def random_content(tensor: OutputTensor) -> Iterator[memoryview]:
@@ -194,6 +197,17 @@ def read_bandwidth() -> float:
     return best
 
 
+def product_flops() -> float:
+    """Return the operations per second of torch's float32 product by all threads, the best of
+    five."""
+    matrix, best = torch.randn(2048, 2048), 0.0
+    for _ in range(5):
+        begun = time.perf_counter()
+        torch.mm(matrix, matrix)
+        best = max(best, 2 * len(matrix) ** 3 / (time.perf_counter() - begun))
+    return best
+
+
 def stored_bytes(path: Path) -> int:
     """Return the bytes of a file, or of the shards in a folder of folders."""
     files = [path] if path.is_file() else path.glob("main/*.safetensors")
@@ -207,16 +221,22 @@ def better(one: Any, other: Any, name: str = "") -> Any:
     return (min if name in ("load", "read", "peak_bytes") else max)(one, other)
 
 
-def cases(
-    made: dict[str, Path], programs: Path | None, drafts: bool
-) -> Iterator[tuple[str, Path, Run]]:
-    """Yield the name, the model and the call of every row."""
+def cases(made: dict[str, Path], programs: Path | None, drafts: bool) -> Iterator[Case]:
+    """Yield every row of ours and llama.cpp's."""
     for name, path in made.items():
         if programs is not None and path.is_file():
             yield name, path, partial(run_llama_cpp, programs, path, drafts)
             continue
         for activations in ACTIVATIONS:
             yield f"{name}, {activations}", path, partial(in_a_process, path, activations, drafts)
+
+
+def run_transformers(model: str, layers: int | None) -> dict[str, Any]:
+    """Return the speeds of transformers' model of a released config, in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.bench_real_sizes", "--run-transformers"]
+    sizes = [] if layers is None else ["--layers", str(layers)]
+    found: dict[str, Any] = _printed([*command, "--model", model, *sizes])
+    return found
 
 
 def in_a_process(folder: Path, activations: str, drafts: bool) -> dict[str, Any]:
@@ -232,12 +252,15 @@ def _printed(command: list[str]) -> Any:
     return json.loads(subprocess.check_output(command, text=True).splitlines()[-1])
 
 
-def in_turns(runs: Sequence[tuple[str, Path, Run]], turns: int) -> dict[str, Any]:
+def in_turns(runs: Sequence[Case], turns: int) -> dict[str, Any]:
     """Run all models one after the other, several times; return the best of each."""
     best: dict[str, Any] = {}
     for turn in range(turns):
         for name, _, run in runs:
-            found = run() | {"read_bandwidth": read_bandwidth()}
+            found = run() | {
+                "read_bandwidth": read_bandwidth(),
+                "product_flops": product_flops(),
+            }
             best[name] = better(best[name], found) if name in best else found
             print(f"turn {turn + 1}, {name}: {json.dumps(found)}", file=sys.stderr, flush=True)
     return best
@@ -253,7 +276,9 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--only", help="one pair of precisions")
     parser.add_argument("--without-drafts", action="store_true", help="the module takes memory")
+    parser.add_argument("--transformers", action="store_true", help="its bf16 takes memory")
     parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--run-transformers", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--read", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--activations", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -264,18 +289,24 @@ def main() -> None:
     if options.read:
         print(json.dumps(read_seconds(options.read)))
         return
-    if None in (options.scratch, options.output):
-        parser.error("expected SCRATCH and OUTPUT")
     pairs, layers = PAIRS[options.model], options.layers
-    kinds = {options.only: pairs[options.only]} if options.only else pairs
     if layers is None and options.model == "glm4_moe_lite":
         layers = 8
     config = config_of(options.model, layers)
+    if options.run_transformers:
+        print(json.dumps(speeds_of_transformers(config, PROMPT, TOKENS, BATCHES)))
+        return
+    if None in (options.scratch, options.output):
+        parser.error("expected SCRATCH and OUTPUT")
+    kinds = {options.only: pairs[options.only]} if options.only else pairs
     made = models(options.scratch, config, kinds, options.llama_cpp)
     runs = [*cases(made, options.llama_cpp, drafts)]
+    if options.transformers:
+        runs.append(("bf16", None, partial(run_transformers, options.model, layers)))
     rows = in_turns(runs, options.turns)
     for name, path, _ in runs:
-        rows[name]["stored_bytes"] = stored_bytes(path)
+        if path is not None:
+            rows[name]["stored_bytes"] = stored_bytes(path)
     result = {"model": options.model, "layers": layers, "machine": machine(), "rows": rows}
     options.output.write_text(json.dumps(result, indent=2) + "\n")
 
