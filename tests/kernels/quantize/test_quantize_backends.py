@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
@@ -11,10 +13,10 @@ import pytest
 from quantize_cases import disagreements, fp8_source, gaussian, operations, same_bits, sources
 
 from cases import nightly_but
-from forked import completed, script
 from mtp_kernels.quantize import BACKENDS
 
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
 SHAPES = [(260, 384), (7, 256), (129, 96), (5, 130), (1, 1), (3, 36), (130, 4)]
 
 
@@ -26,8 +28,13 @@ def test_cpu_is_the_reference_to_the_bit(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("shapes", nightly_but([1], (1, 4)))
 def test_triton_interpreted_is_the_reference_to_the_bit(shapes: int) -> None:
     pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    run = completed(script, HERE / "quantize_interpreted.py", shapes, environment=environment)
+    path = os.pathsep.join(str(folder) for folder in (HERE, ROOT / "kernels"))
+    run = subprocess.run(
+        [sys.executable, HERE / "quantize_interpreted.py", str(shapes)],
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
     assert run.returncode == 0, run.stderr
 
 

@@ -4,6 +4,8 @@ on a GPU."""
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,6 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from benchmarks.common.compiled_resources import inner_loop, resources  # noqa: E402
 from cases import nightly_but  # noqa: E402
-from forked import completed, script  # noqa: E402
 from mtp_kernels.stored_linear import linear, triton_cuda  # noqa: E402
 from mtp_kernels.stored_linear.triton_compile import compile_product  # noqa: E402
 from mtp_kernels.stored_linear.triton_kernels import (  # noqa: E402
@@ -25,6 +26,7 @@ from mtp_kernels.stored_linear.triton_kernels import (  # noqa: E402
 )
 
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
 # The least that GPUs from compute capability 8.0 on have for a program, those of 8.6 and 12.0.
 SHARED_BYTES = 101_376
 CAPABILITIES = [80, 90, 100]
@@ -36,8 +38,13 @@ CAPABILITIES = [80, 90, 100]
 )
 @pytest.mark.timeout(1200)
 def test_interpreted_products_are_those_of_the_dense_matrix(conversion: str, cases: str) -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    run = completed(script, HERE / "stored_cases.py", conversion, cases, environment=environment)
+    path = os.pathsep.join(str(folder) for folder in (HERE, ROOT / "kernels"))
+    run = subprocess.run(
+        [sys.executable, HERE / "stored_cases.py", conversion, cases],
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
     assert run.returncode == 0, run.stderr
 
 

@@ -6,6 +6,7 @@ or compiles. A worker process interprets; the tests that compile are left with a
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -13,14 +14,14 @@ from concurrent.futures import ProcessPoolExecutor
 import torch
 from attention_cases import Case, build
 
-from forked import forks
-
 
 class Interpreter:
     """A worker process that interprets the kernels of whole cases."""
 
     def __init__(self) -> None:
-        self.pool = ProcessPoolExecutor(1, forks(), initializer=enter_interpreter)
+        self.pool = ProcessPoolExecutor(
+            1, multiprocessing.get_context("spawn"), initializer=enter_interpreter
+        )
 
     def attend(self, cases: Sequence[Case]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The result of each case."""
