@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.formats.awq import AwqInt4
-from mtp_checkpoints.formats.base import COMPRESSED_SCALE, EncodedWeight, Place
+from mtp_checkpoints.formats.base import (
+    COMPRESSED_SCALE,
+    EncodedWeight,
+    Place,
+    ReadOnlyFormat,
+)
 from mtp_checkpoints.formats.int_quantized import Int8Unpacked
 from mtp_checkpoints.formats.int_words import CODES_PER_WORD
 from mtp_checkpoints.formats.modelopt import Fp8Tensor
@@ -152,11 +157,10 @@ class QuarkFp8(_OfRows, Fp8Tensor):
 
 
 @dataclass(frozen=True)
-class QuarkMxFp4(MxFp4Packed):
+class QuarkMxFp4(ReadOnlyFormat, MxFp4Packed):
     """weight U8 [N, K/2], weight_scale U8 [N, K/32]."""
 
     storage: ClassVar[str] = "quark_mxfp4"
-    operation: ClassVar[str] = ""  # no scheme writes it
     methods: ClassVar[tuple[str, ...]] = _METHODS
     held_by: ClassVar[frozenset[str]] = frozenset()
 
