@@ -38,7 +38,8 @@ def built(main: str, draft: str, method: str, dtype: str = "bfloat16") -> Any:
     from vllm.model_executor.model_loader.utils import initialize_model
 
     register(main)
-    count = 1 if method == "eagle" else 6  # a multiple of every family's layers
+    # Medusa has as many heads as tokens, others a divisor of 6 of layers.
+    count = {"eagle": 1, "medusa": 3}.get(method, 6)
     speculation = {"method": method, "model": draft, "num_speculative_tokens": count}
     config = EngineArgs(
         model=main, dtype=dtype, enforce_eager=True,
