@@ -42,6 +42,9 @@ def drafts_of(
 
     model = built(main, draft, "mtp", "float32")
     model.load_weights(iter((stored_in(main) | stored_in(draft)).items()))
+    for module in model.modules():
+        if (method := getattr(module, "quant_method", None)) is not None:
+            method.process_weights_after_loading(module)
     for layer in model.model.mtp_layers.values():
         own = layer.mtp_block.self_attn
         own.attn = Attention(own.num_heads, own.num_kv_heads, own.scaling)
