@@ -82,6 +82,8 @@ def _oracles(model_type: str) -> tuple[str, str]:
     mtp = "engines' loaders, read"
     if model_type in family_drafts.CASES | family_drafts.GPU_ONLY:
         mtp = "vLLM's loader"
+    if model_type in family_drafts.RUN:
+        mtp = "vLLM's module, run"
     if model_type in MTP_MODEL:
         mtp = "transformers' `MtpModel`"
     if model_type in modules.OF_LAYERS:

@@ -47,6 +47,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "mimo_v2_flash": ("MiMoV2MTP", _MIMO_V2, 3),
     "mimo_v2": ("MiMoV2MTP", _MIMO_V2 | _MIMO_V2_MORE, 3),
 }
+RUN = frozenset({"mimo"})  # test_mimo_contract runs the module of these
 # Those that are built once what needs a GPU is replaced.
 _PUZZLE = {"n_routed_experts": 8, "moe_intermediate_size": 64}
 GPU_ONLY: dict[str, tuple[str, dict[str, Any], int]] = {

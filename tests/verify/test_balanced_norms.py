@@ -250,7 +250,7 @@ def test_nothing_is_told_of_what_training_leaves(change: Callable[..., None], ac
 
 def test_a_router_is_told_by_what_experts_answer_to_most() -> None:
     """A share of each expert along its own row; none along any, of an untrained model."""
-    torch.manual_seed(4)
+    torch.manual_seed(1)
     router = torch.randn(8, 64)
     experts = [torch.randn(32, 64) + torch.randn(32, 1) * row for row in router]
     good = [Answer.of(number, one, router) for number, one in enumerate(experts)]

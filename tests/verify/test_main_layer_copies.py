@@ -31,8 +31,10 @@ def original_layer(checkpoint: Checkpoint, pattern: str = "") -> None:
 
 
 def own_linears(checkpoint: Checkpoint) -> None:
-    """All that is not quantized is main layer 2's, and the linears are the module's own."""
-    own = {name: one for name, one in checkpoint.mtp().items() if LINEAR.match(name)}
+    """All that is not quantized is main layer 2's, but for the router, which goes with experts, and
+    the linears are the module's own."""
+    mtp = checkpoint.mtp()
+    own = {name: one for name, one in mtp.items() if LINEAR.match(name) or ".mlp.gate." in name}
     original_layer(checkpoint)
     checkpoint.tensors |= own
 

@@ -55,20 +55,15 @@ def bytes_read():
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith("rchar")))
 
-def passed(prompts):
-    options = VerifyOptions(bundle, None, Level.RUN, prompts, stream=True, workdir=workdir)
-    context = Context.open(options, lambda title, total: contextlib.nullcontext(silent))
-    return list(stream.run(context))
-
-first = workdir / "first.jsonl"
-first.write_text('{"prompt_token_ids": [3, 4, 5]}')
-passed(first)  # loads code, makes pools
+options = VerifyOptions(bundle, None, Level.RUN, prompts, stream=True, workdir=workdir)
+context = Context.open(options, lambda title, total: contextlib.nullcontext(silent))
+list(stream.run(context))  # loads code, makes pools
 kept.clear()
 gc.collect()
 ctypes.CDLL("libc.so.6").malloc_trim(0)
 Path("/proc/self/clear_refs").write_text("5")  # the peak starts from what is resident now
 before, already = resident("VmRSS"), bytes_read()
-items = passed(prompts)
+items = list(stream.run(context))
 found = {"growth": resident("VmHWM") - before, "rchar": bytes_read() - already}
 print(json.dumps(found | next(item.data for item in items if item.name == "cost estimate")))
 """
