@@ -155,10 +155,10 @@ def run_ours(folder: Path, activations: str, drafts: bool) -> dict[str, Any]:
     return found | ({"drafted": _drafted(folder, given)} if drafts else {})
 
 
-def read_seconds(folder: Path) -> float:
+def read_seconds(folder: Path, drafts: bool) -> float:
     """Return the seconds of reading the files of a bundle into new memory, one after the other."""
-    begun = time.perf_counter()
-    kept = [np.fromfile(file, np.uint8) for file in folder.glob("m*/*.safetensors")]
+    begun, pattern = time.perf_counter(), f"{'m*' if drafts else 'main'}/*.safetensors"
+    kept = [np.fromfile(file, np.uint8) for file in folder.glob(pattern)]
     took = time.perf_counter() - begun
     assert kept
     return took
@@ -242,9 +242,10 @@ def run_transformers(model: str, layers: int | None) -> dict[str, Any]:
 def in_a_process(folder: Path, activations: str, drafts: bool) -> dict[str, Any]:
     """Return what read_seconds and run_ours do, each from a process of its own."""
     command = [sys.executable, "-m", "benchmarks.bench_real_sizes"]
+    command += [] if drafts else ["--without-drafts"]
     read = _printed([*command, "--read", str(folder)])
     command += ["--run", str(folder), "--activations", activations]
-    ours: dict[str, Any] = _printed(command if drafts else [*command, "--without-drafts"])
+    ours: dict[str, Any] = _printed(command)
     return {"read": read} | ours
 
 
@@ -287,7 +288,7 @@ def main() -> None:
         print(json.dumps(run_ours(options.run, options.activations, drafts)))
         return
     if options.read:
-        print(json.dumps(read_seconds(options.read)))
+        print(json.dumps(read_seconds(options.read, drafts)))
         return
     pairs, layers = PAIRS[options.model], options.layers
     if layers is None and options.model == "glm4_moe_lite":
