@@ -30,8 +30,9 @@ from mtp_kernels.decoder.compiled_cpu.passes import Projection
 from mtp_kernels.quantize.row_codes import RowCodes
 
 OUTPUTS, INPUTS, GROUP = 196_608, 2048, 128
-ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 17, 24, 32)
+ROWS = (1, 2, 3, 4, 8, 16, 32)
 TURNS = 9
+IDLE = 0.3  # seconds after which torch's threads no longer spin beside ours
 
 
 class Stored:
@@ -111,9 +112,10 @@ def main(output: Path) -> None:
     best, best_read = [float("inf")] * len(found), float("inf")
     for _ in range(TURNS):
         for number, (*_, call) in enumerate(found):
-            best[number] = min(best[number], seconds(call))
             if number % len(ROWS) == 0:
                 best_read = min(best_read, seconds(numbers.sum))
+                time.sleep(IDLE)
+            best[number] = min(best[number], seconds(call))
     bandwidth = numbers.nbytes / best_read
     rows = [
         {
