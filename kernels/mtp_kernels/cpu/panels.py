@@ -75,8 +75,8 @@ _LINE_BYTES = 64  # of a cache
 _HAS_WIDE = bool(binding.get_host_cpu_features().get("avx512f", False))
 _MOST_ROWS, _MOST_WHOLE = (8, 8) if _HAS_WIDE else (6, 3)
 _MOST_PAIRED = 4 if _HAS_WIDE else 1  # rows of which those of two panels do
-# AVX2 multiplies more rows with codes that are expanded once, so many rows of them at a time;
-# AVX-512 expands in the time that memory would take.
+# AVX2 multiplies more rows with codes that are expanded once, so many rows of them at a time; with
+# AVX-512 it is faster to expand them again for every few rows than to load what was expanded.
 _MOST_EXPANDING = 1 << 62 if _HAS_WIDE else 2 * _MOST_ROWS
 _EXPANDED = 128
 

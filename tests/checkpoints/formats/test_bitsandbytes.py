@@ -13,6 +13,7 @@ from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.formats import FORMATS, BitsAndBytes4, BitsAndBytesInt8, WeightFormat
 from mtp_checkpoints.quantization.methods import quant_config_of
+from recorded_tensors import Rows, tensor_of
 
 MADE = json.loads(Path(__file__).with_name("bitsandbytes.json").read_text())
 SHAPE = (4, 128)
@@ -26,23 +27,7 @@ FORMS: dict[str, WeightFormat] = {
 
 def tensors_of(name: str) -> dict[str, torch.Tensor]:
     """The tensors that bitsandbytes made, by their last names."""
-    return {
-        last: torch.frombuffer(
-            bytearray.fromhex(one["hex"]), dtype=getattr(torch, one["dtype"])
-        ).reshape(one["shape"])
-        for last, one in MADE[name]["tensors"].items()
-    }
-
-
-class Rows:
-    """A weight whose tensors are in memory."""
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self.whole_codes, *self.others = tensors
-        self.scale = self.others[0]
-
-    def codes(self, start: int, stop: int) -> torch.Tensor:
-        return self.whole_codes[start:stop]
+    return {last: tensor_of(one) for last, one in MADE[name]["tensors"].items()}
 
 
 @pytest.mark.parametrize("name", FORMS)

@@ -21,6 +21,7 @@ from mtp_checkpoints.formats import (
     WeightFormat,
 )
 from mtp_checkpoints.quantization.methods import quant_config_of
+from recorded_tensors import Rows, tensor_of
 
 MADE = json.loads(Path(__file__).with_name("quark.json").read_text())
 SHAPE = (8, 64)
@@ -34,22 +35,6 @@ FORMS: dict[str, WeightFormat] = {
     "mxfp4": QuarkMxFp4(),
 }
 LINEAR = "model.layers.1.self_attn.q_proj"
-
-
-def tensor_of(one: dict[str, Any]) -> torch.Tensor:
-    dtype = getattr(torch, one["dtype"])
-    return torch.frombuffer(bytearray.fromhex(one["hex"]), dtype=dtype).reshape(one["shape"])
-
-
-class Rows:
-    """A weight whose tensors are in memory."""
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self.whole_codes, *self.others = tensors
-        self.scale = self.others[0]
-
-    def codes(self, start: int, stop: int) -> torch.Tensor:
-        return self.whole_codes[start:stop]
 
 
 def ordered(name: str) -> list[torch.Tensor]:
