@@ -118,7 +118,7 @@ SCHEME_FAULTS: tuple[Fault, ...] = (
     _fault("int4 codes in GPTQ's order of columns", codes_in_order_of_activation,
            "its columns are in another order", "int4"),
     _fault("int4 groups in desc_act's order, without g_idx", groups_in_order_of_activation,
-           "another tensor's, or damaged", "int4"),
+           "as of GPTQ's desc_act without its g_idx", "int4"),
     _fault("int8 scales shifted by 5 rows",
            main(f"{MAIN_EXPERT}.weight_scale", partial(shifted, 5)),
            "scale: expected finite, above 0, found 0.0 at row 0", "int8"),

@@ -15,6 +15,7 @@ from faults.matrix import no_progress
 from mtp_export.verify.check import Level, Status
 from mtp_export.verify.context import Context
 from mtp_export.verify.diagnosis import weight_bugs
+from mtp_export.verify.diagnosis.regrouped import own_groups
 from mtp_export.verify.options import VerifyOptions
 from mtp_export.verify.weights.value_checks import run
 
@@ -108,3 +109,44 @@ def test_few_elements_that_differ_are_damage_of_either(with_copies: Path, tmp_pa
         i for i in run(Context.open(options, no_progress)) if "head.weight is the" in i.name
     )
     assert "one of the two is damaged" in item.cause
+
+
+GROUP = 32
+
+
+def grouped(columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A weight, its codes of 4 bits, each column in its place, and the scales of groups that are
+    taken in an order of columns."""
+    weight = torch.randn(64, len(columns), generator=torch.Generator().manual_seed(2))
+    groups = weight[:, columns].unflatten(1, (-1, GROUP))
+    scale = groups.abs().amax(2, keepdim=True) / 7
+    codes = torch.empty_like(weight)
+    codes[:, columns] = (groups / scale).round().flatten(1)
+    return weight, codes, scale[..., 0]
+
+
+def test_groups_of_columns_in_an_order_of_their_own_are_found() -> None:
+    order = torch.randperm(256, generator=torch.Generator().manual_seed(3))
+    weight, codes, scale = grouped(order)
+    found = own_groups(codes, scale, weight)
+    assert found is not None and torch.equal(found[order], torch.arange(256) // GROUP)
+    few = torch.arange(256)
+    few[[3, 200]] = few[[200, 3]]
+    weight, codes, scale = grouped(few)
+    found = own_groups(codes, scale, weight)
+    assert found is not None and found[[3, 200]].tolist() == [6, 0]
+
+
+def test_other_faults_of_scales_are_no_groups_of_other_columns() -> None:
+    weight, codes, scale = grouped(torch.arange(256))
+    changed = {
+        "none": (codes, scale),
+        "whole groups": (codes, scale.roll(1, dims=1)),
+        "rows": (codes, scale.roll(1, dims=0)),
+        "codes": (codes.roll(40, dims=1), scale),
+        "a factor": (codes, 3 * scale),
+        "another's": (codes, 1 + torch.rand(scale.shape)),
+        "one group": (codes, scale[:, :1]),
+    }
+    found = [name for name, (c, s) in changed.items() if own_groups(c, s, weight) is not None]
+    assert not found

@@ -17,6 +17,7 @@ from mtp_checkpoints.formats.verification import Bug
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.diagnosis.latent_halves import undone_halves
+from mtp_export.verify.diagnosis.regrouped import own_groups
 
 if TYPE_CHECKING:
     import torch
@@ -316,6 +317,9 @@ def _scales(raw: EncodedWeight, wanted: torch.Tensor, bound: float) -> str | Non
     ones = replace(raw, scale=torch.ones_like(raw.scale))
     codes = ones.dequantize().double()
     own = raw.scale.double()
+    moved = own_groups(codes, own, wanted.double())
+    if moved is not None and _sqnr_db(wanted, codes * own[:, moved]) >= bound:
+        return causes.COLUMNS_OF_OTHER_GROUPS
     groups = _spread(raw, torch.arange(own.numel()).view(own.shape))  # [N, K] group of a weight
     dots = torch.zeros(own.numel(), dtype=torch.float64)
     norms = dots.clone()

@@ -317,6 +317,10 @@ SCALES_INVERTED = (
 SCALES_ALONG_ROWS = "its scales lie along the other axis: the groups were taken over rows"
 SCALES_LEFT_OUT = "its scales are all one: they were left out, or never written"
 SCALES_PERMUTED = "its scales are permuted: the right ones for other blocks or groups"
+COLUMNS_OF_OTHER_GROUPS = (
+    "its columns lie under the scales of other groups than their own, as of GPTQ's desc_act without"
+    " its g_idx"
+)
 SCALES_ROUNDED_LATE = (
     "its scales were rounded to powers of two (ue8m0) after the weights were quantized with the"
     " unrounded ones"
