@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Group, RenderableType
 
-from mtp_checkpoints.errors import UnsupportedError, UsageError
+from mtp_checkpoints.errors import UsageError
 from mtp_checkpoints.quantization.methods import undecoded_of
 from mtp_checkpoints.quantization.native import DTYPE_KEYS
 from mtp_checkpoints.sources.byte_source import Place
@@ -134,19 +134,8 @@ def _check_proof(options: GraftCommand) -> None:
 
 def _untested(options: GraftCommand, plan: BundlePlan) -> str:
     """Return the reason why the pairing is not proven of a main model whose numbers are not
-    decoded, or whose draft is a checkpoint of its own, "" for another (UnsupportedError for one
-    that is to be proven)."""
+    decoded, "" for another (UnsupportedError for one that is to be proven)."""
     known = undecoded_of(plan.checkpoint.config)
-    if plan.family.drafts_apart:
-        if options.proving.prove:
-            raise UnsupportedError(
-                "The acceptance of a draft in a checkpoint of its own is not tested",
-                where=plan.options.input_dir,
-                expected="a main model with MTP layers, or no --prove",
-                todo="Leave --prove out, and count drafts with mtp-export generate"
-                f" --speculate-method {plan.family.draft_method} --json",
-            )
-        return "drafts of a checkpoint of their own are not tested"
     if options.proving.prove:
         plan.checkpoint.check_decoded()
         if known is not None:

@@ -29,7 +29,7 @@ def next_steps(plan: BundlePlan) -> dict[str, str]:
     else:
         words = ["--level", "files"]
     steps = {"check": _command("verify", bundle, *words)}
-    if is_graft and is_decoded and not plan.family.drafts_apart:
+    if is_graft and is_decoded:
         steps["prove"] = _command("verify", bundle, "--level", "run")
     if _can_be_tried(plan) and is_decoded:
         method = plan.family.draft_method

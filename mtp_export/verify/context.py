@@ -9,16 +9,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mtp_checkpoints.errors import MtpExportError
-from mtp_checkpoints.layouts import TARGETS, likely_target, target_of_format
-from mtp_checkpoints.layouts.base import Target
 from mtp_checkpoints.quantization.native import is_gguf, quantization_of
 from mtp_checkpoints.quiet import quieted
 from mtp_checkpoints.sources.addresses import download_command
-from mtp_checkpoints.sources.byte_source import Address, ByteSource, local_path
-from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP, RELEASED, open_checkpoint
+from mtp_checkpoints.sources.byte_source import Address, local_path
+from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP, open_checkpoint
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export import __version__
 from mtp_export.paths import refuse_overlaps
@@ -29,9 +27,7 @@ from mtp_export.verify.evidence.memory_room import MemoryRoom, memory_room
 from mtp_export.verify.evidence.parts import (
     OpenedPlace,
     Part,
-    PartLayout,
-    layer_count,
-    layout_of,
+    opened_place,
 )
 from mtp_export.verify.evidence.prompts import (
     GivenText,
@@ -52,30 +48,22 @@ if TYPE_CHECKING:
     from mtp_runtime.parallel.group import Group
 
 
-@dataclass(frozen=True)
-class Context:
+@dataclass(frozen=True, kw_only=True)
+class Context(OpenedPlace):
     """A bundle or a checkpoint under verification. Models are loaded on first use.
 
-    files are those of the folder or repository. manifest is a bundle's alone. given: the texts of
-    --prompts, kept since a pipe can be read only once. group: processes that take part in what is
-    divided among several. failures: those of the checks that are done.
+    given: the texts of --prompts, kept since a pipe can be read only once. group: processes that
+    take part in what is divided among several. failures: those of the checks that are done.
     """
 
     options: VerifyOptions
-    files: ByteSource
-    is_bundle: bool
-    parts: tuple[Part, ...]
-    manifest: Mapping[str, Any] | None
-    manifest_sha256: str | None
-    manifest_error: Exception | None
     source: Checkpoint | None
     given: tuple[GivenText, ...] | None
     show_progress: ShowProgress
     group: Group | None = None
     show_count: ShowCount = uncounted
-    _layouts: dict[str, PartLayout] = field(default_factory=dict)
     _loaded: dict[LoadOptions, Loaded] = field(default_factory=dict)
-    _drafts: dict[str, ExtraDraft] = field(default_factory=dict)
+    _drafts: dict[tuple[str, LoadOptions], ExtraDraft] = field(default_factory=dict)
     failures: dict[str, list[Item]] = field(default_factory=dict)
 
     @classmethod
@@ -99,7 +87,7 @@ class Context:
             "--source": options.source,
         }
         refuse_overlaps(reads, {"--workdir": options.workdir})
-        opened = OpenedPlace.open(place, options.mtp)
+        opened = opened_place(place, options.mtp)
         source = None if options.source is None else open_checkpoint(options.source)
         given = None
         if options.prompts is not None:
@@ -153,79 +141,10 @@ class Context:
 
         return self.group or LONE
 
-    def part(self, name: str) -> Part | None:
-        """The part of a name, None if the bundle has no such folder."""
-        return next((part for part in self.parts if part.name == name), None)
-
     def extra_draft_part(self, name: str) -> Part | None:
         """The folder of an extra draft, opened; None if the bundle has none of this name."""
         folder = draft_folders(self.folder).get(name)
         return None if folder is None else Part.open(name, folder)
-
-    def recorded(self, option: str) -> Any:
-        """An option of the export by its key in the manifest; None if it has no such key."""
-        return self.recorded_options.get(option)
-
-    @property
-    def recorded_options(self) -> Mapping[str, Any]:
-        """The options of the export that the manifest records."""
-        options: Mapping[str, Any] = (self.manifest or {}).get("options", {})
-        return options
-
-    @cached_property
-    def checkpoints(self) -> Mapping[str, Checkpoint]:
-        """Checkpoints of the parts that could be opened, by name."""
-        opened = ((part.name, part.checkpoint) for part in self.parts)
-        return {name: checkpoint for name, checkpoint in opened if checkpoint is not None}
-
-    @property
-    def main(self) -> Checkpoint | None:
-        return self.checkpoints.get(MAIN)
-
-    @property
-    def mtp(self) -> Checkpoint | None:
-        return self.checkpoints.get(MTP)
-
-    @cached_property
-    def target(self) -> Target:
-        """The recorded target, else the only one of the files' format, else the likely one."""
-        name = self.recorded("target")
-        if isinstance(name, str) and name in TARGETS:
-            return TARGETS[name]
-        formats = {shard.container for one in self.checkpoints.values() for shard in one.shards}
-        if (only := target_of_format(formats)) is not None or self.mtp is None:
-            return only or TARGETS[RELEASED]
-        layers = layer_count(self.checkpoints.values())
-        return likely_target(self.mtp.config, self.mtp.tensors.keys(), layers)
-
-    def layout(self, part: Part) -> PartLayout:
-        """The tensors that an opened part must hold.
-
-        Raises what stored_model and stored_draft raise for a config that cannot be followed.
-        """
-        if part.name not in self._layouts:
-            layers = layer_count(self.checkpoints.values())
-            self._layouts[part.name] = layout_of(part, self.target, layers)
-        return self._layouts[part.name]
-
-    @cached_property
-    def layouts(self) -> tuple[PartLayout, ...]:
-        """The layouts of the parts whose configs can be followed; check `files` says why another
-        cannot."""
-        found = []
-        for part in self.parts:
-            if part.checkpoint is not None:
-                try:
-                    found.append(self.layout(part))
-                except MtpExportError:
-                    continue
-        return tuple(found)
-
-    @cached_property
-    def read_layouts(self) -> tuple[PartLayout, ...]:
-        """The layouts of the parts whose bytes are read: of a remote place, the MTP part's."""
-        local = {part.name for part in self.parts if isinstance(part.place, Path)}
-        return tuple(one for one in self.layouts if one.name == MTP or one.name in local)
 
     @cached_property
     def unwritten(self) -> tuple[Unwritten, ...]:
@@ -291,8 +210,8 @@ class Context:
     @property
     def why_not_opened(self) -> str | None:
         """The reason why no model can be built from the parts, None if headers show none."""
-        for name in (MAIN, MTP):
-            part = self.part(name)
+        for name in (MAIN, self.draft_apart or MTP):
+            part = self.part(name) or self.extra_draft_part(name)
             if part is None:
                 return f"there is no {name} part"
             if part.error is not None:
@@ -335,27 +254,43 @@ class Context:
     @cached_property
     def corpus(self) -> Corpus:
         """The texts that run-level checks share, generated by the fp32 model."""
-        from mtp_export.verify.evidence.corpus import Corpus
         from mtp_runtime.models.load import LoadOptions
 
-        model = self.loaded(LoadOptions(self.options.device)).model
-        return Corpus(model, self.prompts, self.options.max_new_tokens, show_count=self.show_count)
+        return self.corpus_with(LoadOptions(self.options.device))
 
-    def extra_draft(self, method: str) -> ExtraDraft:
-        """The bundle's extra draft for a method, read once. Raises what its reader raises."""
+    def corpus_with(self, options: LoadOptions) -> Corpus:
+        """The prompts, and what decodes them: the model that is loaded with options, and the draft
+        in the place of its MTP module, if it has none. Raises what loading raises."""
+        from mtp_export.verify.evidence.corpus import Corpus
+
+        return Corpus(
+            self.loaded(options).model,
+            self.prompts,
+            self.options.max_new_tokens,
+            show_count=self.show_count,
+            draft=self.extra_draft(self.draft_apart, options) if self.draft_apart else None,
+        )
+
+    def extra_draft(self, method: str, options: LoadOptions | None = None) -> ExtraDraft:
+        """The bundle's extra draft for a method, read once for the model that is loaded with
+        options. Raises what its reader raises."""
         from mtp_export.verify.evidence.extra_drafts import ExtraDraft
         from mtp_runtime.models.load import LoadOptions
 
-        if method not in self._drafts:
-            loaded = self.loaded(LoadOptions(self.options.device))
-            self._drafts[method] = ExtraDraft.read(self.folder, method, loaded)
-        return self._drafts[method]
+        usual = self._usual(options or LoadOptions(self.options.device))
+        if (method, usual) not in self._drafts:
+            read = ExtraDraft.read(self.folder, method, self.loaded(usual))
+            self._drafts[method, usual] = read
+        return self._drafts[method, usual]
 
     @cached_property
     def extra_drafts(self) -> tuple[ExtraDraft, ...]:
-        """The bundle's extra drafts that can be read; check `ledger` says why another cannot."""
+        """The bundle's drafts beside the usual ones, that can be read; check `ledger` says why
+        another cannot."""
         found = []
         for method in draft_folders(self.folder):
+            if method == self.draft_apart:
+                continue
             try:
                 found.append(self.extra_draft(method))
             except MtpExportError:

@@ -57,12 +57,13 @@ class PairingProof:
         if self.status is not Status.FAIL:
             return
         raise VerificationError(
-            "The MTP layer is not shown to be this main model's: its drafts are not accepted as a"
-            " working module's are",
+            "The draft is not shown to be this main model's: what it drafts is not accepted as a"
+            " working one's is",
             where=self.bundle,
             found=self._causes,
-            todo="Do not ship this bundle: graft the layer of the checkpoint that the main model"
-            " was made from, and verify a bundle whose layer is that one at --level run",
+            todo="Do not ship this bundle: graft the MTP layer of the checkpoint that the main"
+            " model was made from, or the draft that was released with it, and verify a bundle"
+            " of both at --level run",
         )
 
     @property

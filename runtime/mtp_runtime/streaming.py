@@ -9,7 +9,9 @@ from pathlib import Path
 
 import torch
 
+from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.base import weight_name
+from mtp_checkpoints.families.parts.shared_gqa import SharedGqa
 from mtp_runtime.config import ModelConfig
 from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.loading.on_demand import read_ahead
@@ -59,10 +61,18 @@ def open_streamed(path: Path, device: str, mtp: Path | None = None) -> StreamedM
     """Open a bundle or checkpoint to be streamed in float32, weights kept as stored. mtp: the
     checkpoint whose MTP modules are taken, where they are not beside the main part.
 
-    Raises as load_model does.
+    Raises as load_model does, and UnsupportedError for layers that need others of the model.
     """
     options = LoadOptions(device, dequantize_at_load=False, on_demand=True, mtp_folder=mtp)
-    return StreamedModel(open_model(path, options))
+    opened = open_model(path, options)
+    if any(isinstance(layer.attention, SharedGqa) for layer in opened.spec.layers):
+        raise UnsupportedError(
+            "This model's layers are not read one by one",
+            where=path,
+            expected="layers that take the stream alone",
+            found="keys and values of other layers, or embeddings of their own beside it",
+        )
+    return StreamedModel(opened)
 
 
 def pass_through(

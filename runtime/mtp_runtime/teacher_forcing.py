@@ -95,15 +95,17 @@ class Anchors:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows [n] of one or several texts, those of each text consecutive, and their layout."""
+    """Rows [n] of one or several texts, those of each text consecutive, their layout, and what they
+    have beside the stream [n, layers, p], None in most models."""
 
     rows: torch.Tensor
     layout: BatchLayout
+    per_layer: torch.Tensor | None = None
 
     @cached_property
     def forward(self) -> ForwardPass:
         """Their pass, one for all layers that they are taken through."""
-        return ForwardPass(self.layout)
+        return ForwardPass(self.layout, per_layer=self.per_layer)
 
 
 @dataclass(frozen=True)
@@ -125,11 +127,17 @@ class PagedTexts:
         return cls(texts, pages, sequences)
 
     def chunks(
-        self, device: torch.device, *, cut: int = 0, size: int = CHUNK_TOKENS
+        self,
+        device: torch.device,
+        *,
+        cut: int = 0,
+        size: int = CHUNK_TOKENS,
+        per_layer: torch.Tensor | None = None,
     ) -> list[Chunk]:
         """Cut all rows but the last `cut` of every text into chunks of at most `size`.
 
-        A chunk sees those before it of its texts in the cache; short texts share one.
+        A chunk sees those before it of its texts in the cache; short texts share one. per_layer: of
+        all rows, as in Chunk.
         """
         chunks: list[list[tuple[int, int, int]]] = [[]]
         room = size
@@ -142,15 +150,21 @@ class PagedTexts:
                 end = min(length, first + room)
                 chunks[-1].append((index, first, end))
                 room, first = room - (end - first), end
-        return [self._chunk(spans, device) for spans in chunks if spans]
+        return [self._chunk(spans, device, per_layer) for spans in chunks if spans]
 
-    def _chunk(self, spans: Sequence[tuple[int, int, int]], device: torch.device) -> Chunk:
+    def _chunk(
+        self,
+        spans: Sequence[tuple[int, int, int]],
+        device: torch.device,
+        per_layer: torch.Tensor | None,
+    ) -> Chunk:
         """Lay out spans of texts: the text's index, the first row and the end, in the text."""
         starts = self.texts.starts
-        rows = [torch.arange(starts[i] + first, starts[i] + end) for i, first, end in spans]
+        parts = [torch.arange(starts[i] + first, starts[i] + end) for i, first, end in spans]
         sequences = [self.sequences[index] for index, _, _ in spans]
         layout = lay_out_whole(self.pages, sequences, [span[1:] for span in spans], device)
-        return Chunk(torch.cat(rows).to(device), layout)
+        rows = torch.cat(parts).to(device)
+        return Chunk(rows, layout, None if per_layer is None else per_layer[rows])
 
 
 def target_states(model: Model, texts: Texts) -> tuple[torch.Tensor, torch.Tensor]:
@@ -161,9 +175,9 @@ def target_states(model: Model, texts: Texts) -> tuple[torch.Tensor, torch.Tenso
 
 def model_states(model: Model, texts: Texts) -> States:
     """Return the hidden states of every row, the model's taps included."""
-    x, kept = model.embedding(texts.tokens.to(model.device)), list[torch.Tensor]()
-    paged = PagedTexts.of(texts)
-    chunks = paged.chunks(model.device)
+    tokens, kept = texts.tokens.to(model.device), list[torch.Tensor]()
+    x, paged = model.embedding(tokens), PagedTexts.of(texts)
+    chunks = paged.chunks(model.device, per_layer=model.beside(tokens, x))
     for number, layer in enumerate(model.layers.each()):
         if number in model.taps:
             kept.append(x)

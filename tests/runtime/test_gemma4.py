@@ -19,6 +19,8 @@ from mtp_checkpoints.families.spec import ModelSpec
 from mtp_export.bundle.export import open_source
 from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.models.layer_types import why_not_computed
+from mtp_runtime.streaming import open_streamed
+from mtp_runtime.teacher_forcing import CHUNK_TOKENS, Text, Texts, target_states
 from runtime.gemma import (
     CLUSTERS,
     HIDDEN,
@@ -172,6 +174,19 @@ def test_logits_and_tokens(kind: str, folders: Path) -> None:
     for prompt, output in list(zip(prompts, outputs, strict=True))[1::3]:  # the slow part
         assert list(output.token_ids) == generated(theirs, prompt, 8)
     assert llm.generate(prompts[7], params)[0].token_ids == outputs[7].token_ids
+
+
+@torch.inference_mode()
+def test_texts_side_by_side_have_the_states_of_a_run(folders: Path) -> None:
+    """With embeddings per layer and keys of others, in several chunks; layers are not streamed."""
+    write_target(folders / "forced", "small", max_position_embeddings=2 * CHUNK_TOKENS)
+    model, prompts = load(folders / "forced"), prompts_of([40, 9, CHUNK_TOKENS], 96)
+    _, found = target_states(model, Texts(tuple(Text(tuple(one), 1) for one in prompts)))
+    walks = [Walk(model, page_size=64) for _ in prompts]
+    expected = torch.cat([w.feed(one)[2] for w, one in zip(walks, prompts, strict=True)])
+    assert relative_error(found, expected) <= TOLERANCE
+    with pytest.raises(UnsupportedError, match="not read one by one"):
+        open_streamed(folders / "forced", "cpu")
 
 
 def test_a_model_without_mtp_layers_is_not_exported(folders: Path) -> None:

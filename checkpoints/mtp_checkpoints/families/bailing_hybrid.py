@@ -20,6 +20,8 @@ from mtp_checkpoints.families.spec import ModelSpec
 _CONTRACT = MtpContract(source="vLLM")
 _DEFAULTS = {"first_k_dense_replace": 2, "moe_router_enable_expert_bias": True}
 _FULL, _LINEAR = "full_attention", "linear_attention"
+_GRANULARITY = "gated_attention_proj_granularity_type"
+_GRANULARITIES = ("head_wise", "element_wise")
 
 
 def spec(fields: Fields) -> ModelSpec:
@@ -39,10 +41,14 @@ def _kinds(fields: Fields, layers: int) -> list[str]:
 
 
 def _latent(fields: Fields) -> Listed:
-    """Return latent attention with a gate per head."""
-    heads, hidden = fields.whole("num_attention_heads"), fields.whole("hidden_size")
-    gate = matrix("g_proj", heads, hidden, Role.DELTA_GATES)
-    return latent("latent attention with a gate per head", fields, gate)
+    """Return latent attention with gates: one per head, which transformers always has, or one per
+    element, as engines build them by this field."""
+    rows, hidden = fields.whole("num_attention_heads"), fields.whole("hidden_size")
+    kind = fields.without_nulls().word(_GRANULARITY, "head_wise", choices=_GRANULARITIES)
+    if kind == "element_wise":
+        rows *= fields.whole("v_head_dim")
+    gate = matrix("g_proj", rows, hidden, Role.DELTA_GATES)
+    return latent("latent attention with gates", fields, gate)
 
 
 def latent(title: str, fields: Fields, *more: Entry) -> Listed:

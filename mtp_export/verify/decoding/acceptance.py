@@ -35,15 +35,28 @@ _OTHERS, _FIRST_TOKEN = "no other layout drafts better", "first-token handling"
 
 
 def run(context: Context) -> Iterator[Item]:
-    """Acceptance per k, then the module compared with its variants and with its drafter."""
+    """Acceptance per k, then the module compared with its variants and with its drafter, or a draft
+    in its place with its variants."""
     corpus = context.corpus
     for k in context.options.ks:
         yield from of_k(corpus.speculative(k), k)
+    if corpus.draft is not None:
+        yield from _without_module(context, corpus.draft)
+        return
     tried = alternatives(corpus)
     yield _no_collapse(corpus, max(context.options.ks), _explained(best_of(tried)))
     yield from _with_activations(context, max(context.options.ks))
     yield from drafter_items(corpus, max(context.options.ks))
     yield from diagnosed(corpus, tried, damage=context.named_damage)
+
+
+def _without_module(context: Context, draft: ExtraDraft) -> Iterator[Item]:
+    """The draft of a model without MTP modules, by the drafts that were verified."""
+    corpus = context.corpus
+    yield _in_band(conditional(corpus.speculative(min(context.options.ks)), 0), causes.NO_KNOWN_BUG)
+    yield _no_collapse(corpus, max(context.options.ks), "")
+    yield from _with_activations(context, max(context.options.ks))
+    yield _extra_diagnosed(corpus, draft)
 
 
 def _with_activations(context: Context, k: int) -> Iterator[Item]:
@@ -61,12 +74,7 @@ def _with_activations(context: Context, k: int) -> Iterator[Item]:
         yield not_tested(name, reason)
         return
     usual = context.corpus.speculative(k)
-    other = Corpus(
-        context.loaded(options).model,
-        context.prompts,
-        context.options.max_new_tokens,
-        show_count=context.show_count,
-    ).speculative(k)
+    other = context.corpus_with(options).speculative(k)
     yield from of_k(other, k, name)
     equal = sum(a == b for a, b in zip(usual.outputs, other.outputs, strict=True))
     data = {"k": k, "activations": kind, "equal_texts": equal}
@@ -202,13 +210,17 @@ def _drafts(corpus: Corpus) -> bool:
 
 def _sanity_band(corpus: Corpus, better: Sequence[Alternative], damage: str) -> Item:
     """Acceptance of the first draft at every position of the texts."""
-    name, bound = "sanity band of draft 1", f"at least {gates.LEAST_ACCEPTANCE}"
-    found = first_draft(corpus)
-    if found is None:
-        return not_tested(name, "nothing was drafted: the texts are too short")
     cause = causes.damaged(damage) if damage else causes.NO_KNOWN_BUG
     if better and not damage and (better[0].other or 0.0) >= gates.LEAST_ACCEPTANCE:
         cause = _explained(better)
+    return _in_band(first_draft(corpus), cause)
+
+
+def _in_band(found: Estimate | None, cause: str) -> Item:
+    """An acceptance of first drafts, and the cause of one below a working module's."""
+    name, bound = "sanity band of draft 1", f"at least {gates.LEAST_ACCEPTANCE}"
+    if found is None:
+        return not_tested(name, "nothing was drafted: the texts are too short")
     return judged(
         name,
         holds=is_in_band(found),
@@ -237,7 +249,9 @@ def _no_collapse(corpus: Corpus, k: int, known: str) -> Item:
     figure = f"draft {position}: at most {worst:.2f}"
     if worst >= LEAST_KEPT:
         return passed(name, figure=figure, bound=bound)
-    bug = drafter_bug(corpus, decoded, depths=k, compare=equal_tokens)
+    bug = None
+    if corpus.draft is None:
+        bug = drafter_bug(corpus, decoded, depths=k, compare=equal_tokens)
     cause = causes.acceptance_collapses(position, bug[0] if bug else known)
     return failed(name, cause, figure=figure, bound=bound)
 

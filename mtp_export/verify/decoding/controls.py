@@ -50,7 +50,10 @@ class Control:
 
 def run(context: Context) -> Iterator[Item]:
     """Each control compared with the module as it is, then causality of target and module."""
-    yield from items_of(context.corpus, loaded_wrongly(context.failures.get("acceptance", ())))
+    if context.why_no_module:
+        yield not_tested("spoilt input", context.why_no_module)
+    else:
+        yield from items_of(context.corpus, loaded_wrongly(context.failures.get("acceptance", ())))
     yield from _causality(context.corpus)
 
 
@@ -189,6 +192,8 @@ def _causality(corpus: Corpus) -> Iterator[Item]:
         ],
         limit,
     )
+    if not drafted:
+        return
     module = corpus.module
     yield _unmoved(
         "MTP module: no row sees a later token",
@@ -203,13 +208,14 @@ def _causality(corpus: Corpus) -> Iterator[Item]:
 def _changed(
     corpus: Corpus, one: Texts, other: Texts, advance: CountCallback
 ) -> Iterator[torch.Tensor]:
-    """Hidden states [T, d] of both texts, then the MTP module's outputs [T, d] on them."""
+    """Hidden states [T, d] of both texts, then the MTP module's outputs [T, d] on them, if there is
+    one."""
     first = target_states(corpus.model, one)[1]
     advance(1)
     yield first
     yield target_states(corpus.model, other)[1]
     advance(1)
-    for texts in (one, other):
+    for texts in (one, other) if corpus.draft is None else ():
         yield _module_rows(corpus, module=corpus.module, texts=texts, after=first)
         advance(1)
 

@@ -194,6 +194,9 @@ def _module(pair: Pair, advance: CountCallback) -> Iterator[Item]:
     """Acceptance change per draft position; each module drafts for its own target. advance takes
     the passes over the texts."""
     corpus, hits = pair.corpus, []
+    if corpus.draft is not None:
+        yield not_tested("acceptance change", "of drafts by an MTP module alone")
+        return
     for side in (pair.export, pair.source):
         hits.append(_hits(corpus, side, side.model))
         advance(1)
@@ -271,12 +274,15 @@ def where_it_starts(texts: Texts, wanted: Model, found: Model) -> str:
     if wanted.config != found.config:
         return causes.ANOTHER_ARITHMETIC
     paged = PagedTexts.of(short)
-    chunks = paged.chunks(found.device)
+    both = [
+        paged.chunks(model.device, per_layer=model.beside(tokens, x))
+        for model, x in zip((wanted, found), xs, strict=True)
+    ]
     pairs = zip(wanted.layers.each(), found.layers.each(), strict=False)
     for index, layers in enumerate(pairs):
         xs = [
             through_layer(layer, x, paged.pages, chunks)
-            for layer, x in zip(layers, xs, strict=True)
+            for layer, x, chunks in zip(layers, xs, both, strict=True)
         ]
         now = _error(*xs)
         if now > _JUMP * max(error, 0.01):

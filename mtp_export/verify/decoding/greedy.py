@@ -120,10 +120,11 @@ def run(context: Context) -> Iterator[Item]:
     """Equality with every drafter, limits inside a block, and divergences in the other modes."""
     new_tokens = tokens_per_prompt(context.options.max_new_tokens)
     trial = _trial(context, SamplingParams(max_tokens=new_tokens, ignore_eos=True))
-    runs = sum(1 for _ in _drafters(trial)) + len(context.extra_drafts)
+    own = [] if context.corpus.draft is None else [context.corpus.draft]
+    runs = sum(1 for _ in _drafters(trial)) + len(own) * MAX_K + len(context.extra_drafts)
     tokens = runs * len(trial.prompts) * new_tokens
     with context.show_count("greedy, with every drafter", tokens, "tokens") as trial.advance:
-        for name, decoded in _runs(trial, context.extra_drafts):
+        for name, decoded in _runs(trial, own, context.extra_drafts):
             if trial.why_inexact:
                 yield _classified(trial.reference, decoded, name)
             else:
@@ -159,26 +160,34 @@ def mixed_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
     return list(dict.fromkeys(cut))[:_PROMPTS]
 
 
-def _runs(trial: Trial, extra_drafts: Sequence[ExtraDraft]) -> Iterator[tuple[str, Decoded]]:
-    """Decodings with every drafter and with the bundle's extra drafts, by name."""
+def _runs(
+    trial: Trial, own: Sequence[ExtraDraft], extra_drafts: Sequence[ExtraDraft]
+) -> Iterator[tuple[str, Decoded]]:
+    """Decodings with every drafter, with what drafts in the place of an MTP module, and with the
+    bundle's extra drafts, by name."""
     for name, method, k, build in _drafters(trial):
         yield f"{name}, k={k}", trial.run(method, k, build)
+    for draft in own:
+        yield from (_of_extra(trial, draft, k) for k in range(1, MAX_K + 1))
     for extra in extra_drafts:
         yield _of_extra(trial, extra)
 
 
-def _of_extra(trial: Trial, extra: ExtraDraft) -> tuple[str, Decoded]:
+def _of_extra(trial: Trial, extra: ExtraDraft, k: int = SOME_K) -> tuple[str, Decoded]:
     on_model = extra.on(trial.model)
-    decoded = on_model.decode(trial.prompts, trial.params, SOME_K, trial.advance)
-    return f"{extra.method}, k={SOME_K}", decoded
+    decoded = on_model.decode(trial.prompts, trial.params, k, trial.advance)
+    return f"{extra.method}, k={k}", decoded
 
 
 def _drafters(trial: Trial) -> Iterator[tuple[str, str, int, Build | None]]:
-    """Name, method, k and builder of every drafter in the registry, and of planted ones."""
-    for k in range(1, MAX_K + 1):
+    """Name, method, k and builder of every drafter in the registry that the model has what it needs
+    for, and of planted ones."""
+    has_mtp = trial.model.mtp is not None
+    for k in range(1, MAX_K + 1) if has_mtp else ():
         yield "mtp", "mtp", k, None
     for method, kind in DRAFTERS.items():
-        if method not in (NO_DRAFTS, "mtp") and kind.read is None:
+        is_other = method not in (NO_DRAFTS, "mtp") and kind.read is None
+        if is_other and (has_mtp or not kind.needs_mtp):
             yield method, method, SOME_K, None
     for right_for in range(MAX_K):
         name = "never right" if right_for == 0 else f"right for {right_for}"
@@ -279,24 +288,25 @@ def _inside(
 def _in_fp32(context: Context) -> Item:
     """The fast mode on all prompts, from the runs that check `acceptance` uses as well."""
     corpus, k = context.corpus, max(context.options.ks)
-    name = f"fast fp32, mtp, k={k}"
+    name = f"fast fp32, {corpus.method}, k={k}"
     return _classified(Reference(corpus.model, corpus.plain), corpus.speculative(k), name)
 
 
 def _in_bf16(context: Context, new_tokens: int) -> Item:
     """Some of the prompts in bf16."""
     k = max(context.options.ks)
-    name, options = f"bf16, mtp, k={k}", LoadOptions(context.options.device, "bfloat16")
+    name = f"bf16, {context.corpus.method}, k={k}"
+    options = LoadOptions(context.options.device, "bfloat16")
     if reason := context.why_not_loaded(options):
         return not_tested(name, reason)
-    model = context.loaded(options).model
+    corpus = context.corpus_with(options)
     params = SamplingParams(max_tokens=new_tokens)
     prompts = list(context.corpus.prompts[:_PROMPTS])
     tokens = 2 * len(prompts) * new_tokens
     with context.show_count("greedy, in bf16", tokens, "tokens") as advance:
-        plain = decode(model, prompts, params, advance=advance)
-        other = decode(model, prompts, params, method="mtp", k=k, advance=advance)
-    return _classified(Reference(model, plain), other, name)
+        plain = decode(corpus.model, prompts, params, advance=advance)
+        other = corpus.drafted(prompts, params, k, advance)
+    return _classified(Reference(corpus.model, plain), other, name)
 
 
 def _classified(reference: Reference, other: Decoded, name: str) -> Item:

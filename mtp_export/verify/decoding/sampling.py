@@ -12,7 +12,6 @@ from mtp_export.verify.check import Item, failed, judged, not_tested, passed
 from mtp_export.verify.context import Context
 from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.evidence.corpus import Corpus
-from mtp_export.verify.evidence.decode import decode
 from mtp_export.verify.evidence.prompts import Prompt
 from mtp_export.verify.evidence.statistics import critical_chi_square
 from mtp_runtime.sampling import Probabilities, SamplingParams, probabilities_of
@@ -38,7 +37,7 @@ def _top_p_limit(context: Context) -> Item:
     params = SamplingParams(temperature=1.0, top_p=0.0, max_tokens=tokens)
     most_tokens = len(prompts) * tokens
     with corpus.show_count("sampling with top_p 0", most_tokens, "tokens") as advance:
-        decoded = decode(corpus.model, prompts, params, method="mtp", k=2, advance=advance)
+        decoded = corpus.drafted(prompts, params, 2, advance)
     found = decoded.outputs
     wanted = [output[:tokens] for output in corpus.plain.outputs[: len(prompts)]]
     return judged(
@@ -65,7 +64,7 @@ def _chi_square(context: Context) -> Item:
     with corpus.show_count("sampling with drafts", draws, "draws") as advance:
         for first in range(0, draws, BATCH):
             each = [replace(params, seed=seed) for seed in range(first, first + BATCH)]
-            found = decode(corpus.model, [prompt] * BATCH, each, method="mtp", k=1)
+            found = corpus.drafted([prompt] * BATCH, each, 1)
             seen.update(output[:2] for output in found.outputs)
             sums += [float(p.peaks.probs.sum()) for p in found.proposals if p.peaks is not None]
             accepted += sum(sum(r.metrics.accepted) for r in found.requests)

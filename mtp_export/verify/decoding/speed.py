@@ -71,10 +71,11 @@ class Way:
 
     @classmethod
     def of(cls, corpus: Corpus, extra: ExtraDraft | None, k: int) -> Way:
-        """Return the way with the MTP module, or with an extra draft."""
-        if extra is None:
+        """Return the way with the corpus's own drafts, or with an extra draft."""
+        own = extra or corpus.draft
+        if own is None:
             return cls(corpus.model, DRAFTERS["mtp"].build, k)
-        return cls(extra.model, extra.draft.build, k)
+        return cls(own.model, own.draft.build, k)
 
 
 @dataclass
@@ -348,7 +349,7 @@ def with_bytes(item: Item, cost: DraftCost | None) -> Item:
 
 
 def expected_length(corpus: Corpus, k: int) -> float:
-    """Expected tokens per target step with the MTP module."""
+    """Expected tokens per target step with the corpus's own drafts."""
     return length_of(corpus.speculative(k), k)
 
 

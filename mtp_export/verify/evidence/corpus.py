@@ -4,15 +4,16 @@ own model, and its hidden states at every token of them, computed once."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
-from mtp_export.progress import ShowCount, uncounted
+from mtp_export.progress import CountCallback, ShowCount, uncounted
 from mtp_export.verify.evidence.decode import Decoded, decode, decode_one_by_one
+from mtp_export.verify.evidence.extra_drafts import ExtraDraft
 from mtp_export.verify.evidence.prompts import Prompt
-from mtp_runtime.config import NO_DRAFTS
 from mtp_runtime.models.execution import DraftModule, Head
 from mtp_runtime.models.model import Model, MtpModule
 from mtp_runtime.sampling import SamplingParams
@@ -59,7 +60,7 @@ class Corpus:
     """Texts of a model; everything about them is computed on first use.
 
     given, given_states: texts and hidden states that were computed elsewhere. show_count: opens a
-    progress bar of tokens.
+    progress bar of tokens. draft: what drafts for a model without MTP modules.
     """
 
     model: Model
@@ -68,6 +69,7 @@ class Corpus:
     given: Texts | None = None
     given_states: tuple[torch.Tensor, torch.Tensor] | None = None
     show_count: ShowCount = uncounted
+    draft: ExtraDraft | None = None
     _decoded: dict[int, Decoded] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -95,27 +97,42 @@ class Corpus:
     @cached_property
     def plain(self) -> Decoded:
         """Plain greedy decoding of all prompts together."""
-        return self._shown("plain decoding")
+        with self._shown("plain decoding") as advance:
+            return decode(self.model, self.prompts, self.params, advance=advance)
 
     def speculative(self, k: int) -> Decoded:
-        """Greedy decoding with k drafts of the MTP module."""
+        """Greedy decoding with k drafts."""
         if k not in self._decoded:
-            self._decoded[k] = self._shown(f"decoding with k={k}", method="mtp", k=k)
+            with self._shown(f"decoding with k={k}") as advance:
+                self._decoded[k] = self.drafted(self.prompts, self.params, k, advance)
         return self._decoded[k]
 
-    def _shown(self, title: str, method: str = NO_DRAFTS, k: int = 1) -> Decoded:
-        """Decode all prompts, and show how far that is."""
-        most_tokens = len(self.prompts) * self.new_tokens
-        with self.show_count(title, most_tokens, "tokens") as advance:
-            return decode(
-                self.model, self.prompts, self.params, method=method, k=k, advance=advance
-            )
+    @property
+    def method(self) -> str:
+        """The drafting method."""
+        return "mtp" if self.draft is None else self.draft.method
+
+    def drafted(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams],
+        k: int,
+        advance: CountCallback = int,
+    ) -> Decoded:
+        """Decode prompts with k drafts per step, of the MTP module or of the draft in its place;
+        advance takes the tokens just decoded."""
+        if self.draft is not None:
+            return self.draft.decode(prompts, params, k, advance)
+        return decode(self.model, prompts, params, method="mtp", k=k, advance=advance)
+
+    def _shown(self, title: str) -> AbstractContextManager[CountCallback]:
+        """A progress bar of the tokens of all prompts."""
+        return self.show_count(title, len(self.prompts) * self.new_tokens, "tokens")
 
     def one_by_one(self, k: int) -> Decoded:
         """Greedy decoding with k drafts of the MTP modules after every token, none accepted, and
         with log-probabilities."""
-        most_tokens = len(self.prompts) * self.new_tokens
-        with self.show_count("golden file", most_tokens, "tokens") as advance:
+        with self._shown("golden file") as advance:
             return decode_one_by_one(self.model, self.prompts, self.params, k, advance)
 
     def sampled(self, k: int) -> tuple[Corpus, Decoded]:
@@ -127,7 +144,7 @@ class Corpus:
         ]
         most_tokens = len(self.prompts) * _SAMPLED_TOKENS
         with self.show_count(f"acceptance, sampling with k={k}", most_tokens, "tokens") as advance:
-            decoded = decode(self.model, self.prompts, params, method="mtp", k=k, advance=advance)
+            decoded = self.drafted(self.prompts, params, k, advance)
         return Corpus(
             model=self.model,
             prompts=self.prompts,

@@ -40,7 +40,7 @@ class ExtraDraft:
     def decode(
         self,
         prompts: Sequence[Prompt],
-        params: SamplingParams,
+        params: SamplingParams | Sequence[SamplingParams],
         k: int,
         advance: CountCallback = int,
     ) -> Decoded:

@@ -4,16 +4,16 @@ as opened, and the tensors that each must hold by its config.json."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from mtp_checkpoints.containers import is_checkpoint
 from mtp_checkpoints.containers.base import CONFIG_NAME
-from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.errors import InvalidInputError, MtpExportError
 from mtp_checkpoints.families.signs import main_layers, mtp_modules
-from mtp_checkpoints.layouts import likely_target
+from mtp_checkpoints.layouts import TARGETS, likely_target, target_of_format
 from mtp_checkpoints.layouts.base import Target
 from mtp_checkpoints.quantization.absent import as_engines_take
 from mtp_checkpoints.quantization.mismatches import Mismatch
@@ -87,8 +87,8 @@ def are_in_one_place(parts: Sequence[Part]) -> bool:
 
 @dataclass(frozen=True)
 class OpenedPlace:
-    """A bundle or a checkpoint as far as it could be opened; the manifest is a bundle's alone, and
-    manifest_error is what reading it raised."""
+    """A bundle or a checkpoint as far as it could be opened: files of the folder or repository, and
+    the parts; the manifest is a bundle's alone, and manifest_error is what reading it raised."""
 
     files: ByteSource
     is_bundle: bool
@@ -96,37 +96,121 @@ class OpenedPlace:
     manifest: Mapping[str, Any] | None = None
     manifest_sha256: str | None = None
     manifest_error: Exception | None = None
+    _layouts: dict[str, PartLayout] = field(default_factory=dict)
 
-    @classmethod
-    def open(cls, place: Place, mtp: Place | None) -> OpenedPlace:
-        """Open a bundle, or a checkpoint, with the MTP part of another where that is given.
+    def part(self, name: str) -> Part | None:
+        """The part of a name, None if the bundle has no such folder."""
+        return next((part for part in self.parts if part.name == name), None)
 
-        Raises InvalidInputError for a place without either, and what byte_source raises.
+    def recorded(self, option: str) -> Any:
+        """An option of the export by its key in the manifest; None if it has no such key."""
+        return self.recorded_options.get(option)
+
+    @property
+    def recorded_options(self) -> Mapping[str, Any]:
+        """The options of the export that the manifest records."""
+        options: Mapping[str, Any] = (self.manifest or {}).get("options", {})
+        return options
+
+    @cached_property
+    def checkpoints(self) -> Mapping[str, Checkpoint]:
+        """Checkpoints of the parts that could be opened, by name."""
+        opened = ((part.name, part.checkpoint) for part in self.parts)
+        return {name: checkpoint for name, checkpoint in opened if checkpoint is not None}
+
+    @property
+    def main(self) -> Checkpoint | None:
+        return self.checkpoints.get(MAIN)
+
+    @property
+    def mtp(self) -> Checkpoint | None:
+        return self.checkpoints.get(MTP)
+
+    @cached_property
+    def target(self) -> Target:
+        """The recorded target, else the only one of the files' format, else the likely one."""
+        name = self.recorded("target")
+        if isinstance(name, str) and name in TARGETS:
+            return TARGETS[name]
+        formats = {shard.container for one in self.checkpoints.values() for shard in one.shards}
+        if (only := target_of_format(formats)) is not None or self.mtp is None:
+            return only or TARGETS[RELEASED]
+        layers = layer_count(self.checkpoints.values())
+        return likely_target(self.mtp.config, self.mtp.tensors.keys(), layers)
+
+    def layout(self, part: Part) -> PartLayout:
+        """The tensors that an opened part must hold.
+
+        Raises what stored_model and stored_draft raise for a config that cannot be followed.
         """
-        files = byte_source(place)
-        if is_checkpoint(files):
-            of_mtp = None if mtp is None else byte_source(mtp)
-            return cls(files, False, parts_of_checkpoint(files, of_mtp))
-        folders = [local_path(place) / name for name in (MAIN, MTP)]
-        if mtp is not None or not any(folder.is_dir() for folder in folders):
-            raise InvalidInputError(
-                "There is neither a bundle nor a checkpoint here"
-                if mtp is None
-                else "There is no checkpoint here to go with an MTP layer of another place",
-                where=place,
-                expected=f"a folder with {MAIN}/, {MTP}/ and {MANIFEST_NAME}, or a checkpoint with"
-                f" {CONFIG_NAME} and its weights",
-                todo="Point at the output folder of an export, or at a Hugging Face checkpoint",
-            )
-        parts = tuple(Part.open(one.name, one) for one in folders if one.is_dir())
-        (first, *others) = parts
-        if first.name == MAIN and not others and first.checkpoint is not None:
-            parts = _in_one(first.place, first.checkpoint)
-        bundle = local_path(place)
-        try:
-            return cls(files, True, parts, read_manifest(bundle), manifest_sha256(bundle))
-        except Exception as error:  # check `files` reports it
-            return cls(files, True, parts, manifest_error=error)
+        if part.name not in self._layouts:
+            layers = layer_count(self.checkpoints.values())
+            self._layouts[part.name] = layout_of(part, self.target, layers)
+        return self._layouts[part.name]
+
+    @cached_property
+    def layouts(self) -> tuple[PartLayout, ...]:
+        """The layouts of the parts whose configs can be followed; check `files` says why another
+        cannot."""
+        found = []
+        for part in self.parts:
+            if part.checkpoint is not None:
+                try:
+                    found.append(self.layout(part))
+                except MtpExportError:
+                    continue
+        return tuple(found)
+
+    @cached_property
+    def read_layouts(self) -> tuple[PartLayout, ...]:
+        """The layouts of the parts whose bytes are read: of a remote place, the MTP part's."""
+        local = {part.name for part in self.parts if isinstance(part.place, Path)}
+        return tuple(one for one in self.layouts if one.name == MTP or one.name in local)
+
+    @property
+    def draft_apart(self) -> str:
+        """The method of drafts that are a checkpoint of their own; "" of a model with MTP layers,
+        and of a draft itself."""
+        families = [one.stored.family for one in self.layouts if one.name == MAIN]
+        targets = (one for one in families if one.drafts_apart and not one.uncomputed)
+        return next((one.draft_method for one in targets), "")
+
+    @property
+    def why_no_module(self) -> str:
+        """The reason why no MTP module is judged, "" where there is one."""
+        method = self.draft_apart
+        return f"drafts are made by the {method}, and there is no MTP module" if method else ""
+
+
+def opened_place(place: Place, mtp: Place | None) -> OpenedPlace:
+    """Open a bundle, or a checkpoint, with the MTP part of another where that is given.
+
+    Raises InvalidInputError for a place without either, and what byte_source raises.
+    """
+    files = byte_source(place)
+    if is_checkpoint(files):
+        of_mtp = None if mtp is None else byte_source(mtp)
+        return OpenedPlace(files, False, parts_of_checkpoint(files, of_mtp))
+    folders = [local_path(place) / name for name in (MAIN, MTP)]
+    if mtp is not None or not any(folder.is_dir() for folder in folders):
+        raise InvalidInputError(
+            "There is neither a bundle nor a checkpoint here"
+            if mtp is None
+            else "There is no checkpoint here to go with an MTP layer of another place",
+            where=place,
+            expected=f"a folder with {MAIN}/, {MTP}/ and {MANIFEST_NAME}, or a checkpoint with"
+            f" {CONFIG_NAME} and its weights",
+            todo="Point at the output folder of an export, or at a Hugging Face checkpoint",
+        )
+    parts = tuple(Part.open(one.name, one) for one in folders if one.is_dir())
+    (first, *others) = parts
+    if first.name == MAIN and not others and first.checkpoint is not None:
+        parts = _in_one(first.place, first.checkpoint)
+    bundle = local_path(place)
+    try:
+        return OpenedPlace(files, True, parts, read_manifest(bundle), manifest_sha256(bundle))
+    except Exception as error:  # check `files` reports it
+        return OpenedPlace(files, True, parts, manifest_error=error)
 
 
 @dataclass(frozen=True)

@@ -100,12 +100,12 @@ def golden_text(context: Context) -> str:
 
     Raises UnsupportedError for a bundle that is not run as a whole, and what loading raises.
     """
-    if context.why_not_run is not None:
+    if found := context.why_not_run or context.why_no_module:
         raise UnsupportedError(
             "No golden file can be written",
             where=context.options.bundle,
-            expected="a model that is run as a whole",
-            found=context.why_not_run,
+            expected="a model that is run as a whole, with its MTP module",
+            found=found,
         )
     corpus, k = context.corpus, max(context.options.ks)
     outputs = outputs_of(corpus.one_by_one(k))

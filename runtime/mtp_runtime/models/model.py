@@ -154,14 +154,18 @@ class Model:
         """Return the hidden states of every row."""
         assert isinstance(cache.main, JoinedCaches), "the cache that new_cache made"
         x = self.embedding(tokens)
-        per_layer = None if self.per_layer is None else self.per_layer(tokens, x)
-        forward = ForwardPass(layout, per_layer=per_layer)
+        forward = ForwardPass(layout, per_layer=self.beside(tokens, x))
         kept = x.new_empty(len(x), len(self.taps), x.shape[1])
         for number, (run, run_cache) in enumerate(zip(self._runs, cache.main.parts, strict=True)):
             if number:
                 kept[:, number - 1] = x  # a run may overwrite it
             x = run(x, run_cache, forward)
         return States(x, self.head.normed(x), kept.flatten(1) if self.taps else None)
+
+    def beside(self, tokens: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor | None:
+        """Return what layers are given of tokens [T] beside the stream, which begins with
+        their embeddings [T, d]."""
+        return None if self.per_layer is None else self.per_layer(tokens, embedded)
 
     def mtp_input(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
         """Return the side of the last norm that the first MTP module is fed with."""

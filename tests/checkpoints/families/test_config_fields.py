@@ -147,6 +147,18 @@ def test_fp8_of_deepseek_v4_is_read_with_experts_in_fp8_alone() -> None:
     assert family_of(config | {"expert_dtype": "fp8"}).tensors
 
 
+def test_gates_of_lings_latent_attention_are_per_head_or_element() -> None:
+    """As vLLM and SGLang build them by the field; transformers' are per head without it."""
+    config, key = SMALL_CONFIGS["bailing_hybrid"], "gated_attention_proj_granularity_type"
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    each = heads * config["v_head_dim"]
+    for said, rows in ((None, heads), ("head_wise", heads), ("element_wise", each)):
+        tensors = family_of(config | {key: said}).tensors
+        assert tensors["model.layers.4.attention.g_proj.weight"].shape == (rows, hidden)
+    with pytest.raises(InvalidInputError, match=key):
+        family_of(config | {key: "group_wise"})
+
+
 def test_a_variant_that_makes_sense_is_the_runtime_s_to_refuse() -> None:
     for changes in EXPORTED:
         family = family_of(SMALL | changes)
