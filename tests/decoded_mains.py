@@ -114,12 +114,30 @@ def int4(weight: torch.Tensor, group: int) -> dict[str, torch.Tensor]:
     }
 
 
-def write_quark(source: Path, folder: Path, layer: str) -> Path:
-    """A checkpoint without its MTP layer, every linear layer of the others in int4."""
+def fused(tensors: Tensors) -> Tensors:
+    """The same with all experts of a layer in two tensors, as transformers 5 has them."""
+    layers: dict[str, dict[str, list[torch.Tensor]]] = {}
+    others = {}
+    for name, one in tensors.items():
+        if found := _EXPERT.fullmatch(name):
+            layers.setdefault(found[1], {}).setdefault(found[3], []).append(one)
+        else:
+            others[name] = one
+    for layer, parts in layers.items():
+        gate, up, down = (torch.stack(parts[f"{n}_proj.weight"]) for n in ("gate", "up", "down"))
+        others[f"{layer}.experts.gate_up_proj"] = torch.cat([gate, up], 1)
+        others[f"{layer}.experts.down_proj"] = down
+    return others
+
+
+def write_quark(source: Path, folder: Path, layer: str, *, packs_experts: bool = True) -> Path:
+    """A checkpoint without its MTP layer, every linear layer of the others in int4; experts are no
+    linear layers to transformers 5."""
 
     def change(stored: Tensors) -> Tensors:
         made: Tensors = {}
-        for name, one in without(layer)(stored).items():
+        kept = without(layer)(stored)
+        for name, one in (kept if packs_experts else fused(kept)).items():
             if ".layers." not in name or not _LINEAR.fullmatch(name):
                 made[name] = one
                 continue

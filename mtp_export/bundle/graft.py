@@ -298,14 +298,17 @@ def _storages(main: StoredModel) -> frozenset[str]:
 
 def _check_draft_is_read(options: GraftOptions, draft: Draft, main: StoredModel) -> None:
     """Refuse a quantized draft where the target's engine builds every draft unquantized beside such
-    a main model, or does not read its precision (UnsupportedError)."""
+    a main model, and either in a precision that it does not read (UnsupportedError)."""
     engine = engine_of(options.bundle.target)
+    both = draft.storages | _storages(main)
     for storage, reason in engine.unread.items():
-        if storage in draft.storages:
+        if storage in both:
+            of_draft = storage in draft.storages
             raise UnsupportedError(
-                f"{engine.title} does not read a draft in {storage}: {reason}",
-                expected=f"--target {' or '.join(names_that_read(draft.storages))}",
-                found=f"--mtp-quant {options.mtp_quant}",
+                f"{engine.title} does not read a {'draft' if of_draft else 'main model'} in"
+                f" {storage}: {reason}",
+                expected=f"--target {' or '.join(names_that_read(both))}",
+                found=f"--mtp-quant {options.mtp_quant}" if of_draft else options.bundle.target,
             )
     unquantized_beside = engine.draft_reading.unquantized_beside if engine.draft_reading else set()
     storages = _storages(main) & unquantized_beside

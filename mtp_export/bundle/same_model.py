@@ -18,6 +18,7 @@ from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.sources import strict_json
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.tensors.reader import Checkpoint
+from mtp_export.bundle.gguf_config import said_twice
 
 _TOKENIZER = "tokenizer.json"
 _VOCABULARIES = ("*.model", "*.tiktoken", "vocab.json", "tekken.json")
@@ -48,6 +49,7 @@ def check_same_model(main: Checkpoint, config: Mapping[str, Any], donor: Checkpo
     ours, theirs = family_of(config), family_of(donor.config)
     _check_shapes(main.path, ours, theirs)
     _check_arithmetic(main.path, ours, theirs)
+    _check_keys(main, donor)
     check_same_tokenizer(main, donor)
 
 
@@ -75,6 +77,16 @@ def _check_arithmetic(where: Place, ours: ModelSpec, theirs: ModelSpec) -> None:
     for what in expected:
         if found.get(what) != expected[what]:
             raise _unlike(where, what, expected[what], found.get(what))
+
+
+def _check_keys(main: Checkpoint, donor: Checkpoint) -> None:
+    """Compare the keys of a main model in GGUF files with the donor's config.json, which a graft
+    writes beside them."""
+    if not _is_gguf(main):
+        return
+    for one in said_twice(main.shards, donor.config, of_main=True):
+        if not one.is_alike:
+            raise _unlike(main.path, one.field, one.wanted, one.said)
 
 
 def _arithmetic(spec: ModelSpec) -> dict[str, object]:
@@ -114,10 +126,14 @@ def _pruned(where: Place, expected: int, found: int) -> InvalidInputError:
     )
 
 
+def _is_gguf(main: Checkpoint) -> bool:
+    return bool(main.shards) and main.shards[0].container == GGUF
+
+
 def check_same_tokenizer(main: Checkpoint, donor: Checkpoint) -> None:
     """Refuse tokenizers that give a token different ids; files that both have are compared, and of
     a GGUF file its tokens."""
-    if main.shards[:1] and main.shards[0].container == GGUF:
+    if _is_gguf(main):
         _check_tokens(main, donor)
         return
     names = main.files.names() & donor.files.names()

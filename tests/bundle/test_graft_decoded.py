@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ MAINS: dict[str, tuple[Callable[[Path, Path, str], Path], str]] = {
     "mlx": (write_mlx, "mlx_affine"),
     "bitsandbytes": (write_nf4, "bitsandbytes_4bit"),
     "quark": (write_quark, "quark_int4"),
+    "quark, fused experts": (partial(write_quark, packs_experts=False), "quark_int4"),
 }
 READ_BY: dict[str, set[str]] = {
     "mlx": set(),
     "bitsandbytes": {"SGLang"},
-    "quark": {"vLLM", "SGLang"},
+    "quark": {"vLLM"},  # of Quark's SGLang reads fp8 and mxfp4
+    "quark, fused experts": {"vLLM"},
 }
 
 
@@ -63,7 +66,7 @@ def test_tensors_and_precision_are_judged(
     (shard,) = (output / "main").glob("*.safetensors")
     assert shard.samefile(main / "model.safetensors")
     options = read_json(output / "mtp_export.json")["options"]
-    assert options["main_quant_method"] == method
+    assert options["main_quant_method"] == method.partition(",")[0]
     assert options["main_storages"] == sorted(["bf16", MAINS[method][1]])
     found = run_program("verify", output, "--level", "files", "--json", "--quiet")
     assert found.code == 0, found.out
@@ -72,6 +75,15 @@ def test_tensors_and_precision_are_judged(
     for title in ("vLLM", "SGLang"):
         status = "pass" if title in READ_BY[method] else "not tested"
         assert items[f"mtp: precision as {title} reads it"]["status"] == status
+
+
+def test_int4_of_quark_is_no_main_model_for_sglang(
+    main_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    options = ("--output-dir", tmp_path / "out", "--target", "sglang", "--quiet")
+    made = run_program("graft", main_of("quark"), GLM, *options)
+    assert made.code == 4 and "of Quark it loads fp8 and mxfp4 alone" in made.err, made.err
+    assert "--target hf or vllm" in made.err and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("method", MAINS)

@@ -16,6 +16,7 @@ from benchmarks.make_checkpoint import TINY_CONFIG
 from bundle.commands import check_nothing_looks_whole
 from cases import (
     Outcome,
+    edit_json,
     looks_finished,
     make_checkpoint,
     quantize,
@@ -194,6 +195,18 @@ def test_another_main_model_is_refused(
     path = change(without_module(whole)).write(tmp_path / "other.gguf")
     outcome = graft(path, original, tmp_path / "out")
     assert (outcome.code, words in outcome.err) == (3, True), outcome.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_original_whose_config_says_otherwise_than_the_keys_is_refused(
+    host: Path, original: Path, tmp_path: Path
+) -> None:
+    """`verify` would fail the bundle, whose config.json is the original's."""
+    other = Path(shutil.copytree(original, tmp_path / "other"))
+    edit_json(other / "config.json", lambda config: config.update(architectures=["Other"]))
+    outcome = graft(host, other, tmp_path / "out")
+    assert (outcome.code, "this one: architectures differs" in outcome.err) == (3, True)
+    assert "['Other'], as in the checkpoint with the MTP layer" in outcome.err
     assert not (tmp_path / "out").exists()
 
 

@@ -33,13 +33,17 @@ _CONFIGS = {
         f"{_QUANTIZATION}.compressed_tensors.compressed_tensors",
         *("CompressedTensorsConfig", "CompressedTensorsConfig"),
     ),
+    "quark": (f"{_QUANTIZATION}.quark.quark", "QuarkConfig", "QuarkConfig"),
 }
 _REAL = sglang_modules._REAL | {module for module, *_ in _CONFIGS.values()}
+_REAL |= {f"{_QUANTIZATION}.quark.utils"}
 _FUSED = {
     "qkv_proj": ["q_proj", "k_proj", "v_proj"],
     "gate_up_proj": ["gate_proj", "up_proj"],
     "fused_qkv_a_proj_with_mqa": ["q_a_proj", "kv_a_proj_with_mqa"],
 }
+# What SGLang's loader gives Quark's config, for every model.
+_FUSED_OF = {"quark": {name: parts for name, parts in _FUSED.items() if name != "qkv_proj"}}
 _CHECKS = (
     *("check_marlin_supported", "check_marlin_supports_layer", "check_moe_marlin_supports_layer"),
     "verify_marlin_supported",
@@ -57,6 +61,11 @@ def prepare() -> None:
     vars(environ).update(add_prefix=lambda name, prefix: f"{prefix}.{name}" if prefix else name)
     vocabulary = importlib.import_module("sglang.srt.layers.vocab_parallel_embedding")
     vars(vocabulary).update(get_embedding_tp_kwargs=dict)
+    quark = importlib.import_module(f"{_QUANTIZATION}.quark.quark")
+    quark.QuarkConfig._check_scheme_supported = lambda *_, **__: True
+    experts = importlib.import_module("sglang.srt.layers.moe.fused_moe_triton")
+    layers = importlib.import_module("sglang.srt.layers.moe.fused_moe_triton.layer")
+    vars(layers).update(FusedMoE=experts.FusedMoE)
 
 
 def config_of(document: dict[str, Any]) -> Any:
@@ -87,15 +96,28 @@ def _built_draft(document: dict[str, Any], asked: list[str]) -> dict[str, Any]:
     config = config_of(document)
     (architecture,) = document["architectures"]
     module, name = sglang_modules._DRAFTS[architecture]
-    found = importlib.import_module(f"sglang.srt.models.{module}")
-    mappers = (vars(base).get("hf_to_sglang_mapper") for base in getattr(found, name).__mro__)
+    draft_class = getattr(importlib.import_module(f"sglang.srt.models.{module}"), name)
     if config is not None:
-        if (mapper := next(filter(None, mappers), None)) is not None:
+        if (mapper := own_of(draft_class, "hf_to_sglang_mapper")) is not None:
             config.apply_weight_name_mapper(mapper)
-        config.update_packed_modules_mapping(_FUSED)
-    own, projection = built(found, document, config)
+        config.update_packed_modules_mapping(_FUSED_OF.get(config.get_name(), _FUSED))
+    resolve, of_draft = own_of(draft_class, "_resolve_nextn_quant_config"), config
+    if resolve is not None:
+        of_draft = resolve(draft_class, SimpleNamespace(**document), config)
+    builds = next(base for base in draft_class.__mro__ if "__init__" in vars(base))
+    own, projection = built(importlib.import_module(builds.__module__), document, of_draft)
     answers = {each: is_quantized(config if each.endswith("head") else own, each) for each in asked}
-    return {"modules": answers, "projections": [projection is nn.Linear]}
+    is_plain = projection is nn.Linear
+    return {
+        "modules": answers,
+        "projections": [is_plain],
+        "projection": not is_plain and is_quantized(own, "model.eh_proj"),
+    }
+
+
+def own_of(draft_class: type, name: str) -> Any:
+    """An attribute of a class or its bases; getattr would find one in any stand-in."""
+    return next(filter(None, (vars(base).get(name) for base in draft_class.__mro__)), None)
 
 
 def built(module: Any, document: dict[str, Any], config: Any) -> tuple[Any, type]:

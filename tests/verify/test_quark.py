@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from verify.foreign import GLM, GLM_MTP, Tensors, as_is, rewritten
+from cases import make_checkpoint, read_json, read_tensors
+from mtp_checkpoints.families.base import Role
+from mtp_checkpoints.quantization.methods import quant_config_of
+from mtp_checkpoints.quantization.sglang_quark import quark_draft, quark_of_sglang
+from runtime.checkpoints import SMALL_CONFIGS
+from verify.foreign import GLM, GLM_MTP, Tensors, as_is, rewritten, without
 from verify.test_foreign_checkpoints import failures, verified
 
 ITEM = "mtp: in Quark's exclude as stored"
@@ -17,6 +22,7 @@ LAYER = GLM_MTP.rstrip(".")
 NUMBERS = {"weight": {"dtype": "fp8_e5m2", "qscheme": "per_channel"}}  # not decoded
 READ = {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_channel"}}
 AS_READ = "mtp: precision as vLLM reads it"
+AS_SGLANG_READS = "mtp: precision as SGLang reads it"
 
 
 def written(folder: Path, exclude: Any, tensors: Any = as_is, **fields: Any) -> Path:
@@ -96,16 +102,63 @@ def test_numbers_that_are_read_are_judged_as_any_other(tmp_path: Path) -> None:
         folder = written(tmp_path / name, exclude, tensors, global_quant_config=READ)
         _, items = verified(folder)
         assert ITEM not in items
-        if in_sglang := items.get("mtp: precision as SGLang reads it"):
-            assert in_sglang["status"] == "not tested" and "not repeated" in in_sglang["cause"]
         return {item: items[item]["cause"] for item in failures(items)}
 
-    assert failed("listed", [r"re:model\.layers\.3\."]) == {}
+    # SGLang's class of GLM-4.5 looks for model.decoder, and renames nothing.
+    assert failed("listed", [r"re:model\.layers\.3\."]).keys() == {AS_SGLANG_READS}
+    assert failed("of SGLang", [r"re:model\.(decoder|layers\.3)\."]) == {}
     assert failed("quantized", ["lm_head"], in_fp8) == {}
     for name, exclude in {"none": None, "glob": ["lm_head", "model.layers.3*"]}.items():
         found = failed(name, exclude)
-        assert found.keys() == {AS_READ}
-        assert "31 matrices" in found[AS_READ] and "to exclude" in found[AS_READ]
+        assert found.keys() == {AS_READ, AS_SGLANG_READS}
+        assert all("31 matrices" in cause and "to exclude" in cause for cause in found.values())
+        assert r"add re:model\.decoder(\.|$) to exclude" in found[AS_SGLANG_READS]
     assert "(model.layers.3* in exclude matches no module" in found[AS_READ]
-    (cause,) = failed("both", [r"re:model\.layers\.3\."], in_fp8).values()
-    assert r"(re:model\.layers\.3\. in exclude)" in cause and "31 matrices" in cause
+    found = failed("both", [r"re:model\.layers\.3\."], in_fp8)
+    assert found.keys() == {AS_READ}
+    assert r"(re:model\.layers\.3\. in exclude)" in found[AS_READ]
+    assert "31 matrices" in found[AS_READ]
+
+
+@pytest.mark.parametrize(
+    ("entries", "plain"),
+    [
+        (["model.layers.61"], True),
+        (["re:model.layers.61"], True),
+        ([r"re:model\.layers\.61(\.|$)"], False),
+        (["model.layers.61.eh_proj"], False),  # SGLang asks for model.eh_proj
+        (["model.eh_proj"], True),
+    ],
+)
+def test_projections_of_deepseek_in_sglang(entries: list[str], plain: bool) -> None:
+    """They are linears of Quark's unless the whole layer is left out, or they are."""
+    config = {"architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": 61}
+    quantization = {"quant_method": "quark", "global_quant_config": READ, "exclude": entries}
+    known = quark_draft(config)
+    assert known is not None and quark_draft(config | {"architectures": ["Step3p5"]}) is None
+    read = quant_config_of(quark_of_sglang(config, quantization))
+    assert (read.format_of(known.projection, Role.MTP_PROJECTION) is None) is plain
+
+
+def test_a_projection_that_sglang_builds_quantized_is_named(tmp_path: Path) -> None:
+    """In GLM-5's class, which else finds the entries of the layer."""
+    source = make_checkpoint(tmp_path / "source", SMALL_CONFIGS["glm_moe_dsa"])
+    layer = f"model.layers.{read_json(source / 'config.json')['num_hidden_layers']}"
+    linears = {f"{layer}.{name}" for name in ("self_attn", "mlp", "eh_proj")}
+
+    def status(name: str, left: set[str]) -> tuple[str, str]:
+        names = [n.removesuffix(".weight") for n in read_tensors(source) if n.endswith(".weight")]
+        exclude = [n for n in names if n.startswith(tuple(left))]
+        own = {"quant_method": "quark", "global_quant_config": READ, "exclude": exclude}
+        folder = rewritten(
+            source,
+            tmp_path / name,
+            without("model.layers.0."),
+            lambda config: config.update(quantization_config=own),
+        )
+        item = verified(folder)[1][AS_SGLANG_READS]
+        return item["status"], item.get("cause", "")
+
+    assert status("all", linears)[0] == "pass"
+    found, cause = status("but one", linears - {f"{layer}.eh_proj"})
+    assert found == "fail" and "add model.eh_proj to exclude" in cause

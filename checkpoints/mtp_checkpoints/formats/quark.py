@@ -64,7 +64,7 @@ class QuarkInt4(AwqInt4):
         return (codes ^ _SIGN) - _SIGN if self.signed else codes
 
 
-class _OfRows:
+class _OfRows(ReadOnlyFormat):
     """Scales and their like of a matrix: one number, or per_channel a vector [N]."""
 
     per_channel: bool
@@ -75,8 +75,9 @@ class _OfRows:
     def _number_rows(self, rows: range) -> range:
         return rows if self.per_channel else range(1)
 
-    def _numbers(self, source: RowSource, start: int, stop: int) -> list[torch.Tensor]:
-        return [one[start:stop] if one.dim() else one for one in source.others]
+    def encoded_rows(self, source: RowSource, start: int, stop: int) -> EncodedWeight:
+        numbers = (one[start:stop] if one.dim() else one for one in source.others)
+        return self.encoded((source.codes(start, stop), *numbers))
 
 
 @dataclass(frozen=True)
@@ -116,9 +117,6 @@ class QuarkInt8(_OfRows, Int8Unpacked):
         numbers = codes.short() - zeros.short().reshape(-1, 1)
         return EncodedWeight(self, numbers, scale.reshape(-1, 1).expand(len(codes), 1))
 
-    def encoded_rows(self, source: RowSource, start: int, stop: int) -> EncodedWeight:
-        return self.encoded((source.codes(start, stop), *self._numbers(source, start, stop)))
-
     def row_codes(self, codes: torch.Tensor, scale: torch.Tensor) -> RowCodes:
         from mtp_kernels.quantize.row_codes import integer_rows
 
@@ -151,9 +149,6 @@ class QuarkFp8(_OfRows, Fp8Tensor):
     def encoded(self, tensors: Sequence[torch.Tensor]) -> EncodedWeight:
         scale = tensors[1].reshape(-1, 1).expand(len(tensors[0]), 1)
         return EncodedWeight(self, tensors[0], scale)
-
-    def encoded_rows(self, source: RowSource, start: int, stop: int) -> EncodedWeight:
-        return self.encoded((source.codes(start, stop), *self._numbers(source, start, stop)))
 
 
 @dataclass(frozen=True)

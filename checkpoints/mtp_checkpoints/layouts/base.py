@@ -16,6 +16,7 @@ from mtp_checkpoints.formats import GGUF, storages_of
 from mtp_checkpoints.quantization.method import Dialect
 from mtp_checkpoints.quantization.native import with_renamed_modules
 from mtp_checkpoints.quantization.readers import Reads, as_it_is
+from mtp_checkpoints.quantization.sglang_quark import QuarkDraft
 from mtp_checkpoints.quantization.stored import StoredModel, stored_mtp
 
 Config = dict[str, Any]
@@ -109,7 +110,8 @@ class DraftReading:
     loads_tables: it loads the draft's own embedding and head. builds_projection: a module of names
     of its own has its projection built as any linear, but beside NVFP4. refuses_recomputed:
     model_types whose draft it does not load with tensors that all others skip, as is_recomputed
-    tells. not_repeated: quant_methods whose lists each of its draft classes renames in another way.
+    tells. by_class: quant_methods whose config each of its draft classes takes in another way,
+    with the class of a config.json that reads knows, None for others.
     """
 
     by_main_config: bool
@@ -122,7 +124,9 @@ class DraftReading:
     builds_projection: bool = False
     unquantized_beside: frozenset[str] = frozenset()
     refuses_recomputed: frozenset[str] = frozenset()
-    not_repeated: frozenset[str] = frozenset()
+    by_class: Mapping[str, Callable[[Mapping[str, Any]], QuarkDraft | None]] = field(
+        default_factory=dict
+    )
 
     def of_family(self, family: ModelSpec) -> DraftReading:
         """Return the way for a model of a family: an MTP module of names of its own has another

@@ -9,7 +9,16 @@ from shlex import quote
 from typing import Any
 
 from mtp_checkpoints.families.base import SGLANG_DRAFT
-from mtp_checkpoints.formats import GGUF, Int8Channel, MxFp4Packed, MxFp8, NvFp4, NvFp4A16
+from mtp_checkpoints.formats import (
+    GGUF,
+    Int8Channel,
+    MxFp4Packed,
+    MxFp8,
+    NvFp4,
+    NvFp4A16,
+    QuarkInt4,
+    QuarkInt8,
+)
 from mtp_checkpoints.layouts.base import (
     Config,
     Deployment,
@@ -21,6 +30,7 @@ from mtp_checkpoints.layouts.base import (
 from mtp_checkpoints.quantization.method import SGLANG, VLLM
 from mtp_checkpoints.quantization.methods import METHODS
 from mtp_checkpoints.quantization.readers import RENAMED_BY_SGLANG, sglang_reads, vllm_reads
+from mtp_checkpoints.quantization.sglang_quark import quark_draft
 from mtp_checkpoints.quantization.undecoded import MLX_METHOD
 
 VLLM_PROBE = "command -v vllm"
@@ -135,7 +145,7 @@ HF = Target(
                 layer_name=SGLANG_DRAFT,
                 reads=sglang_reads,
                 renamed=RENAMED_BY_SGLANG,
-                not_repeated=frozenset({"quark"}),  # `_resolve_nextn_quant_config`
+                by_class={"quark": quark_draft},
                 loads_tables=False,
                 # of its models/*_nextn.py
                 unquantized_beside=frozenset({NvFp4.storage, NvFp4A16.storage}),
@@ -144,6 +154,9 @@ HF = Target(
                 MxFp4Packed.storage: "its compressed-tensors loader has no linear layers in mxfp4,"
                 " and skips experts of this name",
                 MxFp8.storage: "its compressed-tensors loader has no mxfp8",
+                **dict.fromkeys(
+                    (QuarkInt4.storage, QuarkInt8.storage), "of Quark it loads fp8 and mxfp4 alone"
+                ),
             },
         ),
         Engine("tensorrt-llm", title="TensorRT-LLM"),

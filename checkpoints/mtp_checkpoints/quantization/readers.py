@@ -24,6 +24,7 @@ from mtp_checkpoints.quantization.native import (
     quantization_of,
     replaced_quantization,
 )
+from mtp_checkpoints.quantization.sglang_quark import quark_of_sglang
 
 RENAMED_BY_SGLANG = frozenset({COMPRESSED, "fp8", "modelopt"})
 """Methods in whose lists SGLang replaces the name of a draft's layer by its own: those whose config
@@ -97,6 +98,8 @@ def sglang_reads(config: Mapping[str, Any], tensors: Collection[str]) -> Config:
             if "NVFP4" in str(_nested(quantization).get("quant_algo")).upper():
                 _check_no_null("SGLang 0.5.23", quantization, "ignore", "exclude_modules")
             quantization = _with_whole_names(quantization)
+        case "quark":
+            quantization = quark_of_sglang(config, quantization)
     return replaced_quantization(config, quantization)
 
 

@@ -19,7 +19,7 @@ from mtp_checkpoints.containers.gguf_restored import held
 from mtp_checkpoints.sources.addresses import byte_source
 from mtp_checkpoints.sources.byte_source import ByteSource, Place, local_path
 from mtp_checkpoints.sources.strict_json import parsed_json_object
-from mtp_checkpoints.tensors.mlx_experts import with_experts_of_mlx
+from mtp_checkpoints.tensors.stacked_experts import with_single_experts
 from mtp_checkpoints.tensors.tensor_reader import TensorReader
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Checkpoint(Opened):
         """Read the config and every tensor's place; raises what container_of and its open do."""
         opened = container_of(source).open(source)
         config = _with_modelopt(opened.config, source)
-        shards = tuple(map(with_experts_of_mlx, opened.shards))
+        shards = tuple(with_single_experts(shard, config) for shard in opened.shards)
         return cls(path=source.path, **vars(replace(opened, config=config, shards=shards)))
 
     @property

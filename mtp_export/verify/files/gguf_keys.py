@@ -3,30 +3,25 @@ config.json beside them, and have its vocabulary."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from math import isclose
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from mtp_checkpoints.containers.base import CONFIG_NAME, ShardHeader
-from mtp_checkpoints.containers.gguf_architectures import ARCHITECTURES
-from mtp_checkpoints.containers.gguf_architectures.base import ARCHITECTURE, TEXT_CONFIG
 from mtp_checkpoints.containers.gguf_architectures.keys_read import TOKENS
-from mtp_checkpoints.containers.gguf_file import NAME, GgufHeader, read_header
+from mtp_checkpoints.containers.gguf_file import NAME, read_header
 from mtp_checkpoints.containers.gguf_vocabulary import unlike_tokens
 from mtp_checkpoints.errors import MtpExportError
-from mtp_checkpoints.families.signs import COUNT_FIELDS, flattened
 from mtp_checkpoints.sources.byte_source import ByteSource
 from mtp_checkpoints.sources.tokenizer_file import TOKENIZER_NAME
 from mtp_checkpoints.tensors.bundle_folder import MAIN
 from mtp_checkpoints.tensors.reader import Checkpoint
+from mtp_export.bundle.gguf_config import said_twice
 from mtp_export.progress import counted
 from mtp_export.verify.check import Item, Problem, not_tested, verdict
 from mtp_export.verify.diagnosis.causes import files as causes
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
-
-_TOLERANCE = 1e-6  # of numbers in single precision
 
 
 def run(context: Context) -> Iterator[Item]:
@@ -40,54 +35,29 @@ def run(context: Context) -> Iterator[Item]:
         if shard.container != NAME or str(shard.path) in seen:
             continue
         seen.add(str(shard.path))
-        header = read_header(shard.file)
-        yield from _config(part.name, part.checkpoint, shard, header)
-        yield _vocabulary(context, part.name, part.checkpoint, shard, header)
+        yield from _config(part.name, part.checkpoint)
+        yield _vocabulary(context, part.name, part.checkpoint, shard)
 
 
-def _config(
-    part: str, checkpoint: Checkpoint, shard: ShardHeader, header: GgufHeader
-) -> Iterator[Item]:
+def _config(part: str, checkpoint: Checkpoint) -> Iterator[Item]:
     """The keys say what config.json says, where there is one."""
     if CONFIG_NAME not in checkpoint.files.names():
         return
-    names = {tensor.name for one in checkpoint.shards for tensor in _held(one)}
-    architecture = ARCHITECTURES[str(header.keys[ARCHITECTURE].data)]
-    said = flattened(architecture.config(header.keys, names))
-    wanted = flattened(checkpoint.config.get(TEXT_CONFIG, checkpoint.config))
-    fields = sorted(said.keys() & wanted.keys())
-    if part == MAIN:  # its file need not count the modules of another
-        fields = [field for field in fields if field not in COUNT_FIELDS or said[field]]
+    both = [*said_twice(checkpoint.shards, checkpoint.config, of_main=part == MAIN)]
     problems = [
-        Problem(str(shard.path), causes.key_differs(field, said[field], wanted[field]))
-        for field in fields
-        if not _alike(said[field], wanted[field])
+        Problem(str(checkpoint.shards[0].path), causes.key_differs(*one))
+        for one in both
+        if not one.is_alike
     ]
     yield verdict(
-        f"{part}: keys of the GGUF file", problems, counted(len(fields), "value"), CONFIG_NAME
+        f"{part}: keys of the GGUF file", problems, counted(len(both), "value"), CONFIG_NAME
     )
 
 
-def _held(shard: ShardHeader) -> list[Any]:
-    return list(read_header(shard.file).shard.tensors)
-
-
-def _alike(said: object, wanted: object) -> bool:
-    if isinstance(said, Mapping) and isinstance(wanted, Mapping):
-        return all(_alike(said[field], wanted[field]) for field in said.keys() & wanted.keys())
-    numbers = isinstance(said, int | float) and isinstance(wanted, int | float)
-    if numbers and not isinstance(said, bool) and not isinstance(wanted, bool):
-        assert isinstance(said, int | float) and isinstance(wanted, int | float)
-        return isclose(said, wanted, rel_tol=_TOLERANCE)
-    return said == wanted
-
-
-def _vocabulary(
-    context: Context, part: str, checkpoint: Checkpoint, shard: ShardHeader, header: GgufHeader
-) -> Item:
+def _vocabulary(context: Context, part: str, checkpoint: Checkpoint, shard: ShardHeader) -> Item:
     """The tokens are those of tokenizer.json beside the file, or of the source's."""
     name = f"{part}: vocabulary of the GGUF file"
-    tokens = header.keys.get(TOKENS)
+    tokens = read_header(shard.file).keys.get(TOKENS)
     if tokens is None or not isinstance(tokens.data, tuple):
         return not_tested(name, causes.NO_VOCABULARY)
     files = _tokenizer_of(context, checkpoint)

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from decoded_mains import packed
-from mtp_checkpoints.containers.base import ShardHeader, TensorInfo
-from mtp_checkpoints.dtypes import DType, OutputTensor
+from mtp_checkpoints.dtypes import OutputTensor
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.formats import FORMATS, MlxAffine
 from mtp_checkpoints.quantization.methods import quant_config_of, undecoded_of
-from mtp_checkpoints.sources.local_folder import LocalFile, LocalFolder
-from mtp_checkpoints.tensors.mlx_experts import with_experts_of_mlx
 
 # Of MLX 0.32.4: words, scale and bias of the same 32 numbers, and the first and last that
 # mx.dequantize makes of them.
@@ -51,20 +46,6 @@ def test_numbers_as_mlx_makes_them(bits: int) -> None:
     values = found.dequantize()
     assert found.shape == values.shape == (1, 32)
     torch.testing.assert_close(values[0, [0, -1]], torch.tensor([first, last]))
-
-
-@pytest.mark.parametrize(("experts", "count"), [(0, 1), (3, 3), (1 << 30, 1)])
-def test_experts_in_one_tensor(experts: int, count: int, tmp_path: Path) -> None:
-    """Those of no layer stay as they are."""
-    file = LocalFile(LocalFolder(tmp_path), "model.safetensors")
-    name, shape = "model.layers.1.mlp.switch_mlp.up_proj.scales", (experts, 4, 2)
-    whole = TensorInfo(name, DType.F16, shape, file, 100, experts * 16)
-    shard = with_experts_of_mlx(ShardHeader("safetensors", file, 0, "", "", (whole,)))
-    assert shard.written == (whole,) and len(shard.tensors) == count
-    if count > 1:
-        last = shard.tensors[-1]
-        assert last.name == "model.layers.1.mlp.experts.2.up_proj.scales"
-        assert (last.shape, last.offset_bytes, last.size_bytes) == ((4, 2), 132, 16)
 
 
 @pytest.mark.parametrize("bits", MADE)

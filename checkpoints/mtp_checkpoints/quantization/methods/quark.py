@@ -22,7 +22,7 @@ from mtp_checkpoints.quantization.method import Method, Unfused, names_in
 from mtp_checkpoints.quantization.native import Config, unusable_field
 from mtp_checkpoints.quantization.undecoded import UNDECODED
 
-_LIST, _USUAL, _NAMED, _TYPED = (
+EXCLUDE, _USUAL, NAMED, _TYPED = (
     *("exclude", "global_quant_config"),
     *("layer_quant_config", "layer_type_quant_config"),
 )
@@ -75,9 +75,9 @@ def _read(quantization: Mapping[str, Any]) -> _Quark:
         raise _refused(f"{_TYPED} {[*quantization[_TYPED]]}")
     exported = quantization.get("export")
     reorders = not isinstance(exported, dict) or exported.get("pack_method", _PACKED) == _PACKED
-    named = quantization.get(_NAMED) or {}
+    named = quantization.get(NAMED) or {}
     if not isinstance(named, dict):
-        raise unusable_field(_NAMED, "an object of configs by pattern", named)
+        raise unusable_field(NAMED, "an object of configs by pattern", named)
     return _Quark(
         _format(quantization.get(_USUAL), reorders=reorders),
         {pattern: _format(own, reorders=reorders) for pattern, own in named.items()},
@@ -87,12 +87,12 @@ def _read(quantization: Mapping[str, Any]) -> _Quark:
 
 def left_out(quantization: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the entries of a config's list (InvalidInputError for unusable ones)."""
-    listed = names_in(quantization, _LIST)
+    listed = names_in(quantization, EXCLUDE)
     for entry in listed:
         try:
             re.compile(entry.removeprefix(_REGEX) if entry.startswith(_REGEX) else "")
         except re.error as error:
-            raise unusable_field(_LIST, "regular expressions after re:", entry) from error
+            raise unusable_field(EXCLUDE, "regular expressions after re:", entry) from error
     return tuple(listed)
 
 
@@ -137,7 +137,10 @@ def _leave_out(quantization: Config, modules: Sequence[str]) -> Config:
     Engines match patterns from the start.
     """
     patterns = (rf"re:{re.escape(module)}(\.|$)" for module in modules)
-    return {**quantization, _LIST: [*dict.fromkeys([*names_in(quantization, _LIST), *patterns])]}
+    return {
+        **quantization,
+        EXCLUDE: [*dict.fromkeys([*names_in(quantization, EXCLUDE), *patterns])],
+    }
 
 
 QUARK = Method(_read, leave_out=_leave_out, coded_by=(COMPRESSED_SCALE,))

@@ -251,6 +251,14 @@ def built_quantized(module: str, storage: str) -> str:
     )
 
 
+def projection_built(module: str, storage: str, field: str) -> str:
+    """module: as the engine calls it, so that no entry of the checkpoint's own name acts on it."""
+    return (
+        f"it is stored unquantized, and the engine builds it in {storage}, as {module}, which no"
+        f" entry of {field} is for: add {module} to {field}"
+    )
+
+
 def projection_quantized(module: str) -> str:
     return (
         f"{module} is stored quantized, and vLLM and SGLang build it as an unquantized linear: they"

@@ -1,0 +1,271 @@
+"""The draft of a folder as its engines will read it: each by its own names, and by the config and
+the lists that it follows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from mtp_checkpoints.containers.base import CONFIG_NAME, TensorInfo
+from mtp_checkpoints.errors import InvalidInputError, MtpExportError, UnsupportedError
+from mtp_checkpoints.families.base import FLOATS, Role, weight_name
+from mtp_checkpoints.families.parts import Moe
+from mtp_checkpoints.families.spec import ModelSpec
+from mtp_checkpoints.formats import NvFp4, NvFp4A16, mixes_groups_with_fp8
+from mtp_checkpoints.layouts.base import DraftReading, Engine
+from mtp_checkpoints.quantization.absent import with_projection_listed
+from mtp_checkpoints.quantization.methods import quant_config_of
+from mtp_checkpoints.quantization.mismatches import is_recomputed
+from mtp_checkpoints.quantization.native import method_of, quantization_of
+from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight
+from mtp_checkpoints.tensors.bundle_folder import MAIN
+from mtp_export.progress import counted
+from mtp_export.schemes import SCHEMES
+from mtp_export.schemes.scheme import GRAFTED
+from mtp_export.verify.check import (
+    ENGINE,
+    LACKS,
+    LEFT_OUT,
+    Item,
+    Problem,
+    failed,
+    not_tested,
+    verdict,
+)
+from mtp_export.verify.diagnosis.causes import files as causes
+from mtp_export.verify.evidence.parts import PartLayout
+from mtp_export.verify.files.described import undecoded_main
+from mtp_export.verify.files.left_out import ListedDraft
+from mtp_export.verify.files.tensor_problems import COPIED, sorted_out
+
+if TYPE_CHECKING:
+    from mtp_export.verify.context import Context
+
+_NVFP4_OF_MODELOPT = {NvFp4.storage, NvFp4A16.storage}  # beside which drafts are unquantized
+
+
+def draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
+    """The draft compared with what each engine that reads it expects."""
+    tensors = layout.checkpoint.tensors
+    mains = (one.stored.kinds for one in context.layouts if one.name == MAIN)
+    of_main = {kind.format.storage for kinds in mains for kind in kinds}
+    for engine in _readers(context, layout.stored.family):
+        assert engine.draft_reading is not None, f"_readers returned {engine.name}"
+        method = engine.draft_reading.method
+        reader = f"{engine.title} ({method})" if method else engine.title
+        name = f"{layout.name}: precision as {reader} reads it"
+        if context.options.engine not in (None, engine.name):
+            why = f"--engine {context.options.engine} leaves it out"
+            yield not_tested(name, why, data={LEFT_OUT: True})
+            continue
+        if unread := of_main - engine.storages:
+            why = f"{engine.title} does not read a main model in {' and '.join(sorted(unread))}"
+            yield not_tested(name, why)
+            continue
+        reading, config = engine.draft_reading, layout.checkpoint.config
+        if reading.by_main_config:
+            if context.main is None:
+                yield not_tested(name, "main/ is not there or cannot be opened")
+                continue
+            config = context.main.config
+            if (known := undecoded_main(context)) is not None:
+                yield not_tested(name, known.why_not_tested)
+                continue
+        class_of = reading.by_class.get(method_of(quantization_of(config)))
+        if class_of is not None and class_of(config) is None:
+            yield not_tested(name, f"how {engine.title} renames these lists is not repeated here")
+            continue
+        if not context.is_bundle or class_of is not None:
+            main = context.main.tensors if context.main is not None else ()
+            try:
+                config = reading.reads(config, {*main, *tensors})
+            except (UnsupportedError, InvalidInputError) as error:
+                data = {ENGINE: engine.name}
+                refused = isinstance(error, UnsupportedError) and context.options.engine is None
+                yield (
+                    not_tested(name, str(error))
+                    if refused  # by one that nobody asked for
+                    else failed(name, str(error), subject=CONFIG_NAME, data=data)
+                )
+                continue
+            if not (reading.builds_projection and layout.stored.family.linear_projection):
+                config = with_projection_listed(config, tensors)
+        unquantized = reading.unquantized_beside & of_main
+        quantization = None if unquantized else quantization_of(config)
+        item = _as_read(name, layout, quantization, reading)
+        yield replace(item, data={**item.data, ENGINE: engine.name})
+
+
+def with_lacks(item: Item, listed: ListedDraft) -> Item:
+    """The item with the entries that a list lacks, for machines and for other items."""
+    return replace(item, data={**item.data, LACKS: listed.lacks}) if listed.lacks else item
+
+
+def _readers(context: Context, family: ModelSpec) -> list[Engine]:
+    """Engines whose reading of the draft is known and that the bundle was written for.
+
+    Integers beside fp8 in the main part, and configs that each describe one folder, are written for
+    engines of the recorded dialect only. A graft records one where that alone describes the draft.
+    So is a draft whose layer SGLang knows by the name of a main one.
+    """
+    base = str(context.recorded("base_quant"))
+    scheme = SCHEMES.get(base)
+    storages = scheme.recorded_storages(context.recorded_options) if scheme else frozenset()
+    engines = [
+        engine
+        for engine in context.target.engines
+        if engine.draft_reading is not None
+        and storages <= engine.storages
+        and (context.target.model_types is not None or engine.name in family.engines)
+    ]
+    of_dialect = [
+        engine
+        for engine in engines
+        if engine.dialect is not None and engine.dialect.name == context.recorded("reader")
+    ]
+    own_config = any(engine.dialect and engine.dialect.own_config for engine in of_dialect)
+    if base == GRAFTED:
+        return of_dialect or engines
+    renames = scheme is not None and bool(family.sglang_layer)
+    return of_dialect if own_config or renames or mixes_groups_with_fp8(storages) else engines
+
+
+def _as_read(name: str, layout: PartLayout, config: Any, reading: DraftReading) -> Item:
+    """The draft's tensors compared with what an engine expects by a quantization_config."""
+    specs = [one.weight for one in layout.stored.weights.values()]
+    tensors = _by_released_names(layout)
+    rename: Callable[[str], str] = str
+    family = layout.stored.family
+    reading = reading.of_family(family)
+    keeps_patterns = reading.layer_name in family.patterns.mtp_names
+    layers = tuple(dict.fromkeys(module.layer.prefix for module in family.mtp))
+    reason = reading.reason
+    if reading.layer_name is not None:
+        rename = partial(_with_layer_name, layers, reading.layer_name)
+        if not keeps_patterns and config and str(config.get("quant_method")) in reading.renamed:
+            config = json.loads(rename(json.dumps(config)))
+            reason = f"{reason}, with {layers[0]} in them replaced as it is written"
+        tensors = {rename(key): tensor for key, tensor in tensors.items()}
+    refused = [*_refused(layout, reading), *_built_quantized(layout, config, reading)]
+    if refused:
+        return verdict(name, refused, counted(len(specs), "weight"))
+    try:
+        read = layout.stored.reread(config, rename)
+    except MtpExportError as error:
+        cause = causes.misread_by_engine(reason, error)
+        return failed(name, cause, subject="config.json")
+    if not reading.loads_tables:
+        tables = {_module_of(table) for table in read.tables.values()}
+        tensors = {n: one for n, one in tensors.items() if n.rpartition(".")[0] not in tables}
+        read = read.of_tensors(lambda spec: spec.role not in COPIED)
+    renamed = (reading.layer_name,) if reading.layer_name else ()
+    written = layout.stored.quantization
+    listed = ListedDraft(read, tensors, config, renamed or layers, written=written)
+    if problems := listed.problems():  # of which each tensor's are the consequence
+        problems = [
+            Problem(one.subject, causes.misread_by_engine(reason, one.words)) for one in problems
+        ]
+        return with_lacks(verdict(name, problems, counted(len(specs), "weight")), listed)
+    absent = {rename(name) for name in layout.stored.tensors.keys() - layout.checkpoint.tensors}
+    problems = _differing(tensors, read, absent, linears_alone=keeps_patterns)
+    problems = problems or [*_built_projections(layout, config, reading)]
+    if problems:  # the reason once, before all of them
+        first = problems[0]
+        words = causes.misread_by_engine(reason, first.words)
+        problems[0] = Problem(first.subject, words)
+    return verdict(name, problems, counted(len(specs), "weight"))
+
+
+def _built_quantized(layout: PartLayout, config: Any, reading: DraftReading) -> Iterator[Problem]:
+    """Yield what is stored unquantized and is no matrix that a list is asked for, and that an
+    engine builds quantized: fused experts, and the projection of a module of names of its own."""
+    if not config:
+        return
+    tensors, known = layout.checkpoint.tensors, quant_config_of(config)
+    for name, module, role in _asked_as_others(layout.stored.family, reading):
+        built, tensor = known.format_of(module, role), tensors.get(name)
+        if built is None or tensor is None or tensor.dtype not in FLOATS:
+            continue
+        if role is Role.ROUTED_EXPERT or built.storage not in _NVFP4_OF_MODELOPT:
+            words = causes.built_quantized(name.removesuffix(".weight"), str(built.storage))
+            yield Problem(name, words)
+
+
+def _built_projections(layout: PartLayout, config: Any, reading: DraftReading) -> Iterator[Problem]:
+    """Yield unquantized projections that an engine's own class of this draft builds quantized."""
+    class_of = reading.by_class.get(method_of(config))
+    known = None if class_of is None else class_of(layout.checkpoint.config)
+    if known is None or not known.projection:
+        return
+    built = quant_config_of(config).format_of(known.projection, Role.MTP_PROJECTION)
+    for module in (one.modules.projection for one in layout.stored.family.mtp):
+        tensor = layout.checkpoint.tensors.get(weight_name(module)) if module else None
+        if built is not None and tensor is not None and tensor.dtype in FLOATS:
+            words = causes.projection_built(known.projection, str(built.storage), "exclude")
+            yield Problem(tensor.name, words)
+
+
+def _asked_as_others(family: ModelSpec, reading: DraftReading) -> Iterator[tuple[str, str, Role]]:
+    """Yield tensors of the MTP layers, each with the linear and the role that an engine asks its
+    config for."""
+    for module in family.mtp:
+        layer, projection = module.layer, module.modules.projection
+        if projection and family.linear_projection and reading.builds_projection:
+            yield weight_name(projection), projection, Role.ATTENTION
+        if isinstance(layer.feed_forward, Moe):
+            for fused, single in layer.feed_forward.apart(layer.feed_forward_prefix).items():
+                yield fused, single[0].removesuffix(".weight"), Role.ROUTED_EXPERT
+
+
+def _refused(layout: PartLayout, reading: DraftReading) -> list[Problem]:
+    """Tensors that an engine has no place for in a draft of this model, and that others skip."""
+    if layout.checkpoint.config.get("model_type") not in reading.refuses_recomputed:
+        return []
+    names = filter(is_recomputed, layout.checkpoint.tensors)
+    return [Problem(name, causes.recomputed_not_skipped(name)) for name in names]
+
+
+def _differing(
+    tensors: Mapping[str, TensorInfo],
+    read: StoredModel,
+    absent: Collection[str],
+    *,
+    linears_alone: bool,
+) -> list[Problem]:
+    """Problems of a draft as an engine reads it. absent: tensors that no reader needs.
+    linears_alone: a release names its other matrices by the layer, and none is asked."""
+    presence, precision = sorted_out(read.differences(tensors), tensors, read)
+    asked = {
+        weight.tensors[0].name
+        for weight in read.weights.values()
+        if weight.weight.role is not Role.MTP_PROJECTION
+        and (weight.weight.is_linear_weight or not linears_alone)
+    }
+    return [
+        *(problem for problem in presence if problem.subject not in absent),
+        *(problem for problem in precision if problem.subject in asked),
+    ]
+
+
+def _module_of(weight: StoredWeight) -> str:
+    return weight.tensors[0].name.rpartition(".")[0]
+
+
+def _by_released_names(layout: PartLayout) -> Mapping[str, TensorInfo]:
+    """A draft's tensors by the names that engines find their precision by; unknown ones keep
+    theirs."""
+    released = {
+        tensor.name: name
+        for one in layout.stored.weights.values()
+        for tensor, name in zip(one.tensors, one.released_names, strict=True)
+    }
+    return {released.get(key, key): tensor for key, tensor in layout.checkpoint.tensors.items()}
+
+
+def _with_layer_name(layers: Sequence[str], layer_name: str, text: str) -> str:
+    for layer in layers:
+        text = text.replace(layer, layer_name)
+    return text
