@@ -182,6 +182,15 @@ class Runtime:
             show_default=f"a cache of {EngineConfig.cache_tokens} tokens, or what fits",
         ),
     )
+    packed_cache: Path | None = field(
+        default=None,
+        metadata=path_option(
+            "Keep weights here as a CPU packs them: the next start maps them.",
+            Panel.PERFORMANCE,
+            "DIR",
+            access=Access.WRITTEN,
+        ),
+    )
     parallel_mode: str | None = field(
         default=None,
         metadata=option(
@@ -227,6 +236,7 @@ class Runtime:
             deterministic=self.deterministic,
             max_model_len=self.max_model_len,
             max_memory_bytes=self.max_memory,
+            packed_cache=self.packed_cache,
             static_graph=self.static_graph,
             parallel_mode=self.parallel_mode,
             **vars(self.drafting),

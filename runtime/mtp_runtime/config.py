@@ -232,6 +232,8 @@ class LLMOptions:
     on a CPU routed experts that do not fit into it are read from disk when they are used.
     static_graph: True captures the target's steps of decoding as CUDA graphs; the path of a package
     that `mtp-export compile` made of this model runs them on a CPU.
+    packed_cache: folder in which a CPU's weights are kept as they are packed; the next start maps
+    them, in place of reading and packing.
     parallel_mode: how ranks join their parts: gather, with the bits of one process, or reduce.
 
     The others are those of EngineConfig and SpeculationConfig. speculate_method "auto" is mtp where
@@ -253,6 +255,7 @@ class LLMOptions:
     max_step_tokens: int = EngineConfig.max_step_tokens
     prefix_cache: bool = EngineConfig.prefix_cache
     max_memory_bytes: int | None = None
+    packed_cache: Path | str | None = None
     dequantize_at_load: bool | None = None
     max_model_len: int | None = None
     static_graph: Path | str | bool = False

@@ -27,6 +27,7 @@ from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.drafters.base import TargetDraft
 from mtp_runtime.engine import Engine
 from mtp_runtime.loading.ledger import Ledger
+from mtp_runtime.loading.model_folders import no_module_to_draft_with
 from mtp_runtime.loading.same_files import require_same_draft
 from mtp_runtime.logprobs import TokenLogprobs
 from mtp_runtime.memory import (
@@ -35,7 +36,7 @@ from mtp_runtime.memory import (
     cache_tokens_free,
     cache_tokens_within,
 )
-from mtp_runtime.models.load import Loaded, LoadOptions, load_model, no_module_to_draft_with
+from mtp_runtime.models.load import Loaded, LoadOptions, load_model
 from mtp_runtime.models.model import Model
 from mtp_runtime.parallel.group import LONE, Group
 from mtp_runtime.prompts import are_ids, require_unicode

@@ -214,6 +214,7 @@ def load_options_of(
         max_model_len=options.max_model_len,
         parallel_mode=options.parallel_mode,
         static_graph=graphs.wanted,
+        packed_cache=None if options.packed_cache is None else Path(options.packed_cache),
     )
 
 

@@ -26,13 +26,21 @@ def floats(count: int) -> np.ndarray:
 class Arena:
     """Bump allocator: arrays side by side, each from a cache line on.
 
-    memory: float32, of which all are taken; None: large chunks, as many as are needed.
+    memory: float32, of which all are taken; None: large chunks, as many as are needed. is_filled:
+    what is taken holds what an earlier process wrote to it, and numbers are those that it noted.
     """
+
+    is_filled = False
 
     def __init__(self, memory: np.ndarray | None = None) -> None:
         self._chunk = floats(0) if memory is None else memory
         self._grows = memory is None
         self._taking = threading.Lock()
+
+    def noted(self, number: int) -> int:
+        """Return a number that says how what is taken is read: in an arena that is filled, the next
+        of those that were noted."""
+        return number
 
     def take(self, *shape: int, dtype: type[np.generic] = np.float32) -> np.ndarray:
         """Return uninitialised memory of a dtype of at most four bytes.
@@ -46,6 +54,10 @@ class Arena:
             if size > len(self._chunk):
                 if not self._grows:
                     raise ValueError(f"memory: expected {size} floats, found {len(self._chunk)}")
-                self._chunk = floats(max(size, CHUNK_FLOATS))
+                self._chunk = self._more(size)
             place, self._chunk = self._chunk[:count], self._chunk[size:]
         return place.view(dtype)[:entries].reshape(shape)
+
+    def _more(self, count: int) -> np.ndarray:
+        """Return a new chunk of at least a number of floats."""
+        return floats(max(count, CHUNK_FLOATS))

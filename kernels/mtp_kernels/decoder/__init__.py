@@ -15,6 +15,7 @@ from typing import Protocol, cast
 import torch
 
 from mtp_kernels.batch_layout import BatchLayout, StateLayout
+from mtp_kernels.cpu.memory import Arena
 from mtp_kernels.decoder.layer_weights import (
     DeltaWeights,
     GroupedWeights,
@@ -46,8 +47,8 @@ __all__ = [
     "RowStep", "StoredMatrix", "make_backend", "pieces_of",
 ]  # fmt: skip
 
-# Loaded on first use. A backend is a module with a class `Backend`, which takes a dtype of DTYPES
-# and one of ACTIVATIONS.
+# Loaded on first use. A backend is a module with a class `Backend`, which takes a dtype of DTYPES,
+# one of ACTIVATIONS, and an arena or None.
 BACKENDS = {"compiled_cpu": "mtp_kernels.decoder.compiled_cpu"}
 # The backend that "auto" means on each torch device type.
 AUTO = {"cpu": "compiled_cpu"}
@@ -289,13 +290,15 @@ def make_backend(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     activations: torch.dtype = torch.float32,
+    arena: Arena | None = None,
 ) -> Backend:
     """Return a new backend for the parts of one model; "auto" goes by the device.
 
     dtype: in which float32 matrices are kept, but for routers'; all is computed in float32.
-    activations: those that matrices of int8 and int4 are multiplied with. Raises ValueError for a
-    name that is not in BACKENDS, a dtype that is not in DTYPES, activations that are not in
-    ACTIVATIONS, and for "auto" on a device without a backend.
+    activations: those that matrices of int8 and int4 are multiplied with. arena: memory of what is
+    packed, which may hold it already; None: new memory. Raises ValueError for a name that is not in
+    BACKENDS, a dtype that is not in DTYPES, activations that are not in ACTIVATIONS, and for "auto"
+    on a device without a backend.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype: expected one of {DTYPES}, found {dtype}")
@@ -308,4 +311,4 @@ def make_backend(
         name = AUTO[kind]
     if name not in BACKENDS:
         raise ValueError(f"backend: expected auto or one of {sorted(BACKENDS)}, found {name!r}")
-    return cast(Backend, import_module(BACKENDS[name]).Backend(dtype, activations))
+    return cast(Backend, import_module(BACKENDS[name]).Backend(dtype, activations, arena))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mtp_checkpoints.containers import is_checkpoint
 from mtp_checkpoints.containers.base import CONFIG_NAME
-from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.errors import InvalidInputError, UsageError
 from mtp_checkpoints.families import family_of
 from mtp_checkpoints.families.signs import with_counts_of
 from mtp_checkpoints.families.spec import ModelSpec
@@ -122,3 +122,12 @@ def _draft(mtp: Checkpoint, main: Checkpoint, target: Target) -> ModelFolder:
 
 def _shape(shape: tuple[int, ...] | None) -> str:
     return "no such tensor" if shape is None else str(list(shape))
+
+
+def no_module_to_draft_with(path: Path) -> UsageError:
+    """Return the error of options that ask for drafts of a model without MTP modules."""
+    return UsageError(
+        "The options ask for drafts, and there is no MTP module to draft with",
+        where=path,
+        expected="a bundle with main and mtp, or another speculate_method than auto",
+    )

@@ -18,6 +18,7 @@ from mtp_checkpoints.families.single_experts import with_single_experts
 from mtp_checkpoints.families.spec import Input, ModelSpec, MtpSpec
 from mtp_checkpoints.formats import unquantized
 from mtp_checkpoints.tensors.reader import Checkpoint
+from mtp_kernels.cpu.memory import Arena
 from mtp_kernels.cpu.torch_threads import torch_threads_for
 from mtp_kernels.decoder import make_backend
 from mtp_runtime.config import ModelConfig, check_count, check_flag
@@ -25,8 +26,10 @@ from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.embedding import Embedding
 from mtp_runtime.layers.linear import Linear, dense
 from mtp_runtime.layers.tensor_parallel import ALONE, GATHER, MODES, REDUCE, TensorParallel
+from mtp_runtime.loading.devices import device_of, kind_of_device
+from mtp_runtime.loading.kept_weights import KeptWeights, arena_of
 from mtp_runtime.loading.ledger import Ledger
-from mtp_runtime.loading.model_folders import open_folders
+from mtp_runtime.loading.model_folders import no_module_to_draft_with, open_folders
 from mtp_runtime.loading.progress import show_loading
 from mtp_runtime.loading.same_files import require_same_files
 from mtp_runtime.loading.weight_source import WeightSource
@@ -46,7 +49,6 @@ if TYPE_CHECKING:
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ACTIVATIONS = {"float32": torch.float32, "int8": torch.int8}
-DEVICES = {"cpu": "CPU", "cuda": "CUDA device", "npu": "NPU (torch_npu beside CANN)"}
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class LoadOptions:
     static_graph: torch runs all layers, and no step waits for the host.
     expert_bytes: memory for routed experts of main layers, of which the others stay in their files
     until rows pick them; None: all of them are loaded.
+    packed_cache: folder in which weights are kept as compiled kernels pack them.
     """
 
     device: str = "cpu"
@@ -86,6 +89,7 @@ class LoadOptions:
     static_graph: bool = False
     mtp_folder: Path | None = None
     expert_bytes: int | None = None
+    packed_cache: Path | None = None
 
     def __post_init__(self) -> None:
         for words, given, names in (
@@ -105,11 +109,17 @@ class LoadOptions:
             check_flag("dequantize_at_load", self.dequantize_at_load)
         if self.max_model_len is not None:
             check_count("max_model_len", self.max_model_len, 0, 1 << 40)
-        if _kind(self.device) == "npu":
+        if kind_of_device(self.device) == "npu":
             self._check_npu()
+        if self.packed_cache is not None and self.expert_bytes is not None:
+            raise UsageError(
+                "Packed weights are kept of models that are whole in memory",
+                expected="one of --packed-cache, and --max-memory with less than all experts take",
+            )
         needs_kernels = {
             "Only the compiled kernels encode activations": self.activations != "float32",
             "Only the compiled kernels are deterministic": self.deterministic,
+            "Only the compiled kernels pack weights": self.packed_cache is not None,
         }
         for words, needed in needs_kernels.items():
             if needed and not self.compiled:
@@ -144,7 +154,7 @@ class LoadOptions:
     @property
     def groups_experts(self) -> bool:
         """True where the routed experts of a layer are multiplied in one call."""
-        return self.static_graph or _kind(self.device) == "cuda"
+        return self.static_graph or kind_of_device(self.device) == "cuda"
 
     @property
     def keeps_dense(self) -> bool:
@@ -156,11 +166,12 @@ class LoadOptions:
         usual = GATHER if self.dtype == "float32" else REDUCE
         return TensorParallel(group, self.parallel_mode or usual)
 
-    def execution(self, group: Group = LONE) -> Execution:
-        """Return a new backend for the parts of a model."""
+    def execution(self, group: Group = LONE, arena: Arena | None = None) -> Execution:
+        """Return a new backend for the parts of a model. arena: memory of what it packs."""
         if not self.compiled:
             return TorchExecution()
-        backend = make_backend(dtype=DTYPES[self.dtype], activations=ACTIVATIONS[self.activations])
+        dtype, activations = DTYPES[self.dtype], ACTIVATIONS[self.activations]
+        backend = make_backend(dtype=dtype, activations=activations, arena=arena)
         if group.is_one:
             return CompiledExecution(backend)
         return ShardedExecution(backend, parallel=self.parallel(group))
@@ -222,6 +233,13 @@ class OpenedModel:
         if options.expert_bytes is None or plan.experts is None:
             return plan
         return plan.with_slots(options.expert_bytes // plan.experts.slot_bytes)
+
+    def kept_weights(self, options: LoadOptions, group: Group) -> KeptWeights:
+        """Return where weights are kept as they are packed with options for a rank (IoError)."""
+        assert options.packed_cache is not None, "asked for"
+        how = options.dtype, options.activations, options.with_mtp, options.max_model_len
+        ranks = group.split, options.parallel(group).mode
+        return KeptWeights.of(options.packed_cache, self.folder, self.checkpoints, f"{how} {ranks}")
 
     def described_by(self, config: Mapping[str, Any]) -> OpenedModel:
         """Return the same tensors as another config.json describes them, by which their names and
@@ -315,11 +333,18 @@ def load_model(
     plan = opened.memory_plan(options) if opened.source.device.type == "cpu" else None
     if plan is not None:
         plan.check(opened.folder, cache_tokens)
+    kept = None if options.packed_cache is None else opened.kept_weights(options, group)
     # What is read on demand is no part of loading.
     read_bytes = 0 if options.on_demand else opened.size_bytes // group.split.size
-    with show_loading(path, read_bytes) as advance, torch_threads_for(opened.config.hidden):
+    if kept is not None and kept.size_bytes:
+        read_bytes = kept.size_bytes
+    with (
+        show_loading(path, read_bytes) as advance,
+        torch_threads_for(opened.config.hidden),
+        arena_of(kept, advance) as arena,
+    ):
         opened.source.advance = advance
-        execution, offloaded = options.execution(group), None
+        execution, offloaded = options.execution(group, arena), None
         if options.expert_bytes is not None:
             offloaded = OffloadedExecution.of(
                 execution, opened.spec, options.expert_bytes, opened.source.readers
@@ -340,15 +365,6 @@ def load_model(
     )
 
 
-def no_module_to_draft_with(path: Path) -> UsageError:
-    """Return the error of options that ask for drafts of a model without MTP modules."""
-    return UsageError(
-        "The options ask for drafts, and there is no MTP module to draft with",
-        where=path,
-        expected="a bundle with main and mtp, or another speculate_method than auto",
-    )
-
-
 def open_model(
     path: Path, options: LoadOptions, group: Group = LONE, *, packs: bool = False
 ) -> OpenedModel:
@@ -356,7 +372,7 @@ def open_model(
 
     packs: its linears stay in their files until compiled kernels pack them.
     """
-    device = _device(group.device(options.device))
+    device = device_of(group.device(options.device))
     folders = open_folders(path, options.mtp_folder, with_mtp=options.with_mtp)
     source = WeightSource(
         owners={name: part for part in folders for name in part.stored.weights},
@@ -377,22 +393,3 @@ def open_model(
     contract = (options.contract or source.contract) if options.with_mtp else None
     config = config_for(spec, options.max_model_len)
     return OpenedModel(source, spec, config, contract, main.folder)
-
-
-def _kind(name: str) -> str:
-    return name.partition(":")[0]
-
-
-def _device(name: str) -> torch.device:
-    """Return a device that is here; torch_npu adds torch.npu when torch is imported."""
-    kind = _kind(name)
-    if kind not in DEVICES:
-        raise UnsupportedError(
-            "The runtime has no such device", expected=", ".join(DEVICES), found=name
-        )
-    module = getattr(torch, kind, None)
-    if kind != "cpu" and (module is None or not module.is_available()):
-        raise UnsupportedError(
-            f"There is no {DEVICES[kind]} here", found=name, todo="Use device cpu"
-        )
-    return torch.device(name)

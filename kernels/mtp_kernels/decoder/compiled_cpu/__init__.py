@@ -70,8 +70,13 @@ from mtp_kernels.tensor_checks import check_shape
 class Backend:
     """Packs the parts of one model side by side into one arena."""
 
-    def __init__(self, dtype: torch.dtype, activations: torch.dtype = torch.float32) -> None:
-        self._packer = Packer(Arena(), dtype, activations)
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        activations: torch.dtype = torch.float32,
+        arena: Arena | None = None,
+    ) -> None:
+        self._packer = Packer(arena or Arena(), dtype, activations)
 
     def runs(self, kind: LayerKind) -> bool:
         """Return True for latent or grouped-query attention, or a gated delta net, with a dense or

@@ -86,7 +86,7 @@ class PackedStack:
 @dataclass(frozen=True)
 class Packer:
     """Packs matrices side by side into an arena; those that are float32 in a dtype, float32 or bf16
-    (rounded to nearest).
+    (rounded to nearest). Where the arena is filled, matrices are found there, and none is read.
 
     activations: what matrices of int8 and int4 are multiplied with, float32 or int8.
     """
@@ -101,7 +101,7 @@ class Packer:
         form, pieces = self._form(columns, pieces_of(matrix))
         size = panel_bytes(form, columns)
         place = self.arena.take(*several, panels_of(rows), size, dtype=np.uint8)
-        _fill([*place.reshape(-1, *place.shape[-2:])], form, rows, pieces)
+        self._fill([*place.reshape(-1, *place.shape[-2:])], form, rows, pieces)
         return PackedMatrix(place, form)
 
     def transposes(self, matrix: Matrix) -> PackedTransposes:
@@ -111,15 +111,14 @@ class Packer:
         multiplied by them, and no scale is left to the sums.
         """
         heads, outputs, columns = matrix.shape
-        pieces = _cut(pieces_of(matrix), outputs)
-        each = [_joined(_first(pieces, outputs)) for _ in range(heads)]
-        shape, codes = (heads, columns, outputs), [one for one in each if _can_transpose(one)]
-        if len(codes) < heads:
-            dense = self.matrix(_InMemory(shape, [_dense(rows).t() for rows in each]))
-            return PackedTransposes(dense, self.vector(torch.empty(0, 0, 1, 0)), 0)
-        packed = self.matrix(_InMemory(shape, [_unscaled(one.numbers().t()) for one in codes]))
-        scales = self.vector(torch.stack([one.of_groups.permute(1, 2, 0) for one in codes]))
-        return PackedTransposes(packed, scales, codes[0].group)
+        shape = heads, columns, outputs
+        if self.arena.is_filled:
+            made = _Transposes((), torch.empty(0, 0, 1, 0), 0)
+        else:
+            made = _Transposes.of(matrix)
+        packed = self.matrix(_InMemory(shape, made.rows))
+        group, *sizes = map(self.arena.noted, (made.group, *made.scales.shape))
+        return PackedTransposes(packed, self._copied(sizes, made.scales), group)
 
     def stack(self, matrix: Matrix, parts: int = 1) -> PackedStack:
         """Return matrices [e, out, in] as panels [out / parts / 32, parts, bytes]: panels of all
@@ -131,21 +130,31 @@ class Packer:
             form, own = self._form(columns, _first(pieces, outputs))
             size = panel_bytes(form, columns)
             place = self.arena.take(panels_of(rows), parts, size, dtype=np.uint8)
-            _fill([place[:, part] for part in range(parts)], form, rows, own)
+            self._fill([place[:, part] for part in range(parts)], form, rows, own)
             made.append((place, form))
-        if next(pieces, None) is not None:
+        if not self.arena.is_filled and next(pieces, None) is not None:
             raise ValueError(f"matrix: expected {number * outputs} rows, found more")
         table = np.array([(place.ctypes.data, form) for place, form in made], np.int64)
         return PackedStack(tuple(place for place, _ in made), table.reshape(-1, 2))
 
     def vector(self, values: torch.Tensor) -> np.ndarray:
         """Return a copy of a vector, in float32."""
-        place = self.arena.take(*values.shape)
-        place[...] = values.numpy()
+        return self._copied(values.shape, values)
+
+    def _copied(self, shape: Sequence[int], values: torch.Tensor) -> np.ndarray:
+        place = self.arena.take(*shape)
+        if not self.arena.is_filled:
+            place[...] = values.numpy()
         return place
 
     def _form(self, columns: int, pieces: Iterator[Piece]) -> tuple[int, Iterator[Piece]]:
         """Return the form that rows are kept in, and the rows."""
+        if self.arena.is_filled:
+            return self.arena.noted(0), iter(())
+        form, pieces = self._form_of(columns, pieces)
+        return self.arena.noted(form), pieces
+
+    def _form_of(self, columns: int, pieces: Iterator[Piece]) -> tuple[int, Iterator[Piece]]:
         first = next(pieces, None)
         if first is None:
             return form_of(FLOATS[self.dtype]), iter(())
@@ -162,6 +171,25 @@ class Packer:
             return form_of(BF16), pieces
         return form_of(FLOATS[self.dtype]), pieces
 
+    def _fill(
+        self, places: Sequence[np.ndarray], form: int, rows: int, pieces: Iterator[Piece]
+    ) -> None:
+        """Write matrices of a number of rows, as they are read, to the panels of each."""
+        if self.arena.is_filled:
+            return
+        for panels in places if rows % PANEL else ():
+            panels[-1] = 0
+        at, end = 0, rows * len(places)
+        for piece in pieces:
+            while len(piece) and at < end:
+                number, start = divmod(at, rows)
+                part, piece = piece[: rows - start], piece[rows - start :]
+                _write(places[number], form, start, part)
+                at += len(part)
+            at += len(piece)
+        if at != end:
+            raise ValueError(f"matrix: expected {end} rows, found {at}")
+
 
 @dataclass(frozen=True)
 class _InMemory:
@@ -172,6 +200,28 @@ class _InMemory:
 
     def pieces(self) -> Iterator[Piece]:
         return iter(self.rows)
+
+
+@dataclass(frozen=True)
+class _Transposes:
+    """Transposes of matrices: their rows [in, out], one matrix after the other, and the scales and
+    group of PackedTransposes."""
+
+    rows: Sequence[Piece]
+    scales: torch.Tensor
+    group: int
+
+    @classmethod
+    def of(cls, matrix: Matrix) -> _Transposes:
+        """Read matrices [h, out, in]."""
+        heads, outputs, _ = matrix.shape
+        pieces = _cut(pieces_of(matrix), outputs)
+        each = [_joined(_first(pieces, outputs)) for _ in range(heads)]
+        codes = [one for one in each if _can_transpose(one)]
+        if len(codes) < heads:
+            return cls([_dense(rows).t() for rows in each], torch.empty(0, 0, 1, 0), 0)
+        scales = torch.stack([one.of_groups.permute(1, 2, 0) for one in codes])
+        return cls([_unscaled(one.numbers().t()) for one in codes], scales, codes[0].group)
 
 
 def _can_transpose(rows: Piece) -> TypeGuard[RowCodes]:
@@ -220,22 +270,6 @@ def _first(pieces: Iterator[Piece], rows: int) -> Iterator[Piece]:
     while rows > 0 and (piece := next(pieces, None)) is not None:
         rows -= len(piece)
         yield piece
-
-
-def _fill(places: Sequence[np.ndarray], form: int, rows: int, pieces: Iterator[Piece]) -> None:
-    """Write matrices of a number of rows, as they are read, to the panels of each."""
-    for panels in places if rows % PANEL else ():
-        panels[-1] = 0
-    at, end = 0, rows * len(places)
-    for piece in pieces:
-        while len(piece) and at < end:
-            number, start = divmod(at, rows)
-            part, piece = piece[: rows - start], piece[rows - start :]
-            _write(places[number], form, start, part)
-            at += len(part)
-        at += len(piece)
-    if at != end:
-        raise ValueError(f"matrix: expected {end} rows, found {at}")
 
 
 def _write(panels: np.ndarray, form: int, start: int, rows: Piece) -> None:

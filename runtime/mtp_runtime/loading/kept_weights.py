@@ -1,0 +1,139 @@
+"""Weights as compiled kernels pack them, kept in a folder of the user's for the next start."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+from mtp_checkpoints.errors import InvalidInputError, IoError
+from mtp_checkpoints.tensors.reader import Checkpoint
+from mtp_kernels.cpu.cache import sources_version
+from mtp_kernels.cpu.memory import Arena
+from mtp_kernels.cpu.packed_file import FilledArena, PackedFileError, written_file
+from mtp_kernels.decoder import AUTO, BACKENDS
+from mtp_runtime.loading.on_demand import READERS
+
+SUFFIX = ".packed"
+
+
+@dataclass(frozen=True)
+class KeptWeights:
+    """The file of a model's packed weights in a folder, which may not be there yet.
+
+    use: what stays the same when the model's files change; content: what does not.
+    """
+
+    folder: Path
+    use: str
+    content: str
+
+    @classmethod
+    def of(
+        cls, folder: Path, path: Path, checkpoints: Iterable[Checkpoint], how: str
+    ) -> KeptWeights:
+        """Name the file for a model at a path: by the identities of its files, how it is loaded,
+        and the sources of what packs it (IoError for files that are not there)."""
+        place = f"{path.resolve()} {how}"
+        content = hashlib.sha256(f"{place} {_version()}".encode())
+        for checkpoint in checkpoints:
+            content.update(checkpoint.config_sha256.encode())
+            for shard in checkpoint.shards:
+                content.update(_identity(Path(str(shard.path))).encode())
+        use = f"{path.resolve().name}-{hashlib.sha256(place.encode()).hexdigest()[:12]}"
+        return cls(folder, use, content.hexdigest()[:24])
+
+    @property
+    def path(self) -> Path:
+        """Where the file is or will be."""
+        return self.folder / f"{self.use}-{self.content}{SUFFIX}"
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the file, 0 where there is none."""
+        try:
+            return self.path.stat().st_size
+        except OSError:
+            return 0
+
+    @contextmanager
+    def arena(self, advance: Callable[[int], object]) -> Iterator[Arena]:
+        """Yield an arena with the weights, or one that keeps what is packed into it while the block
+        runs; advance takes the bytes that are read of a file that is there.
+
+        Raises IoError where the file cannot be read or written.
+        """
+        filled = self._filled()
+        try:
+            if filled is None:
+                with written_file(self.path) as arena:
+                    yield arena or Arena()
+                self._remove_others()
+                return
+            with ThreadPoolExecutor(READERS) as pool:
+                filled.read(pool, advance)
+            yield filled
+            filled.check_taken()
+        except OSError as error:
+            raise IoError(
+                "Packed weights cannot be kept",
+                where=self.path,
+                found=error.strerror or str(error),
+                todo="Make room there, name another folder, or leave --packed-cache out",
+            ) from error
+        except PackedFileError as error:
+            raise InvalidInputError(
+                "A file of packed weights does not hold this model",
+                where=self.path,
+                found=str(error),
+                todo="Remove it: the weights are packed anew",
+            ) from error
+
+    def _filled(self) -> FilledArena | None:
+        """Return the weights of the file; a damaged one is made anew."""
+        try:
+            return FilledArena(self.path)
+        except FileNotFoundError:
+            return None
+        except PackedFileError:
+            self.path.unlink(missing_ok=True)
+            return None
+        except OSError as error:
+            raise IoError("Packed weights cannot be read", where=self.path) from error
+
+    def _remove_others(self) -> None:
+        """Remove what was packed of earlier files of this model, or by another version."""
+        for path in self.folder.glob(f"{self.use}-*{SUFFIX}"):
+            if path != self.path:
+                with suppress(OSError):
+                    path.unlink()
+
+
+@contextmanager
+def arena_of(kept: KeptWeights | None, advance: Callable[[int], object]) -> Iterator[Arena]:
+    """Yield an arena for weights, that of a file where they are kept; as KeptWeights.arena."""
+    if kept is None:
+        yield Arena()
+        return
+    with kept.arena(advance) as arena:
+        yield arena
+
+
+def _version() -> str:
+    """Return a digest of the sources that read and pack weights."""
+    projects = "mtp_checkpoints", "mtp_kernels", "mtp_runtime"
+    modules = map(import_module, ("mtp_runtime.models.load", BACKENDS[AUTO["cpu"]]))
+    return " ".join(sources_version(str(module.__file__), *projects) for module in modules)
+
+
+def _identity(path: Path) -> str:
+    """Return what is another once a file is written to, or another file has its path (IoError)."""
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise IoError("A file of the model cannot be read", where=path) from error
+    return f"{stat.st_dev} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}\n"
