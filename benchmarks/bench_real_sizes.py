@@ -11,7 +11,7 @@ Writes GLM-4.7-Flash's shapes with fewer layers and random weights to SCRATCH, o
 whose head is its embedding, as bundles and, by the package gguf, as GGUF files; runs each in a
 process of its own, in turn and several times, and keeps the best of each: neighbours on the machine
 disturb single runs. Beside each loading another process reads the same bytes into new memory.
-Bundles are run with both kinds of activations, as llama.cpp takes int8 alone. Two drafts of a step
+Bundles are run with every kind of activations, as llama.cpp takes int8 alone. Two drafts of a step
 are accepted at the same rates in both, whatever the random weights say. FOLDER holds llama.cpp's
 llama-batched-bench and llama-server; without it, ours are run alone. --transformers adds its model
 in bf16. Files that SCRATCH already holds are used again.
@@ -52,7 +52,7 @@ RATES, DRAFTED_TOKENS = (0.8, 0.6), 128
 CACHE_TOKENS = 16384  # room for the states of every batch too
 READ_ELEMENTS = 1 << 27
 POOL_BYTES = 64 << 20
-ACTIVATIONS = ("float32", "int8")
+ACTIVATIONS = ("float32", "bfloat16", "int8")
 # By model ours, and what llama.cpp has beside it.
 PAIRS = {
     "deepseek_v3": {"int4-linears": "Q4_0"},

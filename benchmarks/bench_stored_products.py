@@ -4,8 +4,8 @@ and beside torch's own products, each on all cores.
     python -m benchmarks.bench_stored_products OUTPUT.json
 
 Matrices are too large for the caches. All cases are run in turn, several times, and the best of
-each counts: neighbours on the machine disturb single runs. Activations are float32, those of
-torch's products bf16; int4 and int8 are multiplied with activations of int8 too. Where kt-kernel is
+each counts: neighbours on the machine disturb single runs. Activations are float32, and bf16 or
+int8 where these make a difference; those of torch's products are bf16. Where kt-kernel is
 installed, its experts of int4 are multiplied as well.
 """
 
@@ -89,11 +89,17 @@ def cases() -> Iterator[tuple[str, int, int, int, Callable[[], object]]]:
     """Yield the name, rows, bytes of the weight, operations and call of every product."""
     each = 2 * OUTPUTS * INPUTS
     for name, weight in weights().items():
-        for activations in ACTIVATIONS if name.startswith("int") else ACTIVATIONS[:1]:
+        forms = set()
+        for activations in ACTIVATIONS:
             packer = Packer(Arena(), torch.float32, activations)
             projection = Projection.packed(Stored(weight), packer)
             assert isinstance(projection.memory, np.ndarray)
-            label = name if activations is torch.float32 else f"{name}, int8 activations"
+            form = projection.first_panel.form
+            if form in forms:  # these weights take such activations in float32
+                continue
+            forms.add(form)
+            kind = str(activations).removeprefix("torch.")
+            label = name if activations is torch.float32 else f"{name}, {kind} activations"
             for rows in ROWS:
                 x = torch.randn(rows, INPUTS)
                 yield label, rows, projection.memory.nbytes, each * rows, partial(projection, x)

@@ -120,7 +120,7 @@ _NAMES: Mapping[Names, Callable[[], Sequence[str]]] = {
     Names.DEVICE: lambda: ("cpu", "cuda", "npu"),
     Names.TORCH_DEVICE: lambda: ("cpu", "cuda"),
     Names.DTYPE: lambda: ("float32", "bfloat16"),
-    Names.ACTIVATIONS: lambda: ("float32", "int8"),
+    Names.ACTIVATIONS: lambda: ("float32", "bfloat16", "int8"),
     Names.JOIN_MODE: lambda: ("gather", "reduce"),
     Names.ADDRESS: _address_schemes,
 }

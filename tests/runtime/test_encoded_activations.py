@@ -1,4 +1,4 @@
-"""Activations of int8: near those of float32, with bits that neither batch nor drafts change."""
+"""Activations of int8 and bf16: near float32, with bits that neither batch nor drafts change."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from mtp_runtime.sampling import SamplingParams
 from runtime.harness import Walk, prompts_of
 
 PROMPTS = prompts_of([9, 40, 3], WHOLE_TILES["vocab_size"])
+KINDS = pytest.mark.parametrize("kind", ["int8", "bfloat16"])
 ROW = ("--base-quant", "weight_only_int4", "--mtp-quant", "weight_only_int8")
 
 
@@ -32,18 +33,22 @@ def logits(bundle: Path, activations: str) -> torch.Tensor:
     return Walk(model).feed(PROMPTS[1])[0]
 
 
-def test_logits_are_near_those_of_float32(bundle: Path) -> None:
-    expected, found = logits(bundle, "float32"), logits(bundle, "int8")
-    assert 1e-4 < (found - expected).norm() / expected.norm() < 0.05
+@pytest.mark.parametrize(("kind", "most"), [("int8", 0.05), ("bfloat16", 0.02)])
+def test_logits_are_near_those_of_float32(kind: str, most: float, bundle: Path) -> None:
+    expected, found = logits(bundle, "float32"), logits(bundle, kind)
+    assert 1e-4 < (found - expected).norm() / expected.norm() < most
 
 
-def test_experts_that_are_read_when_they_are_picked_have_the_same_bits(bundle: Path) -> None:
-    whole = LoadOptions(activations="int8")
+@KINDS
+def test_experts_that_are_read_when_they_are_picked_have_the_same_bits(
+    kind: str, bundle: Path
+) -> None:
+    whole = LoadOptions(activations=kind)
     plan = open_model(bundle, whole, packs=True).memory_plan(whole)
     assert plan.experts is not None
-    some = LoadOptions(activations="int8", expert_bytes=5 * plan.experts.slot_bytes)
+    some = LoadOptions(activations=kind, expert_bytes=5 * plan.experts.slot_bytes)
     found = Walk(load_model(bundle, some).model).feed(PROMPTS[1])[0]
-    assert torch.equal(found, logits(bundle, "int8"))
+    assert torch.equal(found, logits(bundle, kind))
 
 
 def test_nothing_changes_where_no_weight_is_in_codes(pristine: Path, tmp_path: Path) -> None:
@@ -52,19 +57,21 @@ def test_nothing_changes_where_no_weight_is_in_codes(pristine: Path, tmp_path: P
 
 
 def tokens(bundle: Path, prompts: list[list[int]], **options: object) -> list[tuple[int, ...]]:
-    llm = LLM(bundle, activations="int8", **options)
+    llm = LLM(bundle, **options)
     outputs = llm.generate(prompts, SamplingParams(max_tokens=10, ignore_eos=True))
     return [output.token_ids for output in outputs]
 
 
-def test_tokens_depend_on_neither_batch_nor_drafts(bundle: Path) -> None:
-    alone = [tokens(bundle, [prompt], speculate_method="none")[0] for prompt in PROMPTS]
+@KINDS
+def test_tokens_depend_on_neither_batch_nor_drafts(kind: str, bundle: Path) -> None:
+    plain = {"activations": kind, "speculate_method": "none"}
+    alone = [tokens(bundle, [prompt], **plain)[0] for prompt in PROMPTS]
     for options in (
         {"speculate_method": "none"},
         {"speculate_max_draft_token_num": 3},
         {"speculate_max_draft_token_num": 1, "prefill_chunk": 7, "max_step_tokens": 16},
     ):
-        assert tokens(bundle, PROMPTS, **options) == alone
+        assert tokens(bundle, PROMPTS, activations=kind, **options) == alone
 
 
 def test_what_no_kernel_encodes_is_refused() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from itertools import chain
 from typing import Any
 
+import numpy as np
 from llvmlite import binding, ir
 from numba.core import cgutils
 
+from mtp_kernels.cpu.bf16_dots import joined
 from mtp_kernels.cpu.code import LANES, PAIRS, VECTOR, entries, every_word
 
 CODES = 8  # of a word
@@ -15,12 +17,16 @@ _INT4 = [code - 16 * (code > 7) for code in range(16)]
 _HALVES = [0, 1, 2, 3, 4, 6, 8, 12]  # of e2m1: two bits of exponent and one of mantissa
 _E2M1 = [*_HALVES, *(-number for number in _HALVES)]
 
-_BYTE, _WORD = ir.IntType(8), ir.IntType(32)
+# Their upper bits as floats.
+_INT4_IN_BF16 = (np.array(_INT4, np.float32).view(np.uint32) >> 16).tolist()
+
+_BYTE, _HALF, _WORD = ir.IntType(8), ir.IntType(16), ir.IntType(32)
 _REGISTER = ir.VectorType(_BYTE, 2 * LANES)  # of AVX2, which looks up in each half of it
 _BYTES = ir.VectorType(_BYTE, 4 * LANES)
 
 
 _HAS_FLOAT_TABLES = bool(binding.get_host_cpu_features().get("avx512f", False))
+_HAS_PAIR_TABLES = bool(binding.get_host_cpu_features().get("avx512bw", False))
 _HAS_BYTE_TABLES = bool(binding.get_host_cpu_features().get("avx2", False))
 # What sums of e2m1 numbers are multiplied by: the table has halves, and where it is one of bytes
 # they become floats in the highest bits of words.
@@ -34,6 +40,32 @@ def int4_numbers(builder: Any, words: Any) -> list[Any]:
         return [_permuted(builder, _INT4, word) for word in moved]
     top = every_word(28)
     return [builder.sitofp(builder.ashr(builder.shl(word, top), top), VECTOR) for word in moved]
+
+
+def int4_pairs(builder: Any, words: Any) -> list[Any]:
+    """Return the integers of codes c and c + 4 of each word as pairs of bf16."""
+    return (_pairs_looked_up if _HAS_PAIR_TABLES else joined_numbers)(builder, words)
+
+
+def joined_numbers(builder: Any, words: Any) -> list[Any]:
+    """Return the pairs of int4_pairs, without a table of pairs."""
+    numbers = int4_numbers(builder, words)
+    return [joined(builder, *pair) for pair in zip(numbers[:4], numbers[4:], strict=True)]
+
+
+def _pairs_looked_up(builder: Any, words: Any) -> list[Any]:
+    """Return the pairs of int4_pairs by a table of AVX-512."""
+    kind = ir.VectorType(_HALF, 2 * LANES)
+    signature = ir.FunctionType(kind, [kind, kind])
+    name = "llvm.x86.avx512.permvar.hi.512"
+    look_up = cgutils.get_or_insert_function(builder.module, signature, name)
+    halves, pairs = builder.bitcast(words, kind), []
+    for c in range(CODES // 2):
+        # Five bits are looked up, of which the highest is the next code's.
+        moved = builder.lshr(halves, ir.Constant(kind, [4 * c] * kind.count))
+        found = builder.call(look_up, [ir.Constant(kind, _INT4_IN_BF16 * 2), moved])
+        pairs.append(builder.bitcast(found, PAIRS))
+    return pairs
 
 
 def e2m1_numbers(builder: Any, words: Any) -> list[Any]:

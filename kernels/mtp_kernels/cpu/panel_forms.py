@@ -24,7 +24,8 @@ STEP_ROWS = {INT8: 4, FP8: 4, INT4: 8, E2M1: 8}
 _KIND_BITS = 3
 _INTEGERS = 1 << _KIND_BITS  # codes of a panel are multiplied with codes of inputs
 _MINIMUMS = 2 << _KIND_BITS  # numbers are the products of codes and scales above minimums
-_GROUP = _KIND_BITS + 2
+_ROUNDED = 4 << _KIND_BITS  # inputs are rounded to bf16
+_GROUP = _KIND_BITS + 3
 
 
 class Panel(NamedTuple):
@@ -35,12 +36,21 @@ class Panel(NamedTuple):
     form: Any
 
 
-def form_of(kind: int, group: int = 0, *, integers: bool = False, minimums: bool = False) -> int:
+def form_of(
+    kind: int,
+    group: int = 0,
+    *,
+    integers: bool = False,
+    minimums: bool = False,
+    rounded: bool = False,
+) -> int:
     """Return the form of panels of a kind; codes have scales for each group of rows.
 
-    integers: inputs are multiplied as codes too. minimums: groups have minimums too.
+    integers: inputs are multiplied as codes too. minimums: groups have minimums too. rounded:
+    inputs are rounded to bf16.
     """
-    return kind | _INTEGERS * integers | _MINIMUMS * minimums | group << _GROUP
+    flags = _INTEGERS * integers | _MINIMUMS * minimums | _ROUNDED * rounded
+    return kind | flags | group << _GROUP
 
 
 @register_jitable
@@ -59,6 +69,12 @@ def group_of(form: int) -> int:
 def takes_codes(form: int) -> bool:
     """Return True where inputs are multiplied as codes."""
     return form & _INTEGERS != 0
+
+
+@register_jitable
+def takes_bf16(form: int) -> bool:
+    """Return True where inputs are rounded to bf16."""
+    return form & _ROUNDED != 0
 
 
 @register_jitable

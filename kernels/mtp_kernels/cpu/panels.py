@@ -17,13 +17,11 @@ from numba import types
 from numba.extending import intrinsic
 
 from mtp_kernels.cpu.code import (
-    FLOAT,
     FLOAT_BYTES,
     LANES,
     VECTOR,
     by_count,
     bytes_of,
-    fma,
     integer,
     load,
     loop,
@@ -70,10 +68,12 @@ from mtp_kernels.cpu.vectors import Rows, address, from_column
 AHEAD = 32  # steps before which rows of a weight are asked for
 
 _LINE_BYTES = 64  # of a cache
+_WORD = ir.IntType(32)
 # Rows whose sums stay in registers: of AVX-512, with both columns of a panel; AVX2 has 16 of half
 # the size, for more than three rows one column after the other.
 _HAS_WIDE = bool(binding.get_host_cpu_features().get("avx512f", False))
 _MOST_ROWS, _MOST_WHOLE = (8, 8) if _HAS_WIDE else (6, 3)
+BY_TWOS = [1 << power for power in range(_MOST_ROWS.bit_length())]  # rows of pairs of bf16
 _MOST_PAIRED = 4 if _HAS_WIDE else 1  # rows of which those of two panels do
 # AVX2 multiplies more rows with codes that are expanded once, so many rows of them at a time; with
 # AVX-512 it is faster to expand them again for every few rows than to load what was expanded.
@@ -100,14 +100,15 @@ def _step(builder: Any, stored: StoredRows, x: Any, x_bytes: Any, w: Panels) -> 
             for line in range(0, stored.bytes, _LINE_BYTES):
                 prefetch(builder, builder.add(ahead, integer(line)))
             read += [stored.read(builder, weight, column) for column in w.columns]
-        entry = builder.add(x, builder.mul(number, integer(stored.rows * FLOAT_BYTES)))
+        entry = builder.add(x, builder.mul(number, integer(stored.words * FLOAT_BYTES)))
         sums, width = [*sums], len(read)
         for k, vectors in enumerate(zip(*read, strict=True)):
             for r in range(len(sums) // width):
                 at = builder.add(row_at(builder, entry, x_bytes, r), integer(k * FLOAT_BYTES))
-                factor = splat(builder, load(builder, at, FLOAT))
+                inputs = splat(builder, load(builder, at, _WORD))
                 for c, vector in enumerate(vectors):
-                    sums[width * r + c] = fma(builder, factor, vector, sums[width * r + c])
+                    own = width * r + c
+                    sums[own] = stored.added(builder, inputs, vector, sums[own])
         return sums
 
     return step
@@ -151,7 +152,7 @@ def _write_products(
 
 
 @intrinsic
-def _product(
+def product(
     typing: Any,
     x: Any,
     x_row: Any,
@@ -165,8 +166,8 @@ def _product(
     row: Any,
     add: Any,
 ) -> Any:
-    """out[r, :PANEL] = sum over k of x[r, k] * w[k, :PANEL], k in order, for 1 to _MOST_ROWS rows;
-    added to if `add`.
+    """out[r, :PANEL] = sum over k of x[r, k] * w[k, :PANEL], k in order, for 1 to _MOST_ROWS rows,
+    of pairs of bf16 for those of BY_TWOS; added to if `add`.
 
     The type of `kind` is how w is stored; of codes, the sum is multiplied by the scales.
     """
@@ -183,7 +184,8 @@ def _product(
                 panels = Panels([w], columns, size)
                 _write_products(builder, stored, given, panels, [scales], count)
 
-        by_count(builder, rows, range(1, _MOST_ROWS + 1), code)
+        counts = BY_TWOS if stored.paired else range(1, _MOST_ROWS + 1)
+        by_count(builder, rows, counts, code)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 5, kind, *[types.int64] * 5), codegen
@@ -320,4 +322,4 @@ def _multiply(x: Any, w: Any, kind: Any, scales: Any, out: Any, stride: Any, add
     for row in range(0, x.count, _MOST_ROWS):
         at, rows = x.at + FLOAT_BYTES * row * x.stride, min(x.count - row, _MOST_ROWS)
         own = out + FLOAT_BYTES * row * stride
-        _product(at, x.stride, rows, w.at, w.stride, kind, scales, w.count, own, stride, add)
+        product(at, x.stride, rows, w.at, w.stride, kind, scales, w.count, own, stride, add)

@@ -14,17 +14,19 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
+from mtp_kernels.cpu.bf16_dots import add_pairs, joined, lower_and_upper
 from mtp_kernels.cpu.code import (
     FLOAT_BYTES,
     LANES,
     PAIRS,
     VECTOR,
     every_word,
+    fma,
     integer,
     load,
     widened,
 )
-from mtp_kernels.cpu.nibbles import E2M1_FACTOR, e2m1_numbers, int4_numbers
+from mtp_kernels.cpu.nibbles import E2M1_FACTOR, e2m1_numbers, int4_numbers, int4_pairs
 from mtp_kernels.cpu.panel_forms import E2M1, FP8, INT4, INT8, PANEL, STEP_ROWS
 
 _BYTES = ir.VectorType(ir.IntType(8), LANES)
@@ -39,7 +41,7 @@ class StoredRows:
     """Code that reads a column of vectors, 0 or 1, of the `rows` of a step of `bytes` bytes.
 
     has_scales: the sums of products are multiplied by a factor, which is a power of two, and by
-    scales.
+    scales. paired: vectors hold pairs of bf16, of row k of a step and the one half a step below.
     """
 
     rows: int
@@ -47,6 +49,18 @@ class StoredRows:
     read: Callable[[Any, Any, int], Column]
     has_scales: bool = True
     factor: float = 1.0
+    paired: bool = False
+
+    @property
+    def words(self) -> int:
+        """The words of an input that a step takes."""
+        return self.rows // 2 if self.paired else self.rows
+
+    def added(self, builder: Any, inputs: Any, vector: Any, total: Any) -> Any:
+        """Sums and the products of a vector with words of inputs."""
+        if self.paired:
+            return add_pairs(builder, inputs, vector, total)
+        return fma(builder, builder.bitcast(inputs, VECTOR), vector, total)
 
 
 def _half(builder: Any, at: Any, column: int, kind: Any) -> Any:
@@ -91,7 +105,25 @@ def _read_nibbles(
     return numbers(builder, _half(builder, at, column, PAIRS))
 
 
-# How rows are stored, by the type of a product's argument `kind`.
+def _bf16_pairs(builder: Any, at: Any, column: int) -> Column:
+    """Read two rows, whose words hold a number of each column."""
+    places = at, builder.add(at, integer(2 * PANEL))
+    first, second = (load(builder, place, PAIRS) for place in places)
+    half = every_word(16)
+    if column:
+        return [lower_and_upper(builder, builder.lshr(first, half), second)]
+    return [builder.or_(builder.and_(first, every_word(0xFFFF)), builder.shl(second, half))]
+
+
+def _pairs_of(
+    read: Callable[[Any, Any, int], Column], builder: Any, at: Any, column: int
+) -> Column:
+    """Read four rows as pairs of their numbers, which are bf16."""
+    first, second, third, fourth = read(builder, at, column)
+    return [joined(builder, first, third), joined(builder, second, fourth)]
+
+
+# How rows are stored, by the type of a product's argument `kind`; one in a tuple: as pairs.
 OF_FLOATS, OF_PAIRS, OF_INT8, OF_FP8, OF_INT4, OF_E2M1 = (
     np.float32(0), np.uint16(0), np.int8(0), np.uint8(0), np.int16(0), np.uint32(0)
 )  # fmt: skip
@@ -103,5 +135,17 @@ STORED = {
     types.int16: StoredRows(STEP_ROWS[INT4], 4 * PANEL, partial(_read_nibbles, int4_numbers)),
     types.uint32: StoredRows(
         STEP_ROWS[E2M1], 4 * PANEL, partial(_read_nibbles, e2m1_numbers), factor=E2M1_FACTOR
+    ),
+    types.UniTuple(types.uint16, 1): StoredRows(
+        2, 4 * PANEL, _bf16_pairs, has_scales=False, paired=True
+    ),
+    types.UniTuple(types.int8, 1): StoredRows(
+        STEP_ROWS[INT8], 4 * PANEL, partial(_pairs_of, _read_int8), paired=True
+    ),
+    types.UniTuple(types.uint8, 1): StoredRows(
+        STEP_ROWS[FP8], 4 * PANEL, partial(_pairs_of, _read_fp8), factor=_E4M3_FACTOR, paired=True
+    ),
+    types.UniTuple(types.int16, 1): StoredRows(
+        STEP_ROWS[INT4], 4 * PANEL, partial(_read_nibbles, int4_pairs), paired=True
     ),
 }

@@ -53,7 +53,7 @@ BACKENDS = {"compiled_cpu": "mtp_kernels.decoder.compiled_cpu"}
 # The backend that "auto" means on each torch device type.
 AUTO = {"cpu": "compiled_cpu"}
 DTYPES = (torch.float32, torch.bfloat16)
-ACTIVATIONS = (torch.float32, torch.int8)
+ACTIVATIONS = (torch.float32, torch.bfloat16, torch.int8)
 
 RowStep = Callable[[torch.Tensor], torch.Tensor]  # of every row [T, in] -> [T, out] by itself
 
@@ -249,8 +249,9 @@ class Backend(Protocol):
     """A decoder backend: one object packs the parts of one model, which may then be dropped.
 
     It keeps stored matrices as codes or bf16 where they are, others, but for routers', in the dtype
-    that it was made with, and computes in float32; where activations are int8, each row is encoded
-    for its products with matrices of int8 and int4, with a scale for every group of inputs.
+    that it was made with, and computes in float32. Where activations are bf16, each row is rounded
+    for its products with matrices of bf16, int8, int4 and fp8; where they are int8, it is encoded
+    for those with int8 and int4, with a scale for every group of inputs.
     """
 
     def runs(self, kind: LayerKind) -> bool:
@@ -295,7 +296,7 @@ def make_backend(
     """Return a new backend for the parts of one model; "auto" goes by the device.
 
     dtype: in which float32 matrices are kept, but for routers'; all is computed in float32.
-    activations: those that matrices of int8 and int4 are multiplied with. arena: memory of what is
+    activations: those that stored matrices are multiplied with. arena: memory of what is
     packed, which may hold it already; None: new memory. Raises ValueError for a name that is not in
     BACKENDS, a dtype that is not in DTYPES, activations that are not in ACTIVATIONS, and for "auto"
     on a device without a backend.

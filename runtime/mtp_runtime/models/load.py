@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from mtp_kernels.decoder.compiled_cpu.expert_cache import ExpertCache
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-ACTIVATIONS = {"float32": torch.float32, "int8": torch.int8}
+ACTIVATIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ class LoadOptions:
     """Options of loading.
 
     dtype: of activations and dense weights; where compiled kernels run, of dense weights alone.
-    activations: dtype of those that compiled kernels multiply weights in int8 and int4 with.
+    activations: dtype of those that compiled kernels multiply stored weights with: bfloat16 those
+    of bf16, int8, int4 and fp8, int8 those of int8 and int4.
     dequantize_at_load: have weights ready for compiled kernels, which multiply them as they are
     stored where they can, or dense where torch runs the layer; False leaves the stored ones to
     torch; None: True on a CPU alone.

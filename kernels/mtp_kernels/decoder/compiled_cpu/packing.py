@@ -88,7 +88,8 @@ class Packer:
     """Packs matrices side by side into an arena; those that are float32 in a dtype, float32 or bf16
     (rounded to nearest). Where the arena is filled, matrices are found there, and none is read.
 
-    activations: what matrices of int8 and int4 are multiplied with, float32 or int8.
+    activations: what stored matrices are multiplied with: float32, bf16 those of int8, int4, fp8
+    and bf16, int8 those of int8 and int4.
     """
 
     arena: Arena
@@ -154,10 +155,14 @@ class Packer:
         form, pieces = self._form_of(columns, pieces)
         return self.arena.noted(form), pieces
 
+    @property
+    def _rounds(self) -> bool:
+        return self.activations is torch.bfloat16
+
     def _form_of(self, columns: int, pieces: Iterator[Piece]) -> tuple[int, Iterator[Piece]]:
         first = next(pieces, None)
         if first is None:
-            return form_of(FLOATS[self.dtype]), iter(())
+            return self._float_form(FLOATS[self.dtype], columns), iter(())
         pieces = chain([first], pieces)
         if isinstance(first, RowCodes):
             kind = _CODES[first.codes.dtype]
@@ -165,11 +170,18 @@ class Packer:
             step = LANES if above else STEP_ROWS[kind]
             if columns % step == 0 == first.group % step:
                 integers = self.activations is torch.int8 and kind in (INT8, INT4) and not above
-                return form_of(kind, first.group, integers=integers, minimums=above), pieces
+                rounded = self._rounds and kind in (INT8, INT4, FP8) and not above
+                form = form_of(
+                    kind, first.group, integers=integers, minimums=above, rounded=rounded
+                )
+                return form, pieces
             pieces = map(_dense, pieces)
         elif first.dtype is torch.bfloat16:
-            return form_of(BF16), pieces
-        return form_of(FLOATS[self.dtype]), pieces
+            return self._float_form(BF16, columns), pieces
+        return self._float_form(FLOATS[self.dtype], columns), pieces
+
+    def _float_form(self, kind: int, columns: int) -> int:
+        return form_of(kind, rounded=self._rounds and kind == BF16 and columns % 2 == 0)
 
     def _fill(
         self, places: Sequence[np.ndarray], form: int, rows: int, pieces: Iterator[Piece]

@@ -9,11 +9,20 @@ import numpy as np
 from numba import carray
 from numba.extending import register_jitable
 
+from mtp_kernels.cpu.bf16_panels import multiply_pairs, pair_rows
 from mtp_kernels.cpu.integer_panels import encode_rows, groups_in, multiply_codes
 from mtp_kernels.cpu.jit import inner
-from mtp_kernels.cpu.panel_forms import PANEL, Panel, panel_bytes, takes_codes
+from mtp_kernels.cpu.panel_forms import PANEL, Panel, panel_bytes, takes_bf16, takes_codes
 from mtp_kernels.cpu.panels import goes_in_pairs, multiply_pair, multiply_panel
-from mtp_kernels.cpu.vectors import Rows, address, dot_row, first_rows, floats, from_row, integers
+from mtp_kernels.cpu.vectors import (
+    Rows,
+    address,
+    dot_row,
+    first_rows,
+    floats,
+    from_row,
+    integers,
+)
 
 BLOCK_ROWS = 32  # rows that go through a weight together
 STRIP_PANELS = 16  # that a block is multiplied with before the next ones
@@ -92,6 +101,15 @@ def project(x: Any, weight: Any, panels: Any, out: Any, out_stride: Any) -> None
     if takes_codes(weight.form):
         project_codes(x, weight, panels, out, out_stride)
         return
+    if takes_bf16(weight.form):
+        project_rounded(x, weight, panels, out, out_stride)
+        return
+    project_floats(x, weight, panels, out, out_stride)
+
+
+@inner
+def project_floats(x: Any, weight: Any, panels: Any, out: Any, out_stride: Any) -> None:
+    """Project Rows x as they are."""
     panel, pairs = panels[0], goes_in_pairs(x, weight.form)
     while panel < panels[1]:
         own = panel_of(weight.at, weight.form, panel, weight.count)
@@ -103,6 +121,22 @@ def project(x: Any, weight: Any, panels: Any, out: Any, out_stride: Any) -> None
         else:
             multiply_panel(x, own, at, out_stride)
             panel += 1
+
+
+@inner
+def project_rounded(x: Any, weight: Any, panels: Any, out: Any, out_stride: Any) -> None:
+    """Project Rows x rounded to bf16."""
+    pairs = np.empty((x.count, weight.count // 2), np.uint32)
+    _project_pairs(x, weight, panels, pairs, out, out_stride)
+
+
+@inner
+def _project_pairs(x: Any, weight: Any, panels: Any, pairs: Any, out: Any, out_stride: Any) -> None:
+    """Project rows as pairs in an array that the caller keeps, as _project_codes says."""
+    paired = pair_rows(x, weight.form, pairs)
+    for panel in range(panels[0], panels[1]):
+        own = panel_of(weight.at, weight.form, panel, weight.count)
+        multiply_pairs(paired, own, out + 4 * panel * PANEL, out_stride)
 
 
 @inner
