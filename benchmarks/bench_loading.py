@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bench_real_sizes import CACHE_TOKENS, TOKENS, read_seconds, stored_bytes
 from benchmarks.common.measure import drop_caches, machine
+from benchmarks.common.real_runs import CACHE_TOKENS, TOKENS, read_seconds, stored_bytes
 from mtp_runtime import LLM, SamplingParams
 
 READ = "files read into new memory"

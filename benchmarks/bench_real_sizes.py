@@ -38,6 +38,7 @@ import torch
 from benchmarks.common.gguf_peer import drafted_speed, speeds, write_gguf
 from benchmarks.common.given_acceptance import accept_at
 from benchmarks.common.measure import machine
+from benchmarks.common.real_runs import CACHE_TOKENS, TOKENS, read_seconds, stored_bytes
 from benchmarks.common.transformers_peer import speeds as speeds_of_transformers
 from benchmarks.make_bundle import make_bundle
 from benchmarks.make_checkpoint import make_checkpoint
@@ -46,10 +47,9 @@ from mtp_checkpoints.dtypes import OutputTensor
 from mtp_runtime import LLM, SamplingParams
 
 BATCHES = (1, 4, 16)
-PROMPT, TOKENS = 512, 32
+PROMPT = 512
 # Of two drafts of a step, those of which the first is accepted, and both.
 RATES, DRAFTED_TOKENS = (0.8, 0.6), 128
-CACHE_TOKENS = 16384  # room for the states of every batch too
 READ_ELEMENTS = 1 << 27
 POOL_BYTES = 64 << 20
 ACTIVATIONS = ("float32", "bfloat16", "int8")
@@ -155,15 +155,6 @@ def run_ours(folder: Path, activations: str, drafts: bool) -> dict[str, Any]:
     return found | ({"drafted": _drafted(folder, given)} if drafts else {})
 
 
-def read_seconds(folder: Path, drafts: bool) -> float:
-    """Return the seconds of reading the files of a bundle into new memory, one after the other."""
-    begun, pattern = time.perf_counter(), f"{'m*' if drafts else 'main'}/*.safetensors"
-    kept = [np.fromfile(file, np.uint8) for file in folder.glob(pattern)]
-    took = time.perf_counter() - begun
-    assert kept
-    return took
-
-
 def _drafted(folder: Path, given: dict[str, Any]) -> float:
     """Return tokens per second of one request with drafts that are accepted at RATES."""
     drafts = {"speculate_method": "mtp", "speculate_max_draft_token_num": len(RATES)}
@@ -206,12 +197,6 @@ def product_flops() -> float:
         torch.mm(matrix, matrix)
         best = max(best, 2 * len(matrix) ** 3 / (time.perf_counter() - begun))
     return best
-
-
-def stored_bytes(path: Path) -> int:
-    """Return the bytes of a file, or of the shards in a folder of folders."""
-    files = [path] if path.is_file() else path.glob("main/*.safetensors")
-    return sum(file.stat().st_size for file in files)
 
 
 def better(one: Any, other: Any, name: str = "") -> Any:

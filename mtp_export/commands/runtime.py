@@ -153,7 +153,7 @@ class Runtime:
     activations: str = field(
         default=LLMOptions.activations,
         metadata=option(
-            "Multiply weights of int8 and int4 with activations of: {names}.",
+            "Multiply weights as they are stored with activations of: {names}.",
             Panel.PERFORMANCE,
             metavar="DTYPE",
             values=Names.ACTIVATIONS,
