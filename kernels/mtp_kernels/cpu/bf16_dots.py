@@ -13,7 +13,7 @@ from mtp_kernels.cpu.code import LANES, PAIRS, VECTOR, every_word, fma, widened
 HAS_BF16_DOTS = bool(binding.get_host_cpu_features().get("avx512bf16", False))
 
 
-class _BFloat(ir.Type):
+class _BFloat(ir.Type):  # type: ignore[misc]
     """LLVM's bfloat, which llvmlite has no name for."""
 
     def _to_string(self) -> str:

@@ -20,6 +20,7 @@ from mtp_kernels.cpu.code import (
     LANES,
     PAIRS,
     VECTOR,
+    entries,
     every_word,
     fma,
     integer,
@@ -29,7 +30,7 @@ from mtp_kernels.cpu.code import (
 from mtp_kernels.cpu.nibbles import E2M1_FACTOR, e2m1_numbers, int4_numbers, int4_pairs
 from mtp_kernels.cpu.panel_forms import E2M1, FP8, INT4, INT8, PANEL, STEP_ROWS
 
-_BYTES = ir.VectorType(ir.IntType(8), LANES)
+_BYTES = ir.VectorType(ir.IntType(8), PANEL)
 _E4M3_BITS = 0xBF80  # sign, exponent and mantissa where half precision has them
 _E4M3_FACTOR = 2.0**8  # between the biases of both exponents
 
@@ -76,12 +77,14 @@ def _read_bf16(builder: Any, at: Any, column: int) -> Column:
     return [widened(builder, load(builder, at, PAIRS))[column]]
 
 
-def _e4m3(builder: Any, codes: Any) -> Any:
-    """Numbers of codes over _E4M3_FACTOR: as half precision they have the same bits elsewhere."""
-    kind = ir.VectorType(ir.IntType(16), LANES)
-    shift, mask = (ir.Constant(kind, [number] * LANES) for number in (7, _E4M3_BITS))
+def _e4m3(builder: Any, codes: Any, column: int) -> Any:
+    """Numbers of a column's codes over _E4M3_FACTOR: as half precision they have the same bits
+    elsewhere, which both columns' get together."""
+    kind = ir.VectorType(ir.IntType(16), PANEL)
+    shift, mask = (ir.Constant(kind, [number] * PANEL) for number in (7, _E4M3_BITS))
     bits = builder.and_(builder.shl(builder.sext(codes, kind), shift), mask)
-    return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), LANES)), VECTOR)
+    own = entries(builder, bits, column * LANES, LANES)
+    return builder.fpext(builder.bitcast(own, ir.VectorType(ir.HalfType(), LANES)), VECTOR)
 
 
 def _read_int8(builder: Any, at: Any, column: int) -> Column:
@@ -93,9 +96,8 @@ def _read_int8(builder: Any, at: Any, column: int) -> Column:
 
 def _read_fp8(builder: Any, at: Any, column: int) -> Column:
     """Read four rows of bytes."""
-    starts = range(column * LANES, 4 * PANEL, PANEL)
-    codes = [load(builder, builder.add(at, integer(start)), _BYTES) for start in starts]
-    return [_e4m3(builder, code) for code in codes]
+    places = [builder.add(at, integer(row * PANEL)) for row in range(STEP_ROWS[FP8])]
+    return [_e4m3(builder, load(builder, place, _BYTES), column) for place in places]
 
 
 def _read_nibbles(
