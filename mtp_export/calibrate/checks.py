@@ -31,12 +31,16 @@ def check_calibration(
             found="both",
             todo="Make the whole bundle on one machine",
         )
-    if options.run.share is not None and calibration.imatrix is not None:
+    of_all = {
+        "--imatrix": calibration.imatrix is not None,
+        "--measure-inputs": calibration.measure_inputs,
+    }
+    for name in (name for name, is_given in of_all.items() if is_given and options.run.share):
         raise UsageError(
-            "An imatrix has the squares of all weights, and a share has its own",
-            expected="--imatrix without --share",
+            f"{name} takes the inputs of all weights, and a share has those of its own",
+            expected=f"{name} without --share",
             found="both",
-            todo="Leave --imatrix out, or make the whole bundle on one machine",
+            todo=f"Leave {name} out, or make the whole bundle on one machine",
         )
     if options.content.part is not Part.BOTH:
         raise UsageError(

@@ -77,7 +77,7 @@ class Estimate:
         linears, rows = calibration.linears, len(calibration.texts.tokens)
         row = linears.plan.family.facts.hidden * _FLOAT32
         held_bytes = _STREAMS * row * held_tokens(rows)
-        operations, memory_bytes = _rounding(linears, rows, calibration.method)
+        operations, memory_bytes = _rounding(linears, rows, calibration.options.method)
         return cls._made(
             linears,
             rows,

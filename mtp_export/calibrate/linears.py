@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,6 +16,7 @@ from mtp_checkpoints.families.folds import Fold, folds_of
 from mtp_checkpoints.families.parts import UngatedMoe
 from mtp_checkpoints.families.spec import LayerSpec
 from mtp_checkpoints.formats import FORMATS
+from mtp_checkpoints.formats.nvfp4 import NvFp4Format
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_checkpoints.tensors.tensor_reader import read_rows
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
@@ -82,6 +83,16 @@ class Linears:
     def steps(self) -> dict[str, Step]:
         """Those whose codes can be chosen."""
         return {n: step for n, step in self.converted.items() if self.convert(n).format.has_grid}
+
+    @cached_property
+    def numbered(self) -> frozenset[str]:
+        """Those whose format has a number for what goes into them."""
+        formats = {name: self.convert(name).format for name in self.steps}
+        return frozenset(
+            name
+            for name, made in formats.items()
+            if isinstance(made, NvFp4Format) and made.has_input_scale
+        )
 
     def convert(self, name: str) -> Convert:
         """Return the conversion of a weight."""
@@ -200,6 +211,16 @@ class Linears:
         with converting(own[0], (0, rows)):
             values = WeightOnDisk(stored, own).encoded(0, rows).dequantize(torch.float32)
             return checked_values(values)
+
+    def inputs_amax(self, largest: Mapping[str, float]) -> dict[str, float]:
+        """Return the largest magnitude of what goes into weights whose format has a number for it,
+        of what goes into each; one for the down projections of all experts of a layer, shared
+        ones too, of which gate and up have the same inputs."""
+        found = {name: largest[name] for name in largest.keys() & self.numbered}
+        for units in self.experts:
+            downs = [unit.down for unit in units if unit.down is not None and unit.down in found]
+            found |= dict.fromkeys(downs, max((found[name] for name in downs), default=0.0))
+        return found
 
     def floats(self, name: str) -> Tensor:
         """Return a tensor as the source has it, in its dtype: one of floats."""

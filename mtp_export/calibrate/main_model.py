@@ -26,7 +26,7 @@ from mtp_export.calibrate.hidden_states import FedRows, HiddenStates, Part, part
 from mtp_export.calibrate.imatrix import Squares
 from mtp_export.calibrate.jobs import weights_of, with_codes
 from mtp_export.calibrate.linears import Linears, Unit
-from mtp_export.calibrate.options import Method
+from mtp_export.calibrate.options import CalibrationOptions
 from mtp_export.calibrate.rounding import Inputs, Rounder, Sums, pieces
 from mtp_export.calibrate.scales import Scales
 from mtp_export.progress import ProgressCallback, ShowCount
@@ -81,7 +81,7 @@ class MainCalibration:
 
     linears: Linears
     texts: Texts
-    method: Method
+    options: CalibrationOptions
     work: Path
     show_count: ShowCount
 
@@ -102,7 +102,8 @@ class MainCalibration:
         def write(layers: int) -> None:
             ready = [job for job in waiting if last[job.key] < layers]
             if ready:
-                made = [with_codes(job, *given) for job in ready]
+                amax = self._inputs_amax(ready)
+                made = [with_codes(job, *given, amax) for job in ready]
                 make_shards(plan, replace(work, jobs=made, checks=False), record, progress)
             for job in ready:
                 waiting.remove(job)
@@ -135,25 +136,37 @@ class MainCalibration:
     def squares(self) -> Iterator[Squares]:
         """Squares of what went into the linears of all layers."""
         for number in sorted({self._layer_of[name] for name in self.files}):
-            for name, (sums, rows) in state_files.load(self._squares_of(number)).items():
+            for name, (sums, rows, _) in state_files.load(self._squares_of(number)).items():
                 yield Squares(name, sums, rows)
 
+    def _inputs_amax(self, jobs: Iterable[ShardJob]) -> dict[str, float]:
+        """Return the numbers of inputs that jobs write as they were measured, by their weights."""
+        if not self.options.measure_inputs:
+            return {}
+        layers = {self._layer_of[name] for job in jobs for name in self._changed(job)}
+        found = dict[str, float]()
+        for number in layers:
+            kept = state_files.load(self._squares_of(number))
+            found |= {name: largest for name, (_, _, largest) in kept.items()}
+        return self.linears.inputs_amax(found)
+
     def _squares_of(self, number: int) -> Path:
-        """File of the squares of a layer's inputs."""
+        """File of the squares of a layer's inputs, and of the largest."""
         return self.work / "squares" / f"layer-{number:05d}.pt"
 
     def _keep_squares(self, number: int) -> None:
-        """Keep the squares of a layer's inputs, those that are alike once."""
-        alike, found = dict[bytes, Tensor](), dict[str, tuple[Tensor, int]]()
+        """Keep the squares of a layer's inputs, those that are alike once, and their largest."""
+        alike, found = dict[bytes, Tensor](), dict[str, tuple[Tensor, int, float]]()
         for name in (name for name in self.files if self._layer_of[name] == number):
             kept = state_files.load(self.files[name], mapped=True)[name]
             sums = kept["squares"].clone()
-            found[name] = alike.setdefault(sums.numpy().tobytes(), sums), kept["rows"]
+            same = alike.setdefault(sums.numpy().tobytes(), sums)
+            found[name] = same, kept["rows"], kept["largest"]
         state_files.save(self._squares_of(number), found)
 
     @cached_property
     def _scales(self) -> Scales:
-        return Scales(self.linears, self.method, self.work / "scales")
+        return Scales(self.linears, self.options.method, self.work / "scales")
 
     @cached_property
     def _layer_of(self) -> dict[str, int]:
@@ -293,6 +306,6 @@ class MainCalibration:
     def _keep(
         self, unit: Unit, rows: Iterable[Tensor], inputs: Inputs, columns: Tensor | None
     ) -> None:
-        rounder = Rounder(self.linears, self.method)
+        rounder = Rounder(self.linears, self.options.method)
         for name, kept in rounder.rounded(unit, rows, inputs, columns).items():
             state_files.save(self.files[name], {name: kept})

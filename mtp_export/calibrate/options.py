@@ -24,7 +24,8 @@ class CalibrationOptions:
     """Texts to calibrate with, and how they are made.
 
     calibrate: None leaves calibration out. main: the main model is calibrated too. method chooses
-    the codes. new_tokens are written after each prompt without an answer. imatrix: file that the
+    the codes. measure_inputs: numbers of inputs are those of the largest that went into a weight.
+    new_tokens are written after each prompt without an answer. imatrix: file that the
     sums of squared inputs are written to. stream: the main model is read layer by layer. workdir
     holds what a run resumes from.
     """
@@ -52,6 +53,14 @@ class CalibrationOptions:
             " same lines make of the layers before.",
             Panel.PRECISION,
             "--calibrate-main",
+        ),
+    )
+    measure_inputs: bool = field(
+        default=False,
+        metadata=option(
+            "With --calibrate: a4w4_nvfp4's scales of inputs are those of the largest input of a"
+            " linear, or of all experts of a layer, in place of 1.",
+            Panel.PRECISION,
         ),
     )
     new_tokens: int = field(
@@ -96,28 +105,21 @@ class CalibrationOptions:
         check_bounds(self)
 
     def check(self) -> None:
-        """Refuse a method or statistics without a calibration that they are of (UsageError)."""
-        if self.method is not Method.GPTQ and self.calibrate is None:
-            raise UsageError(
-                "A method chooses the codes of a calibration",
-                expected="--method beside --calibrate",
-                found=f"--method {self.method} alone",
-                todo="Name the prompts with --calibrate FILE.jsonl",
-            )
-        if self.main and self.calibrate is None:
-            raise UsageError(
-                "The main model is calibrated with prompts",
-                expected="--calibrate-main beside --calibrate",
-                found="--calibrate-main alone",
-                todo="Name the prompts with --calibrate FILE.jsonl",
-            )
-        if self.imatrix is not None and self.calibrate is None:
-            raise UsageError(
-                "An imatrix has the statistics of a calibration",
-                expected="--imatrix beside --calibrate",
-                found="--imatrix alone",
-                todo="Name the prompts with --calibrate FILE.jsonl",
-            )
+        """Refuse what belongs to a calibration without one (UsageError)."""
+        given = {
+            "--method": (self.method is not Method.GPTQ, "A method chooses the codes"),
+            "--calibrate-main": (self.main, "The codes of the main model are chosen by the texts"),
+            "--measure-inputs": (self.measure_inputs, "Inputs are those of the texts"),
+            "--imatrix": (self.imatrix is not None, "An imatrix has the statistics"),
+        }
+        for name, (is_given, words) in given.items():
+            if is_given and self.calibrate is None:
+                raise UsageError(
+                    f"{words} of a calibration",
+                    expected=f"{name} beside --calibrate",
+                    found=f"{name} alone",
+                    todo="Name the prompts with --calibrate FILE.jsonl",
+                )
 
     def kept(self, is_shared: bool) -> dict[str, Any]:
         """Return the options, by name, that runs have in common which go on with one another: rows

@@ -30,10 +30,11 @@ _NO_FOLD = "its inputs come from what takes no scales"
 @dataclass(frozen=True)
 class Inputs:
     """Rows that went into linears, summed up: hessian [K, K] is the sum of x.T @ x, magnitude [K]
-    the mean of abs(x); both fp32."""
+    the mean of abs(x), largest [K] its maximum; all fp32."""
 
     hessian: Tensor
     magnitude: Tensor
+    largest: Tensor
     rows: int
 
     @classmethod
@@ -57,19 +58,23 @@ class Sums:
     """Sums of rows [n, K], fp32, which come one after the other."""
 
     def __init__(self, columns: int) -> None:
-        self._hessian, self._magnitude = torch.zeros(columns, columns), torch.zeros(columns)
+        self._hessian = torch.zeros(columns, columns)
+        self._magnitude, self._largest = torch.zeros(2, columns)
         self._rows = 0
 
     def add(self, x: Tensor) -> None:
         """Add rows [n, K]."""
         self._hessian.addmm_(x.t(), x)
-        self._magnitude += x.abs().sum(dim=0)
+        magnitude = x.abs()
+        self._magnitude += magnitude.sum(dim=0)
+        self._largest = torch.maximum(self._largest, magnitude.amax(dim=0))
         self._rows += len(x)
 
     @property
     def inputs(self) -> Inputs:
         """Sums of all rows until now."""
-        return Inputs(self._hessian, self._magnitude / max(1, self._rows), self._rows)
+        mean = self._magnitude / max(1, self._rows)
+        return Inputs(self._hessian, mean, self._largest, self._rows)
 
 
 def pieces(parts: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -131,9 +136,9 @@ class Rounder:
         self, unit: Unit, parts: Iterable[Tensor], inputs: Inputs, columns: Tensor | None = None
     ) -> dict[str, Any]:
         """Return the tensors and facts of each weight of a unit, by its name: what is written of
-        it, but for constants; the scales in it; and the squares [K] of its inputs, summed over
-        rows. parts are the rows that go into the unit, inputs their sum, columns the exponents of
-        the scales of these."""
+        it, but for constants; the scales in it; the squares [K] of its inputs, summed over rows;
+        and the largest of them under the scales. parts are the rows that go into the unit, inputs
+        their sum, columns the exponents of the scales of these."""
         values = {name: self.linears.values(name) for name in unit.every}
         down, inner = unit.down, None
         if down is not None and down in self.linears.steps:
@@ -247,7 +252,8 @@ class Rounder:
             facts[FOLDED] = as_letters(folding.rows)
         squares = inputs.hessian.diagonal().contiguous()
         kept = {"tensors": tensors, "facts": facts, "squares": squares, "rows": inputs.rows}
-        return kept | {"folding": [folding.rows, folding.columns]}
+        largest = float(Folding(columns=folding.columns).undone(inputs.largest).max())
+        return kept | {"largest": largest, "folding": [folding.rows, folding.columns]}
 
 
 def _decibels(signal: float, noise: float) -> float | None:

@@ -13,8 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from mtp_checkpoints.containers.base import CONFIG_NAME
+from mtp_checkpoints.errors import UsageError
 from mtp_checkpoints.families.single_experts import with_single_experts
 from mtp_checkpoints.sources.files import make_folder, write_json
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
@@ -74,7 +76,7 @@ class Calibration:
         in its options what chose the codes.
 
         Raises UnsupportedError where no code is to be chosen, or an imatrix has no names for the
-        model, and what read_lines raises.
+        model, UsageError where no inputs are to be measured, and what read_lines raises.
         """
         assert options.calibrate is not None
         lines = read_lines(options.calibrate, plan.checkpoint)
@@ -87,11 +89,18 @@ class Calibration:
             "new_tokens": options.new_tokens,
             "data": identity_of(lines),
             "parts": [part for part in parts if Linears(plan, part).steps],
+            **({"inputs": "measured"} if options.measure_inputs else {}),
         }
         kept = options.kept(is_shared=plan.options.run.share is not None)
         recorded = {**plan.recorded, "calibrate": facts}
         plan = replace(plan, recorded=recorded, calibration=kept)
         Linears(plan, MAIN if options.main else MTP).require()
+        if options.measure_inputs and not any(Linears(plan, part).numbered for part in parts):
+            raise UsageError(
+                "No weight whose codes are chosen has a scale for its inputs",
+                expected="--measure-inputs with a4w4_nvfp4",
+                found="another precision",
+            )
         config_for(with_single_experts(plan.family), None)  # before anything is written
         for part in parts:  # which have no scales in a folder yet
             scales = Scales(Linears(plan, part), options.method, Path())
@@ -99,7 +108,7 @@ class Calibration:
         main = None
         if options.main:
             texts, folder = texts_of(lines, TEXT_TOKENS), _folder(plan, options)
-            main = MainCalibration(Linears(plan, MAIN), texts, options.method, folder, show_count)
+            main = MainCalibration(Linears(plan, MAIN), texts, options, folder, show_count)
         data = options.calibrate.name
         wanted = options.imatrix is not None
         imatrix = Imatrix.of(plan, data, len(lines), TEXT_TOKENS) if wanted else None
@@ -128,7 +137,8 @@ class Calibration:
             if self.linears.steps:
                 await_part(plan, MAIN)
                 given = self.linears, self._files, self._scales.folded
-                jobs = [with_codes(job, *given) for job in mtp]
+                amax = self._inputs_amax
+                jobs = [with_codes(job, *given, amax) for job in mtp]
             make_shards(plan, replace(work, jobs=jobs, checks=False), record, progress)
         if self.imatrix is not None and self.options.imatrix is not None:
             self.imatrix.write(self.options.imatrix, self._squares)
@@ -139,8 +149,20 @@ class Calibration:
         if self.main is not None:
             yield from self.main.squares
         for name in self.linears.steps:
-            kept = state_files.load(self._files[name], mapped=True)[name]
+            kept = self._kept(name)
             yield Squares(name, kept["squares"], kept["rows"])
+
+    @property
+    def _inputs_amax(self) -> dict[str, float]:
+        """Numbers of inputs that are written as they were measured, by their weights."""
+        if not self.options.measure_inputs:
+            return {}
+        return self.linears.inputs_amax({n: self._kept(n)["largest"] for n in self.linears.steps})
+
+    def _kept(self, name: str) -> dict[str, Any]:
+        """Return what is kept of a weight."""
+        kept: dict[str, Any] = state_files.load(self._files[name], mapped=True)[name]
+        return kept
 
     @cached_property
     def folder(self) -> Path:

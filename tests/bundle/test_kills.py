@@ -49,6 +49,10 @@ CALIBRATIONS = [
     for main in ((), ("--calibrate-main",))
     for method in ("gptq", "awq")
 ]
+CALIBRATIONS.append(
+    ("--base-quant", "a4w4_nvfp4", "--mtp-quant", "a4w4_nvfp4", "--calibrate-main")
+    + ("--measure-inputs",)
+)
 EVERY_PUSH = [("export, linked", FEW), ("quantize", FEW), ("quantize, GGUF", FEW)]
 
 

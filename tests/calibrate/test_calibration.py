@@ -350,7 +350,11 @@ def test_a_dry_run_says_what_it_takes_and_writes_nothing(
     ("options", "code", "said"),
     [
         ((*INT4, "--share", "1/2", "--calibrate-main"), 2, "of a main model is not divided"),
-        ((*INT4, "--share", "1/2", "--imatrix", "{folder}/a.gguf"), 2, "squares of all weights"),
+        (
+            (*INT4, "--share", "1/2", "--imatrix", "{folder}/a.gguf"),
+            2,
+            "--imatrix takes the inputs of all weights",
+        ),
         ((*INT4, "--cluster", "local"), 2, "The tasks of a cluster share no work folder"),
         ((*INT4, "--part", "mtp"), 2, "the main model of the bundle that it is part of"),
         (

@@ -298,7 +298,7 @@ def check_imatrix(folder: Path, family: str, config: dict[str, Any]) -> None:
     if family == "qwen3_5_moe":
         (path,) = (folder / "bundle-work").rglob("layer-00000.pt")
         kept = state_files.load(path)
-        sums, _ = next(own for name, own in kept.items() if name.endswith("out_proj.weight"))
+        sums, *_ = next(own for name, own in kept.items() if name.endswith("out_proj.weight"))
         keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
         assert values > keys
         turned = sums.reshape(keys, values // keys, -1).swapaxes(0, 1).reshape(-1)

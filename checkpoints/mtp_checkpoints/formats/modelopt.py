@@ -42,10 +42,10 @@ class NvFp4(NvFp4Format):
     def is_reciprocal(self, number: float) -> bool:
         return number > 1
 
-    def of_matrix(self) -> Any:
+    def _number(self, divisor: float) -> Any:
         import numpy as np
 
-        return np.array(np.float32(1) / np.float32(self.divisor))
+        return np.array(np.float32(1) / np.float32(divisor))
 
 
 @dataclass(frozen=True)

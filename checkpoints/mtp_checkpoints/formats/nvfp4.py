@@ -61,10 +61,12 @@ class NvFp4Format(WeightFormat):
     a number for the whole matrix.
 
     amax is the largest magnitude of a weight and of those that it is joined with; None takes that
-    of the rows that are quantized.
+    of the rows that are quantized. inputs_amax is that of what goes into it, None where it is not
+    known.
     """
 
     amax: float | None = field(default=None, compare=False, kw_only=True)
+    inputs_amax: float | None = field(default=None, compare=False, kw_only=True)
 
     gate: ClassVar[FormatGate] = FOUR_BIT_GATE
     bugs: ClassVar[tuple[Bug, ...]] = (swapped_pairs(),)
@@ -90,6 +92,10 @@ class NvFp4Format(WeightFormat):
     def of_amax(self, amax: float) -> Self:
         return replace(self, amax=amax)
 
+    def of_inputs(self, amax: float) -> Self:
+        """Return the format for inputs up to a magnitude."""
+        return replace(self, inputs_amax=amax)
+
     @abstractmethod
     def names(self, name: str) -> NvFp4Names:
         """Return the names of the tensors of a weight."""
@@ -105,10 +111,11 @@ class NvFp4Format(WeightFormat):
         return every if self.has_input_scale else every[:-1]
 
     def constants(self, shape: tuple[int, ...]) -> tuple[Any, ...]:
-        """Return 1 for the inputs: their amax is 2688, which leaves their scales as they are."""
-        import numpy as np
-
-        return (np.ones(self.number_shape, np.float32),) if self.has_input_scale else ()
+        """Return the number of the inputs, 1 where their amax is not known: that of 2688, which
+        leaves their scales as they are."""
+        if not self.has_input_scale:
+            return ()
+        return (self._number(1.0 if self.inputs_amax is None else _divisor(self.inputs_amax)),)
 
     @abstractmethod
     def multiplier(self, scale: torch.Tensor, of_matrix: torch.Tensor) -> torch.Tensor:
@@ -153,9 +160,13 @@ class NvFp4Format(WeightFormat):
         """Return True for a number of the matrix that only weights above 2688 have, and the
         reciprocals of others'."""
 
-    @abstractmethod
     def of_matrix(self) -> Any:
         """Return the number of the matrix, as an array of the tensor's shape."""
+        return self._number(self.divisor)
+
+    @abstractmethod
+    def _number(self, divisor: float) -> Any:
+        """Return a number that scales are multiplied by as the layout has it, as an array."""
 
     def kernel_options(self, scale_rule: str) -> dict[str, Any]:
         return {"divisor": self.divisor, "sweep": scale_rule == _SWEEP}
@@ -163,9 +174,7 @@ class NvFp4Format(WeightFormat):
     @property
     def divisor(self) -> float:
         """Number that the scales are multiplied by before they are rounded."""
-        from mtp_kernels.quantize.block_floats import nvfp4_divisor
-
-        return nvfp4_divisor(self.amax or 0.0)
+        return _divisor(self.amax or 0.0)
 
     def decode(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         from mtp_kernels.quantize.block_floats import dequantize_e2m1
@@ -218,10 +227,10 @@ class NvFp4Packed(NvFp4Format):
     def is_reciprocal(self, number: float) -> bool:
         return number < 1
 
-    def of_matrix(self) -> Any:
+    def _number(self, divisor: float) -> Any:
         import numpy as np
 
-        return np.full(1, self.divisor, np.float32)
+        return np.full(1, divisor, np.float32)
 
 
 @dataclass(frozen=True)
@@ -231,6 +240,12 @@ class NvFp4PackedA4(NvFp4Packed):
     storage: ClassVar[str] = "nvfp4_packed_a4"
     in_words: ClassVar[str] = "nvfp4-pack-quantized with inputs in nvfp4"
     has_input_scale: ClassVar[bool] = True
+
+
+def _divisor(amax: float) -> float:
+    from mtp_kernels.quantize.block_floats import nvfp4_divisor
+
+    return nvfp4_divisor(amax)
 
 
 def _check_finite(scale: torch.Tensor) -> None:
