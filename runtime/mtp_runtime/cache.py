@@ -140,6 +140,7 @@ class PageAllocator:
         self._free = list(range(pages - 1, -1, -1))
         self._free_states = list(range(states - 1, -1, -1))
         self._poisoned: list[Cache] = []
+        self._freed: list[int] = []  # slots that are filled with NaN before the next pass
 
     @property
     def free_pages(self) -> int:
@@ -171,8 +172,8 @@ class PageAllocator:
         """Keep states in a cache with the prefixes that are kept: there are none."""
 
     def poison_freed(self, cache: Cache) -> None:
-        """Fill a cache with NaN, and from now on every slot of it that is freed: a test's way to
-        see that nothing reads such slots."""
+        """Fill a cache with NaN, and from now on, before a pass, every slot of it that was freed: a
+        test's way to see that nothing reads such slots."""
         for tensor in (*cache.tensors, *cache.states):
             tensor.fill_(torch.nan)
         self._poisoned.append(cache)
@@ -278,8 +279,15 @@ class PageAllocator:
         self._free.append(page)
 
     def _poison(self, slots: Sequence[int]) -> None:
-        for cache in self._poisoned:
-            rows = torch.tensor(slots, dtype=torch.long)
+        """Have slots filled with NaN, all that are freed before a pass at once."""
+        if self._poisoned:
+            self._freed += slots
+
+    def fill_freed(self) -> None:
+        """Fill the slots that were freed, before a pass writes some of them."""
+        rows = torch.tensor(self._freed, dtype=torch.long)
+        self._freed.clear()
+        for cache in self._poisoned if len(rows) else ():
             for tensor in cache.tensors:
                 tensor.flatten(0, 1)[rows] = torch.nan
 
@@ -296,6 +304,7 @@ def lay_out(
     Their pages must be there; a row sees the tokens of its sequence up to itself. states: of layers
     that keep one of each sequence, as the pages advanced them.
     """
+    pages.fill_freed()
     positions: list[int] = []
     slots: list[int] = []
     cu_q = [0]

@@ -128,6 +128,8 @@ def test_freed_slots_of_every_layer_are_poisoned_and_no_others() -> None:
     for tensor in tensors:
         tensor.fill_(1.0)
     pages.truncate(cut, 3)
+    assert all(tensor.isfinite().all() for tensor in tensors), "no pass was laid out yet"
+    lay_out(pages, [kept], [(2, 3)], CPU)
     slots = {0, 1, 2, 3, 4, 5, 6}  # both pages of `kept`, and three slots of `cut`
     for tensor in tensors:
         rows = tensor.flatten(0, 1).flatten(1) if tensor.dim() > 2 else tensor.flatten()[:, None]
