@@ -105,7 +105,7 @@ def _controls(corpus: Corpus) -> Iterator[Control]:
         if variant.name in norms:
             yield Control(
                 name=variant.change,
-                drafts=drafts_of(corpus, variant, 2),
+                drafts=drafts_of(corpus, variant, variant.depth),
                 depth=variant.depth,
                 cause=causes.contract_wrong(variant.cause),
                 norm=norms[variant.name],

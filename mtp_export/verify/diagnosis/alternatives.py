@@ -36,6 +36,8 @@ LEAST_ACCEPTED = 0.1
 CONFIDENCE = 0.98
 # Texts on which a variant must not be worse before it is tried on all.
 _SAMPLED_TEXTS = 4
+# The first tokens of each of these, which tell most variants to be worse by their interval.
+_FIRST_TOKENS = 48
 
 
 @dataclass(frozen=True)
@@ -137,20 +139,18 @@ def alternatives(corpus: Corpus) -> list[Alternative]:
     variants = [*module_variants(corpus.model, module)]
     count = len(variants) + 1
     with corpus.show_count("acceptance, with faults undone", count, "faults") as advance:
-        whole, step = _Bench(corpus), sampling_step(corpus.texts)
-        sample = whole if step == 1 else _Bench(corpus.every_nth(step))
+        *samples, whole = benches = _benches(corpus)
         whole.unchanged(1)
         advance(1)
         tried = []
         for variant in variants:
-            found = sample.alternative(variant)
-            if sample is not whole and (found is None or _may_be_better(found)):
-                found = whole.alternative(variant)
-            tried.append(found)
+            tried.append(_on_more(benches, variant))
             advance(1)
-    bench = sample if has_many(module) else whole
+    bench = samples[-1] if samples and has_many(module) else whole
     first = bench.unchanged(1)
-    experts = expert_variants(bench.corpus, _clamped(first.scores[0]), own_hit=first.hit[0])
+    sampled = bench.corpus.everywhere.owners % sampling_step(bench.corpus.texts) == 0
+    own = _clamped(first.scores[0])
+    experts = expert_variants(bench.corpus, own, own_hit=first.hit[0], sample=sampled)
     count = expert_variant_count(module)
     with corpus.show_count("acceptance, with experts exchanged", count, "exchanges") as advance:
         exchanged = list(_compared(bench.corpus, _counted(experts, advance)))
@@ -162,18 +162,39 @@ def sampling_step(texts: Texts) -> int:
     return max(1, len(texts.texts) // _SAMPLED_TEXTS)
 
 
-def _may_be_better(found: Alternative) -> bool:
-    """True for a variant that is no worse on a sample, or that its few texts say nothing of."""
-    return found.gain.high is None or found.gain.value > 0
+def _benches(corpus: Corpus) -> list[_Bench]:
+    """Beginnings of some texts, some texts, and all: of few texts, these alone."""
+    step = sampling_step(corpus.texts)
+    if step == 1:
+        return [_Bench(corpus)]
+    sample = corpus.every_nth(step)
+    brief = sample.every_nth(1, most_tokens=_FIRST_TOKENS)
+    return [_Bench(brief, is_brief=True), _Bench(sample), _Bench(corpus)]
+
+
+def _on_more(benches: Sequence[_Bench], variant: Variant) -> Alternative | None:
+    """A variant compared on more and more texts, until it is worse."""
+    found = None
+    for bench in benches:
+        found = bench.alternative(variant)
+        if found is not None and not bench.may_be_better(found):
+            break
+    return found
 
 
 @dataclass(frozen=True)
 class _Bench:
     """Texts on which variants are compared with the module as it is, whose drafts are made once per
-    depth."""
+    depth. is_brief: so few tokens that an interval alone tells that one is worse."""
 
     corpus: Corpus
+    is_brief: bool = False
     _unchanged: dict[int, Drafts] = field(default_factory=dict)
+
+    def may_be_better(self, found: Alternative) -> bool:
+        """True for a variant that is no worse here, or that the few texts say nothing of."""
+        gain = found.gain
+        return gain.high is None or (gain.high if self.is_brief else gain.value) > 0
 
     def unchanged(self, depth: int) -> Drafts:
         """The module's own drafts up to a depth."""
@@ -187,13 +208,13 @@ class _Bench:
         corpus, depth = self.corpus, variant.depth
         drafts = _tried(corpus, variant), self.unchanged(depth)
         scores, before = (_clamped(each.scores[depth - 1]) for each in drafts)
-        anchors = _anchors(corpus, depth)
-        gain = _gain(corpus, scores, before=before, anchors=anchors, depth=depth)
+        anchors, room = _anchors(corpus, depth), drafts[0].room[depth - 1]
+        gain = _gain(corpus, scores, before=before, anchors=anchors, room=room)
         if gain is None:
             return None
         other, own = (acceptance(each, depth) for each in drafts)
         hit, hit_before = (each.hit[depth - 1].double() for each in drafts)
-        rise = _gain(corpus, hit, before=hit_before, anchors=anchors, depth=depth)
+        rise = _gain(corpus, hit, before=hit_before, anchors=anchors, room=room)
         return Alternative(variant, gain, own=own, other=other, rise=rise)
 
 
@@ -211,20 +232,22 @@ def extra_alternatives(corpus: Corpus, draft: TargetDraft) -> list[Alternative]:
 
 def _compared(corpus: Corpus, variants: Iterable[ScoredVariant]) -> Iterator[Alternative]:
     for variant in variants:
-        anchors, depth = corpus.everywhere, variant.depth
-        gain = _gain(corpus, variant.scores, variant.before, anchors=anchors, depth=depth)
+        anchors = corpus.everywhere
+        room = corpus.texts.room(anchors, variant.depth)
+        if variant.where is not None:
+            room = room & variant.where
+        gain = _gain(corpus, variant.scores, variant.before, anchors=anchors, room=room)
         if gain is not None:
-            room = corpus.texts.room(anchors, depth)
             own, other = (_share(hit, room) for hit in (variant.hit_before, variant.hit))
-            rise = _rise(corpus, variant) if variant.by_acceptance else None
+            rise = _rise(corpus, variant, room) if variant.by_acceptance else None
             yield Alternative(variant, gain, own=own, other=other, rise=rise)
 
 
-def _rise(corpus: Corpus, variant: ScoredVariant) -> Gain | None:
+def _rise(corpus: Corpus, variant: ScoredVariant, room: torch.Tensor) -> Gain | None:
     """The acceptance of a variant less that of the draft as it is, over the same drafts."""
     assert variant.hit is not None and variant.hit_before is not None, "acceptance judges it"
     hit, before = variant.hit.double(), variant.hit_before.double()
-    return _gain(corpus, hit, before, anchors=corpus.everywhere, depth=variant.depth)
+    return _gain(corpus, hit, before, anchors=corpus.everywhere, room=room)
 
 
 def _share(hit: torch.Tensor | None, room: torch.Tensor) -> float | None:
@@ -297,10 +320,14 @@ def _clamped(scores: torch.Tensor) -> torch.Tensor:
 
 
 def _gain(
-    corpus: Corpus, scores: torch.Tensor, before: torch.Tensor, anchors: Anchors, depth: int
+    corpus: Corpus,
+    scores: torch.Tensor,
+    before: torch.Tensor,
+    anchors: Anchors,
+    room: torch.Tensor,
 ) -> Gain | None:
-    """The mean gain of scores [A] over those before, of tokens at a depth from 1."""
-    room, difference = corpus.texts.room(anchors, depth), scores - before
+    """The mean gain of scores [A] over those before, of the tokens that there is room [A] for."""
+    difference = scores - before
     sums = corpus.by_text(difference, room, anchors)
     counts = corpus.by_text(torch.ones_like(difference), room, anchors)
     found = ratio(sums, counts, CONFIDENCE)

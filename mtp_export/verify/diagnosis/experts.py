@@ -24,6 +24,7 @@ from mtp_export.verify.evidence.corpus import Corpus
 from mtp_runtime.drafters.base import ScoredVariant
 from mtp_runtime.layers.decoder_layer import Nothing
 from mtp_runtime.layers.moe import Mlp, Moe, Router, SigmoidRouter, SoftmaxRouter
+from mtp_runtime.models.execution import Head
 from mtp_runtime.models.model import MtpModule
 from mtp_runtime.teacher_forcing import WORST_SCORE, DraftInputs, best_and_score, draft_states
 
@@ -56,6 +57,11 @@ class _Moved:
         rows = difference.any(dim=1).nonzero()[:, 0]
         return cls(change, cause, rows, difference[rows])
 
+    def among(self, where: torch.Tensor) -> _Moved:
+        """Return the variant in those rows alone where a mask [A] is true."""
+        kept = where.to(self.rows.device)[self.rows]
+        return replace(self, rows=self.rows[kept], difference=self.difference[kept])
+
 
 def mixture(module: MtpModule) -> Moe | None:
     """Return the experts of a module; None for a dense one."""
@@ -86,10 +92,11 @@ def expert_variant_count(module: MtpModule) -> int:
 
 @torch.inference_mode()
 def expert_variants(
-    corpus: Corpus, own: torch.Tensor, own_hit: torch.Tensor
+    corpus: Corpus, own: torch.Tensor, own_hit: torch.Tensor, sample: torch.Tensor
 ) -> Iterator[ScoredVariant]:
-    """Every variant, scored at depth 1 in all rows; own, own_hit [A]: scores of the module as it
-    is, and where it drafts the target's best token. Yields nothing for a dense module."""
+    """Every variant, scored at depth 1: in the sample's rows, of the mask [A], and in all unless it
+    is worse there; own, own_hit [A]: scores of the module as it is, and where it drafts the
+    target's best token. Yields nothing for a dense module."""
     module, anchors = corpus.module, corpus.everywhere
     moe = mixture(module)
     if moe is None:
@@ -100,6 +107,7 @@ def expert_variants(
     added = moe(normed)
     whole = stream + added
     wanted = corpus.choices[anchors.rows + 1]
+    scored = _Scored(module.head, whole, wanted, own, own_hit)
     without = dict[int, float]()  # each expert: the gain
     weights = _weights(moe, normed)
     for move in chain(
@@ -108,10 +116,7 @@ def expert_variants(
         _every_tensor(moe, normed, weights, without),
         _of_pairs(moe, normed, weights, without),
     ):
-        scores, hit = own.clone(), own_hit.clone()
-        x, places = module.head.normed(whole[move.rows] + move.difference), move.rows.cpu()
-        best, score = best_and_score(module.head, x, wanted[places])
-        scores[places], hit[places] = score.clamp(min=WORST_SCORE), best == wanted[places]
+        scores, hit, where = scored.of(move, sample)
         if move.left_out is not None:
             without[move.left_out] = float((scores - own).sum())
         yield ScoredVariant(
@@ -123,7 +128,39 @@ def expert_variants(
             hit=hit,
             hit_before=own_hit,
             by_acceptance=move.by_acceptance,
+            where=where,
         )
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """Rows [A, d] of a module before its head, the tokens wanted of them [A], their scores and
+    where they hit [A]."""
+
+    head: Head
+    rows: torch.Tensor
+    wanted: torch.Tensor
+    scores: torch.Tensor
+    hit: torch.Tensor
+
+    def of(
+        self, move: _Moved, sample: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return scores and hits [A] of a variant, and the mask [A] of what was scored: the sample
+        where it is worse there, unless an expert is left out; else None, all of it."""
+        scores, hit = self.scores.clone(), self.hit.clone()
+        self._score(move.among(sample), scores, hit)
+        if move.left_out is None and not float((scores - self.scores).sum()) > 0:
+            return scores, hit, sample
+        self._score(move.among(~sample), scores, hit)
+        return scores, hit, None
+
+    def _score(self, move: _Moved, scores: torch.Tensor, hit: torch.Tensor) -> None:
+        """Put in scores and hits [A] of the rows of a variant."""
+        places = move.rows.cpu()
+        x, wanted = self.head.normed(self.rows[move.rows] + move.difference), self.wanted[places]
+        best, score = best_and_score(self.head, x, wanted)
+        scores[places], hit[places] = score.clamp(min=WORST_SCORE), best == wanted
 
 
 def router_variants(router: Router) -> Iterator[tuple[str, str, Router]]:

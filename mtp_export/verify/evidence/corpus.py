@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -71,6 +71,7 @@ class Corpus:
     show_count: ShowCount = uncounted
     draft: ExtraDraft | None = None
     _decoded: dict[int, Decoded] = field(default_factory=dict)
+    _outputs: list[torch.Tensor] = field(default_factory=list, init=False)  # of the module as it is
 
     def __post_init__(self) -> None:
         self.prompts = (
@@ -166,19 +167,19 @@ class Corpus:
         with torch.inference_mode():
             return target_states(self.model, self.texts)
 
-    def every_nth(self, step: int) -> Corpus:
-        """A corpus of every nth text, from the first on, whose states are those computed here."""
+    def every_nth(self, step: int, first: int = 0, most_tokens: int | None = None) -> Corpus:
+        """A corpus of every nth text, from one on, or of so many first tokens of each, whose states
+        are those computed here."""
         texts = self.texts
-        kept = range(0, len(texts.texts), step)
-        rows = torch.cat(
-            [torch.arange(len(texts.texts[at].tokens)) + texts.starts[at] for at in kept]
-        )
+        kept = [replace(one, tokens=one.tokens[:most_tokens]) for one in texts.texts[first::step]]
+        places = zip(texts.starts[first::step], kept, strict=True)
+        rows = torch.cat([torch.arange(len(text.tokens)) + start for start, text in places])
         before, after = self.states
         return Corpus(
             model=self.model,
-            prompts=tuple(text.tokens[: text.prompt_size] for text in texts.texts[::step]),
+            prompts=tuple(text.tokens[: text.prompt_size] for text in kept),
             new_tokens=self.new_tokens,
-            given=Texts(texts.texts[::step]),
+            given=Texts(tuple(kept)),
             given_states=(before[rows], after[rows]),
         )
 
@@ -224,10 +225,17 @@ class Corpus:
         recycle: Recycle | None = None,
         anchors: Anchors | None = None,
     ) -> list[torch.Tensor]:
-        """MTP outputs [A, d] before the norm at every anchor, one per depth."""
+        """MTP outputs [A, d] before the norm at every anchor, one per depth; those of the module as
+        it is are kept."""
+        is_own = module is hidden is recycle is anchors is None
+        if is_own and depths <= len(self._outputs):
+            return self._outputs[:depths]
         hidden = self.hidden if hidden is None else hidden
         inputs = DraftInputs(self.texts, hidden, anchors or self.anchors)
-        return draft_states(self.modules(module), inputs, depths, recycle)
+        found = draft_states(self.modules(module), inputs, depths, recycle)
+        if is_own:
+            self._outputs = found
+        return found
 
     def by_text(
         self, values: torch.Tensor, where: torch.Tensor, anchors: Anchors | None = None

@@ -95,7 +95,8 @@ class ScoredVariant:
     variant drafts better. scores, before: log-probabilities [A] of the target's best tokens at
     every anchor, of the variant and of the draft as it is. depth: of the last token scored, from 1.
     hit, hit_before [A]: where those tokens are drafted, if that was found out too. by_acceptance:
-    it makes drafts more or less certain too, so that only more accepted ones speak for it.
+    it makes drafts more or less certain too, so that only more accepted ones speak for it. where
+    [A]: the anchors that it was scored at, None for all.
     """
 
     name: str
@@ -107,6 +108,7 @@ class ScoredVariant:
     hit: torch.Tensor | None = None
     hit_before: torch.Tensor | None = None
     by_acceptance: bool = False
+    where: torch.Tensor | None = None
 
 
 def _no_variants(texts: ForcedTexts) -> Iterator[ScoredVariant]:
