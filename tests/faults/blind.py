@@ -18,7 +18,7 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -99,19 +99,10 @@ def sentences(context: Context, judges: dict[str, Judge]) -> Iterator[list[str]]
         yield [f"{name}: {item.name}: {item.cause}" for item in failed]
 
 
-def judged(
-    bundle: Path, judges: Iterable[str] = JUDGES, prompts: Path | None = None
-) -> tuple[list[str], float]:
-    """Causes of what fails without a source, and the seconds that it took. prompts: a file of them,
-    in place of the built-in ones."""
-    start, context = time.monotonic(), _opened(bundle, prompts=prompts)
-    said = sentences(context, {name: JUDGES[name] for name in judges})
-    return sum(said, []), time.monotonic() - start
-
-
-def _opened(bundle: Path, source: Path | None = None, prompts: Path | None = None) -> Context:
+def opened(bundle: Path, source: Path | None = None) -> Context:
+    """A bundle to be judged with its source, by files and weights, or without one."""
     level = Level.RUN if source is None else Level.WEIGHTS
-    options = VerifyOptions(bundle, source, level, max_new_tokens=TOKENS, ks=(2,), prompts=prompts)
+    options = VerifyOptions(bundle, source, level, max_new_tokens=TOKENS, ks=(2,))
     return Context.open(options, no_progress)
 
 
@@ -184,9 +175,9 @@ def _found(drawn: Drawn, good: Path, into: Path, effects: Effects) -> dict[str, 
     outcome = quantize(planted, bundle, *schemes, "--quiet")
     if outcome.code:
         return found | {"refused": outcome.err}
-    found["with_source"] = verdict_of(drawn, _opened(bundle, good), WITH_SOURCE)
+    found["with_source"] = verdict_of(drawn, opened(bundle, good), WITH_SOURCE)
     if max(tokens, abs(acceptance)) > LEAST_CHANGE:
-        found["without"] = verdict_of(drawn, _opened(bundle), JUDGES)
+        found["without"] = verdict_of(drawn, opened(bundle), JUDGES)
     return found
 
 

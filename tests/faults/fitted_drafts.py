@@ -16,7 +16,6 @@ from mtp_export.verify.evidence.corpus import Corpus
 from mtp_runtime.teacher_forcing import model_states
 from runtime.drafts import save_draft, token_offsets
 
-TAPS = (2, 30, 58)
 HEADS = 2
 _RIDGE = 1e-3
 
@@ -29,15 +28,23 @@ def fitted(inputs: torch.Tensor, goals: torch.Tensor) -> torch.Tensor:
     return torch.linalg.solve(square + ridge, inputs.T @ goals).T.float()
 
 
+def taps_of(layers: int) -> tuple[int, int, int]:
+    """An early layer, one in the middle and a late one."""
+    return min(2, layers // 4), layers // 2, layers - max(1, layers // 20)
+
+
+TAPS = taps_of(61)  # of deepseek-v3-tiny
+
+
 def write_fitted_eagle3(folder: Path, corpus: Corpus) -> None:
     """A draft without attention: fc maps the taps to the target's state one row further on."""
-    rows = corpus.everywhere.rows
-    states = model_states(corpus.model.tapped(TAPS), corpus.texts)
+    rows, taps = corpus.everywhere.rows, taps_of(corpus.model.config.layers)
+    states = model_states(corpus.model.tapped(taps), corpus.texts)
     assert states.taps is not None
     main = json.loads((folder.parent / "main/config.json").read_text())
     vocab = main["vocab_size"]
     tokens = torch.cat([corpus.choices.unique(), torch.arange(8)]).unique()
-    config = eagle3_config(main, TAPS, len(tokens), "float32")
+    config = eagle3_config(main, taps, len(tokens), "float32")
     tensors = token_offsets(tokens, vocab)
     for spec in Eagle3Family.from_config(config).tensors.values():
         if spec.role is not Role.VOCABULARY and not spec.optional:
