@@ -157,7 +157,7 @@ def _failed(check: str, items: Iterable[Item]) -> list[str]:
 
 @dataclass(frozen=True)
 class Record:
-    """What was judged, one line for each bundle by itself and for each of its seeds."""
+    """Judgements, a line for each bundle by itself and for each of its seeds."""
 
     file: Path
 

@@ -227,7 +227,7 @@ class Corpus:
     ) -> list[torch.Tensor]:
         """MTP outputs [A, d] before the norm at every anchor, one per depth; those of the module as
         it is are kept."""
-        is_own = module is hidden is recycle is anchors is None
+        is_own = all(one is None for one in (module, hidden, recycle, anchors))
         if is_own and depths <= len(self._outputs):
             return self._outputs[:depths]
         hidden = self.hidden if hidden is None else hidden
