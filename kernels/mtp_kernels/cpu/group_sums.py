@@ -29,13 +29,12 @@ from mtp_kernels.cpu.stored_rows import STORED
 WHOLE = (0, 1)  # both columns of vectors of a panel
 
 
-def scaled(
-    builder: Any, factor: float, sums: list[Any], scales: list[Any], old: list[Any]
-) -> list[Any]:
-    """Sums times a factor and scales, added to what was there."""
+def scales_at(builder: Any, factor: float, places: list[Any]) -> list[Any]:
+    """Vectors of scales at addresses, times a power of two that sums of products lack."""
+    lines = [load(builder, at, VECTOR) for at in places]
     if factor != 1:
-        sums = [builder.fmul(made, ir.Constant(VECTOR, [factor] * LANES)) for made in sums]
-    return [fma(builder, *each) for each in zip(sums, scales, old, strict=True)]
+        lines = [builder.fmul(line, ir.Constant(VECTOR, [factor] * LANES)) for line in lines]
+    return lines
 
 
 def old_or_zeros(builder: Any, outs: list[Any], adds: Any) -> list[Any]:
@@ -103,10 +102,9 @@ def add_scaled(typing: Any, sums: Any, kind: Any, scales: Any, out: Any, add: An
             for at in (sums, scales, out)
         )
         old = old_or_zeros(builder, outs, builder.icmp_signed("!=", add, integer(0)))
-        sums, lines = ([load(builder, at, VECTOR) for at in each] for each in (made, lines))
-        sums = scaled(builder, STORED[signature.args[1]].factor, sums, lines, old)
-        for value, at in zip(sums, outs, strict=True):
-            store(builder, value, at)
+        scales = scales_at(builder, STORED[signature.args[1]].factor, lines)
+        for at, line, before, place in zip(made, scales, old, outs, strict=True):
+            store(builder, fma(builder, load(builder, at, VECTOR), line, before), place)
         return context.get_dummy_value()
 
     return types.void(types.int64, kind, *[types.int64] * 3), codegen

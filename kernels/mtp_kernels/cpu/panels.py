@@ -22,6 +22,7 @@ from mtp_kernels.cpu.code import (
     VECTOR,
     by_count,
     bytes_of,
+    fma,
     integer,
     load,
     loop,
@@ -36,7 +37,7 @@ from mtp_kernels.cpu.group_sums import (
     add_scaled,
     expand,
     old_or_zeros,
-    scaled,
+    scales_at,
 )
 from mtp_kernels.cpu.jit import inner
 from mtp_kernels.cpu.panel_forms import (
@@ -140,13 +141,12 @@ def _write_products(
     step = _step(builder, stored, given.x, x_bytes, w)
     sums = loop(builder, builder.udiv(given.depth, integer(stored.rows)), starts, step)
     if stored.has_scales:
-        lines = [
-            load(builder, builder.add(at, integer(c * LANES * FLOAT_BYTES)), VECTOR)
-            for at in scales
-            for c in w.columns
+        places = [
+            builder.add(at, integer(c * LANES * FLOAT_BYTES)) for at in scales for c in w.columns
         ]
+        lines = scales_at(builder, stored.factor, places) * rows
         old = old_or_zeros(builder, outs, adds)
-        sums = scaled(builder, stored.factor, sums, lines * rows, old)
+        sums = [fma(builder, *each) for each in zip(sums, lines, old, strict=True)]
     for value, at in zip(sums, outs, strict=True):
         store(builder, value, at)
 
