@@ -5,13 +5,15 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from cases import WHOLE_TILES, make_checkpoint, quantize
+from cases import WHOLE_TILES, make_checkpoint, quantize, run_program
+from forked import forks
 from mtp_checkpoints.errors import InvalidInputError, IoError, UnsupportedError, UsageError
 from mtp_kernels.decoder import Piece
 from mtp_runtime.models.load import LoadOptions, load_model
@@ -21,6 +23,7 @@ from quantize_rows import INT8_HEAD
 from runtime.checkpoints import GLM4_MOE, SMALL, SMALL_CONFIGS, write_checkpoint
 from runtime.harness import Walk
 
+GLM = Path(__file__).resolve().parents[2] / "fixtures/glm4-moe-tiny"
 TOKENS = [3, 1, 2, 0, 3]
 PLAIN = {"mla": SMALL, "gqa": GLM4_MOE, "gated delta": SMALL_CONFIGS["qwen3_next"]}
 
@@ -122,6 +125,24 @@ def test_what_ended_before_it_was_whole_is_not_used(model: Path, tmp_path: Path)
     assert [*kept.iterdir()] == [file]
 
 
+def _killed_while_loading(path: Path, kept: Path) -> None:
+    os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # before the file has its name
+    load(path, kept)
+
+
+def test_what_a_killed_process_left_is_written_over(model: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    process = forks().Process(target=_killed_while_loading, args=(model, kept))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    (part,) = kept.iterdir()
+    assert part.suffix == ".part"
+    assert is_equal(load(model, None), load(model, kept))
+    (file,) = kept.iterdir()
+    assert file.suffix == ".packed"
+
+
 def test_two_processes_do_not_write_one_file(model: Path, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     expected = load(model, kept)
@@ -150,3 +171,16 @@ def test_options_that_keep_nothing_are_refused(tmp_path: Path) -> None:
         LoadOptions(packed_cache=tmp_path, dequantize_at_load=False)
     with pytest.raises(UsageError, match="--packed-cache"):
         LoadOptions(packed_cache=tmp_path, expert_bytes=1 << 20)
+
+
+def test_the_command_keeps_weights_and_says_why_it_cannot(tmp_path: Path) -> None:
+    words = ("generate", GLM, "--prompt", "def f", "--max-new-tokens", "4")
+    texts = []
+    for more in ((), ("--packed-cache", tmp_path / "kept"), ("--packed-cache", tmp_path / "kept")):
+        outcome = run_program(*words, *more)
+        assert outcome.code == 0, outcome.err
+        texts.append(outcome.out.partition("\n4 tokens")[0])
+    assert texts[0] == texts[1] == texts[2]
+    (tmp_path / "file").touch()
+    outcome = run_program(*words, "--packed-cache", tmp_path / "file" / "kept")
+    assert outcome.code == 6 and "Packed weights cannot be kept" in outcome.err

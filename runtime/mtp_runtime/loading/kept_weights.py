@@ -67,8 +67,8 @@ class KeptWeights:
 
         Raises IoError where the file cannot be read or written.
         """
-        filled = self._filled()
         try:
+            filled = self._filled()
             if filled is None:
                 with written_file(self.path) as arena:
                     yield arena or Arena()
@@ -102,8 +102,6 @@ class KeptWeights:
         except PackedFileError:
             self.path.unlink(missing_ok=True)
             return None
-        except OSError as error:
-            raise IoError("Packed weights cannot be read", where=self.path) from error
 
     def _remove_others(self) -> None:
         """Remove what was packed of earlier files of this model, or by another version."""
