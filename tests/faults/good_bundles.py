@@ -5,9 +5,8 @@ false alarm.
 python -m faults.good_bundles --seeds 20 --into FOLDER   (with tests/ on the path; too long for the
 test suite). Files and weights of a bundle are judged once, with its source and without, and so is
 plain text; what prompts change, once per seed of them. A bundle is loaded once, and the prompts of
-some seeds are decoded together. Bundles that hold the same numbers, as those for two targets, are
-judged together on their seeds. FOLDER/judged.jsonl has one line for each; a run goes on behind what
-it has.
+some seeds are decoded together. Of bundles that hold the same numbers, as those for two targets,
+one is run for all. FOLDER/judged.jsonl has one line for each; a run goes on behind what it has.
 """
 
 from __future__ import annotations
@@ -43,7 +42,10 @@ RELEASED = "released"
 # Rows that the runtime runs. Those of w4afp8 have one scale per 128 weights, more than an expert's.
 PAIRS = [RELEASED, *(row for row in ROWS if row != "w4afp8" and "GGUF" not in row)]
 DRAFTS = {"eagle3": write_fitted_eagle3, "parallel_heads": write_fitted_heads}
-OF_BUNDLE = ("files", "ledger", "likelihood")
+OF_FILES, OF_TEXT = ("files", "ledger"), ("likelihood",)
+# Beside the numbers of seeds, and None for a bundle by itself.
+TEXT = "plain text"
+Seed = int | str | None
 _PROMPTS = 16
 _SEEDS_AT_ONCE = 4  # whose prompts are decoded together, in the memory of a cache
 
@@ -65,8 +67,8 @@ class Bundle:
     def made(self, folder: Path) -> str:
         """Write it; return why its row or target refuses the fixture, "" where it does not."""
         shutil.rmtree(folder, ignore_errors=True)
-        source, usual = ROOT / "fixtures" / self.fixture, ("--link", "copy", "--quiet")
-        usual = ("--target", self.target, *usual)
+        source = ROOT / "fixtures" / self.fixture
+        usual = ("--target", self.target, "--link", "copy", "--quiet")
         if self.row == RELEASED:
             outcome = export(source, folder, *usual)
         else:
@@ -125,12 +127,17 @@ def _tensors(part: object) -> Iterator[torch.Tensor]:
 def judged_alone(bundle: Bundle, folder: Path) -> Iterator[str]:
     """Yield what fails whatever the prompts: with the source, then without."""
     with_source = opened(folder, ROOT / "fixtures" / bundle.fixture)
-    of_bundle = {name: JUDGES[name] for name in OF_BUNDLE}
-    for context, judges in ((with_source, WITH_SOURCE), (opened(folder), of_bundle)):
-        for said in sentences(context, judges):
-            yield from said
+    for said in sentences(with_source, WITH_SOURCE):
+        yield from said
+    yield from judged_by(OF_FILES, opened(folder))
     if bundle.draft:
         yield from _failed("drafts", load_report.extra_drafts(opened(folder)))
+
+
+def judged_by(names: Iterable[str], context: Context) -> Iterator[str]:
+    """Yield what fails of some of the judges."""
+    for said in sentences(context, {name: JUDGES[name] for name in names}):
+        yield from said
 
 
 def corpora(context: Context, seeds: Sequence[int]) -> Iterator[tuple[int, Corpus]]:
@@ -171,13 +178,13 @@ class Record:
         with self.file.open("a") as file:
             file.write(json.dumps({"bundle": bundle.name, **found}) + "\n")
 
-    def missing(self, bundle: Bundle, seeds: int) -> list[int | None]:
+    def missing(self, bundle: Bundle, seeds: int) -> list[Seed]:
         """Return the seeds that a bundle was not judged on, None for itself; none of one that is
         refused. Those on which another one with the same numbers was judged are taken from that."""
         own = [line for line in self.lines if line["bundle"] == bundle.name]
         if any("refused" in line for line in own):
             return []
-        done, wanted = {line["seed"] for line in own}, range(seeds)
+        done, wanted = {line["seed"] for line in own}, (TEXT, *range(seeds))
         numbers = {line["numbers"] for line in own}
         for line in self.lines if numbers else []:
             seed = line.get("seed")
@@ -189,13 +196,14 @@ class Record:
     def counted(self) -> str:
         """Return how much was judged, and each false alarm."""
         judged = [line for line in self.lines if "refused" not in line]
-        of_bundles = {line["bundle"] for line in judged if line["seed"] is None}
-        of_seeds = [line for line in judged if line["seed"] is not None]
+        of_bundles = [line for line in judged if line["seed"] is None]
+        of_text = [line for line in judged if line["seed"] == TEXT]
+        of_seeds = [line for line in judged if isinstance(line["seed"], int)]
         taken = sum("as" in line for line in of_seeds)
         alarms = [f"{o['bundle']}, seed {o['seed']}: {said}" for o in judged for said in o["said"]]
         seconds = sum(line["seconds"] for line in judged if "as" not in line)
-        words = f"{len(of_bundles)} bundles by themselves, {len(of_seeds)} bundles x seeds"
-        words += f" ({taken} with the numbers of another)"
+        words = f"{len(of_bundles)} bundles by themselves, {len(of_text)} by plain text"
+        words += f", {len(of_seeds)} bundles x seeds ({taken} with the numbers of another)"
         return "\n".join([f"{words}, {seconds:.0f} s, {len(alarms)} false alarms", *alarms])
 
 
@@ -218,9 +226,12 @@ def judge(bundle: Bundle, seeds: int, folder: Path, record: Record) -> None:
         record.add(bundle, seed=None, said=said, seconds=seconds, numbers=numbers)
         missing = record.missing(bundle, seeds)
     start = time.monotonic()
-    for first in range(0, len(missing), _SEEDS_AT_ONCE):
-        some = [seed for seed in missing[first : first + _SEEDS_AT_ONCE] if seed is not None]
-        for seed, corpus in corpora(context, some):
+    if TEXT in missing:
+        said, seconds = list(judged_by(OF_TEXT, context)), time.monotonic() - start
+        record.add(bundle, seed=TEXT, said=said, seconds=seconds, numbers=numbers)
+    start, numbered = time.monotonic(), [seed for seed in missing if isinstance(seed, int)]
+    for first in range(0, len(numbered), _SEEDS_AT_ONCE):
+        for seed, corpus in corpora(context, numbered[first : first + _SEEDS_AT_ONCE]):
             said, seconds = list(judged_on(corpus, context)), time.monotonic() - start
             record.add(bundle, seed=seed, said=said, seconds=seconds, numbers=numbers)
             start = time.monotonic()
