@@ -38,7 +38,8 @@ _STATIC = """## {heading}
 Planted into a copy of a good bundle of a small model, with a manifest that agrees with the wrong
 bytes where an exporter could have written them. A test plants each again and compares the result of
 `verify` with its row. The good bundles of every row of the precision table, and of every target,
-pass.
+pass. `tests/verify/test_family_faults.py` plants {others} more, into the bundles of {families}
+other families, and `test_damaged_formats.py` damages an MTP layer in {forms} forms.
 
 {count} faults, named: {totals}.
 """
@@ -170,9 +171,17 @@ def table(static: Cells, run: Cells) -> str:
 def _static_lines(found: Cells) -> Iterator[str]:
     from faults.faults import FAULTS
     from faults.matrix import STATIC
+    from verify.test_damaged_formats import FORMS
+    from verify.test_family_faults import OTHERS, faults_of
 
-    totals = _totals([fault.caught_by for fault in FAULTS])
-    yield _STATIC.format(heading=STATIC_HEADING, count=len(FAULTS), totals=totals)
+    yield _STATIC.format(
+        heading=STATIC_HEADING,
+        others=sum(len(faults_of(model_type)) for model_type in OTHERS),
+        families=len(OTHERS),
+        forms=len(FORMS),
+        count=len(FAULTS),
+        totals=_totals([fault.caught_by for fault in FAULTS]),
+    )
     yield from _header("fault", "bundle", *STATIC)
     for fault in FAULTS:
         yield _row(fault.name, (fault.needs, *found[fault.name]), fault)

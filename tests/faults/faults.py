@@ -13,6 +13,7 @@ from faults.file_faults import FILE_FAULTS
 from faults.gguf_faults import GGUF_FAULTS
 from faults.relation_faults import RELATION_FAULTS
 from faults.scheme_faults import SCHEME_FAULTS
+from faults.target_faults import TARGET_FAULTS
 from faults.weight_faults import WEIGHT_FAULTS
 
 FAULTS: tuple[Fault, ...] = (
@@ -22,4 +23,5 @@ FAULTS: tuple[Fault, ...] = (
     *RELATION_FAULTS,
     *SCHEME_FAULTS,
     *FAMILY_FAULTS,
+    *TARGET_FAULTS,
 )

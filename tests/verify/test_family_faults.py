@@ -21,6 +21,7 @@ from mtp_checkpoints.families.parts import Moe
 from mtp_checkpoints.families.spec import ModelSpec
 from runtime.checkpoints import SMALL_CONFIGS
 
+DOWN = ("down_proj.weight", ".w2.weight", ".w2_md.weight")
 OTHERS = [model_type for model_type in SMALL_CONFIGS if model_type != "deepseek_v3"]
 
 
@@ -80,9 +81,7 @@ def faults_of(model_type: str) -> list[Fault]:
     fault, tensors = partial(Fault, needs=model_type), family.tensors
     is_sparse = isinstance(moe, Moe)
     mlp = f"{layer}.mlp.experts.1" if is_sparse else module.layer.feed_forward_prefix
-    down = next(
-        n for n in tensors if n.startswith(layer) and n.endswith(("down_proj.weight", ".w2.weight"))
-    )
+    down = next(n for n in tensors if n.startswith(layer) and n.endswith(DOWN))
     found = [
         fault("norm at one", mtp(f"{names.hidden_norm}.weight", torch.ones_like), "ledger",
               "constant"),
