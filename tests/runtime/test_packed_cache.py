@@ -116,6 +116,19 @@ def test_weights_of_another_model_are_refused(model: Path, tmp_path: Path) -> No
     assert raised.value.where == file
 
 
+def test_a_file_that_holds_more_is_refused(model: Path, tmp_path: Path) -> None:
+    """That of the model with its MTP module, in place of the one without."""
+    kept = tmp_path / "kept"
+    load(model, kept)
+    (larger,) = kept.iterdir()
+    without = LoadOptions(packed_cache=kept, with_mtp=False)
+    load_model(model, without)
+    (smaller,) = {*kept.iterdir()} - {larger}
+    larger.replace(smaller)
+    with pytest.raises(InvalidInputError, match="holds more than was taken"):
+        load_model(model, without)
+
+
 def test_what_ended_before_it_was_whole_is_not_used(model: Path, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     expected = load(model, kept)
