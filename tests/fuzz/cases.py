@@ -172,6 +172,9 @@ CASES: dict[str, Known] = {
         "gguf", "gguf", gguf_bytes(24, (1 << 62).to_bytes(8, "little")), 3
     ),
     "a GGUF file is of the other byte order": Known("gguf", "gguf", gguf_bytes(4, b"\0\0\0\3"), 3),
+    "architectures of another model beside GGUF files": Known(
+        "graft", "gguf main", field(_CONFIG, "architectures", ["Other"]), 3
+    ),
     "rope_theta is an object": Known("export", "fp8", field(_CONFIG, "rope_theta", {}), 3),
     "a beta is the least float": Known(
         "verify foreign",

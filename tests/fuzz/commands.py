@@ -29,7 +29,8 @@ _PAIRS = (
     ("a8w8_mxfp8", "a8w8_mxfp8"),
 )
 _FOREIGN = tuple(f"foreign {method}" for method in FOREIGN)
-_COUNTED = tuple(one for one in _FOREIGN if one != "foreign mlx")  # whose experts are in one tensor
+_STACKED = ("foreign mlx", "foreign quark, fused experts")  # experts of a layer in one tensor
+_COUNTED = tuple(one for one in _FOREIGN if one not in _STACKED)
 _OF_A_VERIFICATION = (0, 3, 4, 6, 7)  # exit codes
 _ITS_OWN_FAULT = "mtp-export itself failed here"  # as verify reports an internal error
 # Items in which verify judges what travels along as it is, whatever it is worth.

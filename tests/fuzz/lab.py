@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -358,7 +358,12 @@ def copy_of(folder: Path, target: Path) -> None:
     shutil.copytree(folder, target, copy_function=shutil.copy2)
 
 
-_TOOLS = {"mlx": write_mlx, "bitsandbytes": write_nf4, "quark": write_quark}
+_TOOLS: dict[str, Callable[[Path, Path, str], Path]] = {
+    "mlx": write_mlx,
+    "bitsandbytes": write_nf4,
+    "quark": write_quark,
+    "quark, fused experts": partial(write_quark, packs_experts=False),
+}
 FOREIGN = (
     *("awq", "auto-round", "compressed-tensors, int8", "fp8"),
     *("modelopt nvfp4", "modelopt fp8, in a file", *_TOOLS),
