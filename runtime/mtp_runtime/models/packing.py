@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from math import prod
 from typing import cast
 
 import torch
@@ -33,6 +34,9 @@ KINDS: dict[type, str] = {
 }
 
 
+_LEAST_AHEAD = 1 << 20  # elements of matrices that are worth a pool of threads to read
+
+
 @dataclass(frozen=True)
 class Rows:
     """Matrices of linears on top of each other, in some shape [..., out, in]: read when they are
@@ -53,10 +57,10 @@ class Rows:
 
     def pieces(self) -> Iterator[kernels.Piece]:
         """Yield rows [n, in], of each matrix as they are stored or in float32: while some are
-        packed, the next are read."""
+        packed, the next are read, unless all are so small that threads would take longer."""
         reads = [read for linear in self.linears for read in linear.reads()]
-        if len(reads) == 1:
-            yield reads[0]()
+        if len(reads) == 1 or prod(self.shape) < _LEAST_AHEAD:
+            yield from (read() for read in reads)
             return
         with ThreadPoolExecutor(READERS) as pool:
             yield from read_ahead(pool, lambda read: read(), reads)
