@@ -185,16 +185,19 @@ def _on_more(benches: Sequence[_Bench], variant: Variant) -> Alternative | None:
 @dataclass(frozen=True)
 class _Bench:
     """Texts on which variants are compared with the module as it is, whose drafts are made once per
-    depth. is_brief: so few tokens that an interval alone tells that one is worse."""
+    depth. is_brief: so few tokens that the interval alone tells that one is no better."""
 
     corpus: Corpus
     is_brief: bool = False
     _unchanged: dict[int, Drafts] = field(default_factory=dict)
 
     def may_be_better(self, found: Alternative) -> bool:
-        """True for a variant that is no worse here, or that the few texts say nothing of."""
+        """True for a variant that is no worse here, and by its interval may gain enough, or that
+        the few texts say nothing of."""
         gain = found.gain
-        return gain.high is None or (gain.high if self.is_brief else gain.value) > 0
+        if gain.high is None:
+            return True
+        return gain.high > LEAST_GAIN_NATS and (self.is_brief or gain.value > 0)
 
     def unchanged(self, depth: int) -> Drafts:
         """The module's own drafts up to a depth."""
