@@ -79,18 +79,17 @@ class Bundle:
 
 
 def bundles() -> list[Bundle]:
-    """Every row for every target, or the one that it is for, then rows with a draft of each other
-    kind."""
+    """Every row of every fixture for every target, or the one that it is for, and with a draft of
+    each other kind."""
     rows = {row: _targets_of(row) for row in PAIRS}
-    found = [
-        Bundle(fixture, row, target)
+    return [
+        Bundle(fixture, row, target, draft)
+        for fixture in FIXTURES  # the one of most layers last
         for row, targets in rows.items()
-        for target, fixture in product(targets, FIXTURES)
-    ]
-    return found + [
-        Bundle(fixture, row, targets[0], draft)
-        for row, targets in rows.items()
-        for draft, fixture in product(DRAFTS, FIXTURES)
+        for target, draft in (
+            *((target, "") for target in targets),
+            *((targets[0], draft) for draft in DRAFTS),
+        )
     ]
 
 
