@@ -18,7 +18,7 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from itertools import chain, product
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
