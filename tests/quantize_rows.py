@@ -128,6 +128,10 @@ ROWS = {
         packed_part("nvfp4 under nvfp4"),
         packed_part("nvfp4 under nvfp4"),
     ),
+    "nvfp4 beside fp8": Row(pair("weight_only_nvfp4", "a8w8_fp8"), NVFP4, FP8_CT),
+    "nvfp4 under nvfp4 beside fp8": Row(
+        pair("a4w4_nvfp4", "a8w8_fp8"), packed_part("nvfp4 under nvfp4"), FP8_CT
+    ),
     "modelopt nvfp4": Row(
         pair("weight_only_nvfp4", "bf16", "--format", "modelopt"),
         packed_part("nvfp4 of modelopt"),

@@ -25,6 +25,7 @@ _PAIRS = (
     ("a8w8_fp8_wint4", "a8w8_fp8"),
     ("weight_only_nvfp4", "weight_only_nvfp4"),
     ("a4w4_nvfp4", "bf16"),
+    ("weight_only_nvfp4", "a8w8_fp8"),
     ("weight_only_mxfp4", "weight_only_mxfp4"),
     ("a8w8_mxfp8", "a8w8_mxfp8"),
 )
