@@ -75,11 +75,15 @@ def _oracles(model_type: str) -> tuple[str, str]:
     from runtime.oracles import MTP_MODEL
 
     main = "not confirmed" if model_type in names.UNCONFIRMED else "transformers' class"
-    if model_type in family_drafts.MAINS:
+    if model_type in family_drafts.MAINS | family_drafts.GPU_MAINS:
         main = "vLLM's class"
+    if model_type in family_drafts.SGLANG_MAINS:
+        main = "SGLang's class"
     if model_type in names.OTHER_CLASS:
         main = "transformers' class of the same layers"
     mtp = "engines' loaders, read"
+    if model_type in family_drafts.SGLANG:
+        mtp = "SGLang's loader"
     if model_type in family_drafts.CASES | family_drafts.GPU_ONLY:
         mtp = "vLLM's loader"
     if model_type in family_drafts.RUN:

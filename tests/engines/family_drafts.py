@@ -1,5 +1,5 @@
-"""Families whose MTP layers, or main models, vLLM's own classes load on a CPU, some of them once
-what needs a GPU is replaced."""
+"""Families whose MTP layers, or main models, vLLM's or SGLang's own classes load on a CPU, some of
+them once what needs a GPU is replaced."""
 
 from __future__ import annotations
 
@@ -46,6 +46,14 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     # vLLM loads the first of their three layers.
     "mimo_v2_flash": ("MiMoV2MTP", _MIMO_V2, 3),
     "mimo_v2": ("MiMoV2MTP", _MIMO_V2 | _MIMO_V2_MORE, 3),
+    "bailing_hybrid": (
+        "BailingMoeV3MTPModel",
+        # Without it vLLM's and SGLang's latent attention has no gates, transformers' always has.
+        {"gated_attention_proj_granularity_type": "head_wise"}
+        | {"architectures": ["BailingMoeV3ForCausalLM"], "moe_shared_expert_intermediate_size": 64}
+        | {"use_bias": False},
+        1,
+    ),
 }
 RUN = frozenset({"mimo"})  # test_mimo_contract runs the module of these
 # Those that are built once what needs a GPU is replaced.
@@ -99,6 +107,8 @@ GPU_ONLY: dict[str, tuple[str, dict[str, Any], int]] = {
 # Tensors that vLLM leaves, by parts of their names: it builds no indexer in Hy4's MTP layer, as
 # layer_types, which its config wants for the main layers alone, has no kind of it.
 LEFT = {"hy_v4": ".indexer."}
+# The same of main models: biases of routers are none of its parameters, and a tower is left out.
+LEFT_OF_MAIN = {"inkling_model": ".gate.bias", "interns2_mobius": ".time_series."}
 # Of those that transformers has no class for: vLLM's of the main model, and fields that it reads.
 _LATENT = CASES["BailingMoeV2_5ForCausalLM"][1] | {"use_qkv_bias": False}
 _LING = {"embedding_dropout": 0.0, "use_qkv_bias": False, "use_rmsnorm": True, "rope_theta": 1e4}
@@ -108,4 +118,55 @@ MAINS: dict[str, tuple[str, dict[str, Any]]] = {
     "BailingMoeV2_5ForCausalLM": ("BailingMoeV25ForCausalLM", _LATENT),
     "pangu_ultra_moe": ("PanguUltraMoEForCausalLM", CASES["pangu_ultra_moe"][1]),
     "mimo_v2": ("MiMoV2ForCausalLM", _MIMO_V2 | _MIMO_V2_MORE),
+}
+# Fields of whole configs, of which a checkpoint of ours has one tensor of the tower.
+_VISION: dict[str, Any] = (
+    {"hidden_size": 32, "num_heads": 2, "depth": 1, "intermediate_size": 32, "patch_size": 14}
+    | {"num_position_embeddings": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    | {"deepstack_visual_indexes": [], "out_hidden_size": 64, "in_channels": 3}
+    | {"hidden_act": "gelu_pytorch_tanh"}
+)
+WHOLE: dict[str, dict[str, Any]] = {
+    "interns2_mobius": {"image_token_id": 3, "vision_config": _VISION},
+}
+GPU_MAINS: dict[str, tuple[str, dict[str, Any]]] = {
+    "nemotron_h_puzzle": (
+        "NemotronHForCausalLM",
+        {"hybrid_override_pattern": "ME*E", "use_conv_bias": True, "use_bias": False}
+        | {"attention_bias": False, "mlp_bias": False, "mamba_proj_bias": False}
+        | {"mamba_hidden_act": "silu", "mlp_hidden_act": "relu2", "routed_scaling_factor": 1.0}
+        | {"norm_topk_prob": True, "n_group": 1, "topk_group": 1},
+    ),
+    "inkling_model": (
+        "InklingForCausalLM",
+        # As below, routers have no rows to fill: 14 experts and 2 shared ones.
+        {"shared_expert_sink": True, "use_global_scale": True, "use_embed_norm": True}
+        | {"n_routed_experts": 14}
+        | {"architectures": ["InklingForCausalLM"]},
+    ),
+    "interns2_mobius": ("InternS2MobiusForConditionalGeneration", {}),
+}
+# SGLang's classes of drafts that vLLM has none of, or does not build: the module, the class, fields
+# that it reads and ours do not, and the share of the layers that it loads.
+_KINDS = 46  # it takes the kind of layer 45 for any module
+_STEP: dict[str, Any] = (
+    {"layer_types": ["sliding_attention"] * _KINDS, "rope_theta": [1e4] * _KINDS}
+    | {"partial_rotary_factors": [1.0] * _KINDS, "swiglu_limits_shared": None}
+    | {"rope_scaling": None, "yarn_only_types": []}
+)
+SGLANG: dict[str, tuple[str, str, dict[str, Any], int]] = {
+    "bailing_moe": (
+        "bailing_moe_nextn",
+        "BailingMoeForCausalLMNextN",
+        _LING | {"first_k_dense_replace": 0, "use_qkv_bias": True},
+        1,
+    ),
+    "bailing_moe_v2": ("bailing_moe_nextn", "BailingMoeForCausalLMNextN", _LING, 1),
+    "step3p5": ("step3p5_mtp", "Step3p5MTP", _STEP, 3),
+    "step3p7": ("step3p5_mtp", "Step3p5MTP", _STEP, 3),
+    "gigachat3_5": ("gigachat35_mtp", "GigaChat35ForCausalLMNextN", {}, 1),
+    "qwen3_moe": ("qwen3_moe_mtp", "Qwen3MoeForCausalLMMTP", {"attention_bias": False}, 1),
+}
+SGLANG_MAINS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gigachat3_5": ("gigachat35", "GigaChat35ForCausalLM", {}),
 }

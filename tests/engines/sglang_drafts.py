@@ -41,7 +41,7 @@ class Table(Matrix):
 
 
 class Norm(nn.Module):
-    def __init__(self, size: int, **_: Any) -> None:
+    def __init__(self, size: int, *_: Any, **__: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.full((size,), UNTOUCHED), requires_grad=False)
 

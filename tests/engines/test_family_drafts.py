@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from engine_runs import process
-from family_drafts import CASES, GPU_ONLY, LEFT, MAINS
+from family_drafts import CASES, GPU_MAINS, GPU_ONLY, LEFT, LEFT_OF_MAIN, MAINS, WHOLE
 from safetensors.torch import load_file
 
 from cases import export
@@ -19,22 +19,21 @@ from faults.small_model import family_config, write_dense
 from runtime.checkpoints import changed
 
 # The target's, which vLLM puts in their place.
-DRAFTS = CASES | GPU_ONLY
+DRAFTS, EVERY_MAIN = CASES | GPU_ONLY, MAINS | GPU_MAINS
 SHARED = re.compile(r"model\.embed_tokens|lm_head|model\.layers\.\d+\.shared_head\.head")
 
 
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("families")
-    fields = {name: more for name, (_, more, _) in DRAFTS.items()}
-    fields |= {name: more for name, (_, more) in MAINS.items()}
-    for model_type, more in fields.items():
-        config = changed(family_config(model_type), **more)
-        source = write_dense(folder / model_type, config=config)
-        target = "vllm" if model_type in DRAFTS else "hf"
-        made = export(source, folder / f"{model_type}-bundle", "--target", target, "--quiet")
+    fields = {name: (name, more, "vllm") for name, (_, more, _) in DRAFTS.items()}
+    fields |= {f"main {name}": (name, more, "hf") for name, (_, more) in EVERY_MAIN.items()}
+    for key, (model_type, more, target) in fields.items():
+        config = changed(family_config(model_type), **more) | WHOLE.get(model_type, {})
+        source = write_dense(folder / key, config=config)
+        made = export(source, folder / f"{key}-bundle", "--target", target, "--quiet")
         assert made.code == 0, made.err
-    return {model_type: folder / f"{model_type}-bundle" for model_type in fields}
+    return {key: folder / f"{key}-bundle" for key in fields}
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +41,17 @@ def loadings(
     bundles: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
-    for script, drafts, mains in (("vllm_drafts", CASES, MAINS), ("vllm_gpu_only", GPU_ONLY, [])):
+    for script, drafts, mains in (
+        ("vllm_drafts", CASES, MAINS),
+        ("vllm_gpu_only", GPU_ONLY, GPU_MAINS),
+    ):
         job: dict[str, object] = {
-            f"{method} {model_type}": {
-                "main": str(bundles[model_type] / "main"),
-                "draft": str(bundles[model_type] / "mtp"),
-                "method": method,
+            key: {
+                "main": str(bundles[key] / "main"),
+                "draft": str(bundles[key] / "mtp"),
+                "method": "mtp" if key in drafts else "",
             }
-            for method, families in (("mtp", drafts), ("", mains))
-            for model_type in families
+            for key in (*drafts, *(f"main {model_type}" for model_type in mains))
         }
         path, folder = Path(__file__).with_name(f"{script}.py"), tmp_path_factory.mktemp(script)
         status, log, result = process(path, job, folder)
@@ -64,19 +65,21 @@ def test_vllm_loads_every_tensor(
     model_type: str, bundles: dict[str, Path], loadings: dict[str, dict[str, Any]]
 ) -> None:
     name, _, layers = DRAFTS[model_type]
-    found = loadings[f"mtp {model_type}"]
+    found = loadings[model_type]
     assert found["class"] == name
     assert all(map(SHARED.match, found["untouched"])), found["untouched"]
     assert found["elements"] * layers == elements(bundles[model_type] / "mtp", LEFT.get(model_type))
 
 
-@pytest.mark.parametrize("model_type", MAINS)
+@pytest.mark.parametrize("model_type", EVERY_MAIN)
 def test_vllm_loads_every_tensor_of_a_main_model(
     model_type: str, bundles: dict[str, Path], loadings: dict[str, dict[str, Any]]
 ) -> None:
-    found = loadings[f" {model_type}"]
-    assert (found["class"], found["untouched"]) == (MAINS[model_type][0], [])
-    assert found["elements"] == elements(bundles[model_type] / "main")
+    key, left = f"main {model_type}", LEFT_OF_MAIN.get(model_type)
+    found = loadings[key]
+    assert found["class"] == EVERY_MAIN[model_type][0]
+    assert [name for name in found["untouched"] if not name.startswith("visual.")] == []
+    assert found["elements"] == elements(bundles[key] / "main", left)
 
 
 def elements(folder: Path, left: str | None = None) -> int:

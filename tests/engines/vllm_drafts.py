@@ -19,13 +19,22 @@ def register(main: str) -> None:
     """Have transformers take the config of a model whose release brings its own class of it."""
     from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
+    document = json.loads(Path(main, "config.json").read_text())
+
     class Config(PretrainedConfig):
-        model_type = json.loads(Path(main, "config.json").read_text())["model_type"]
+        model_type = document["model_type"]
 
         def __init__(self, text_config: Any = None, **fields: Any) -> None:
             if text_config is not None:
                 self.text_config = AutoConfig.for_model(**dict(text_config))
+            if "vision_config" in fields:
+                fields["vision_config"] = PretrainedConfig(**dict(fields["vision_config"]))
             super().__init__(**fields)
+
+        def get_nemotron_h_config_for_layer(self, index: int) -> Any:
+            """The config of one layer, as the release of Puzzle has it."""
+            blocks = getattr(self, "block_configs", [])
+            return PretrainedConfig(**document | blocks[index]) if index < len(blocks) else self
 
     if Config.model_type not in CONFIG_MAPPING:
         AutoConfig.register(Config.model_type, Config)

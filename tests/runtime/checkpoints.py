@@ -508,6 +508,10 @@ NEMOTRON_H_OMNI: dict[str, Any] = {
     "model_type": "nemotron_h_omni",
     "tie_word_embeddings": False,
     "text_config": {key: one for key, one in NEMOTRON_H.items() if key != "architectures"},
+    "vision_config": {"model_type": "radio", "hidden_size": 32, "intermediate_size": 32}
+    | {"num_hidden_layers": 1, "num_attention_heads": 2, "video_temporal_patch_size": 2},
+    "projector_hidden_size": 32,
+    "vision_hidden_size": 32,
 }
 GIGACHAT3_5: dict[str, Any] = {
     **PANGU_LIKE,

@@ -13,7 +13,7 @@ from mtp_checkpoints.families.text_part import TextPart
 
 _DECODER = "language_model"
 _BESIDE = (
-    *("vision_model.", "vision_projector.", "vision_tower.", "mlp1."),
+    *("vision_model.", "vision_projector.", "vision_final_layernorm.", "vision_tower.", "mlp1."),
     *("sound_encoder.", "sound_projection.", "audio_tower.", "audio_projector."),
 )
 

@@ -32,6 +32,7 @@ from mtp_checkpoints.families.text_part import TextPart
 _CONTRACT = MtpContract(
     Hidden.BEFORE_NORM, recycled_hidden=Hidden.BEFORE_NORM, source="vLLM and SGLang"
 )
+_EMBEDDING = "model.mtp.embed_tokens"  # a copy for all layers
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _FIELDS = {
     "num_key_value_heads": "num_attention_groups",
@@ -69,7 +70,7 @@ def decoder(part: TextPart) -> ModelSpec:
     described = listed_decoder(
         part,
         layers[:main],
-        [_mtp(fields, layer) for layer in layers[main:]],
+        [_mtp(fields, layer, is_first=not number) for number, layer in enumerate(layers[main:])],
         _CONTRACT,
     )
     facts = replace(described.facts, norm_offset=1.0)
@@ -84,11 +85,14 @@ def _layer(fields: Fields, index: int, kind: str, sparse: frozenset[int]) -> Lay
     return LayerSpec(prefix, attention, replace(GatedMlp.of(own), limit=_limit(own, shared=True)))
 
 
-def _mtp(fields: Fields, layer: LayerSpec) -> MtpSpec:
-    """Return an MTP layer: its head is its own, and no copy of the main model's."""
+def _mtp(fields: Fields, layer: LayerSpec, *, is_first: bool) -> MtpSpec:
+    """Return an MTP layer: its head is its own, and no copy of the main model's. Both engines take
+    the embedding from the draft's folder, under any name that says so, and fail without it."""
     prefix, hidden = layer.prefix, fields.whole("hidden_size")
     head = "transformer.shared_head"
     modules = MtpModules.without_copies(prefix, ("enorm", "hnorm", "eh_proj", f"{head}.norm"))
+    if is_first:
+        modules = modules._replace(embedding=_EMBEDDING)
     own = Entry(
         f"{prefix}.{head}.output.weight", (fields.whole("vocab_size"), hidden), Role.OWN_HEAD
     )

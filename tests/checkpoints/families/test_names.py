@@ -29,7 +29,7 @@ BESIDES["longcat_flash"] = r"model\.layers\.\d+\.mlp\.experts\.([89]|1[01])\.(ga
 UNCONFIRMED = {
     *("mimo_v2", "pangu_ultra_moe", "inkling_model"),
     *("bailing_moe", "bailing_moe_v2", "BailingMoeV2_5ForCausalLM"),
-    *("interns2_mobius", "nemotron_h_puzzle", "nemotron_h_omni", "gigachat3_5"),
+    *("interns2_mobius", "nemotron_h_puzzle", "gigachat3_5"),
 }
 # What it saves of them has other names than what it loads.
 LOADED = ("deepseek_v4", "hy_v4")
