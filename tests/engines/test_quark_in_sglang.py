@@ -14,7 +14,7 @@ from resolver_sources import SOURCES
 from test_foreign_readers import draft_alone, stored_quantized, verdict_of
 from test_resolvers import Answers, run, sglang_block
 
-from cases import make_checkpoint, read_json, run_program
+from cases import edit_json, make_checkpoint, read_json, run_program
 from quantized_by_others import LINEAR
 from verify.foreign_sources import DEEPSEEK, GLM, Checkpoint, released
 
@@ -107,6 +107,33 @@ def answers(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
         drafts[name] = {"config": config, "modules": modules}
     job = {"wheel": str(sglang_wheel()), "drafts": drafts}
     return run("sglang_foreign.py", job, tmp_path_factory.mktemp("sglang"))
+
+
+def test_integers_are_refused(tmp_path: Path) -> None:
+    """As the main model of a Quark's folder, by SGLang and by `verify`."""
+    checkpoint = released(GLM)
+    for name, tensor in [*checkpoint.tensors.items()]:
+        if LINEAR.match(name) and not name.startswith(checkpoint.layer):
+            checkpoint.tensors[name] = tensor.float().clamp(-1, 1).mul(127).to(torch.int8)
+            checkpoint.tensors[f"{name}_scale"] = torch.ones(len(tensor), dtype=torch.bfloat16)
+            checkpoint.tensors[f"{name}_zero_point"] = torch.zeros(len(tensor), dtype=torch.int8)
+    write(checkpoint, ["re:model\\.decoder"], tmp_path / "folder", in_fp8=False)
+    weight = {"dtype": "int8", "qscheme": "per_channel", "is_dynamic": False}
+    edit_json(
+        tmp_path / "folder/config.json",
+        lambda config: config["quantization_config"]["global_quant_config"].update(
+            weight=weight, input_tensors=None
+        ),
+    )
+    asked = {"config": read_json(tmp_path / "folder/config.json"), "modules": ["model.layers.1.o"]}
+    job = {"wheel": str(sglang_wheel()), "drafts": {"int8": asked}}
+    answer = run("sglang_foreign.py", job, tmp_path / "sglang")["int8"]
+    assert "No quark compatible scheme" in answer["refused"]
+    outcome = run_program("verify", tmp_path / "folder", "--level", "files", "--json", "--quiet")
+    checks = json.loads(outcome.out)["checks"]
+    (item,) = (one for check in checks for one in check["items"] if "SGLang reads" in one["name"])
+    assert item["status"] == "not tested"
+    assert "does not read a main model in quark_int8" in item["cause"]
 
 
 def wanted(folder: Path, answer: dict[str, Any]) -> str:

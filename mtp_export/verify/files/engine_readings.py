@@ -78,7 +78,7 @@ def draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
         if class_of is not None and class_of(config) is None:
             yield not_tested(name, f"how {engine.title} renames these lists is not repeated here")
             continue
-        if not context.is_bundle or class_of is not None:
+        if not context.is_bundle:
             main = context.main.tensors if context.main is not None else ()
             try:
                 config = reading.reads(config, {*main, *tensors})
