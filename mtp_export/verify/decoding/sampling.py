@@ -58,18 +58,14 @@ def _chi_square(context: Context) -> Item:
     prompt = corpus.prompts[0][:4]
     expected = pair_distribution(corpus, prompt, params)
     draws = BATCH * max(3, min(16, corpus.new_tokens // 8))
-    seen: Counter[tuple[int, ...]] = Counter()
-    accepted = drafted = 0
-    sums: list[float] = []
-    with corpus.show_count("sampling with drafts", draws, "draws") as advance:
-        for first in range(0, draws, BATCH):
-            each = [replace(params, seed=seed) for seed in range(first, first + BATCH)]
-            found = corpus.drafted([prompt] * BATCH, each, 1)
-            seen.update(output[:2] for output in found.outputs)
-            sums += [float(p.peaks.probs.sum()) for p in found.proposals if p.peaks is not None]
-            accepted += sum(sum(r.metrics.accepted) for r in found.requests)
-            drafted += sum(sum(r.metrics.drafted) for r in found.requests)
-            advance(BATCH)
+    each = [replace(params, seed=seed) for seed in range(draws)]
+    tokens = draws * params.max_tokens
+    with corpus.show_count("sampling with drafts", tokens, "tokens") as advance:
+        found = corpus.drafted([prompt] * draws, each, 1, advance, at_once=BATCH)
+    seen = Counter(output[:2] for output in found.outputs)
+    sums = [float(p.peaks.probs.sum()) for p in found.proposals if p.peaks is not None]
+    accepted = sum(sum(r.metrics.accepted) for r in found.requests)
+    drafted = sum(sum(r.metrics.drafted) for r in found.requests)
     statistic, freedom = chi_square(seen, expected, draws)
     critical = critical_chi_square(freedom, ALPHA)
     figure = f"{statistic:.1f} of at most {critical:.1f}, {freedom} degrees, {draws} draws"

@@ -119,12 +119,15 @@ class Corpus:
         params: SamplingParams | Sequence[SamplingParams],
         k: int,
         advance: CountCallback = int,
+        at_once: int | None = None,
     ) -> Decoded:
         """Decode prompts with k drafts per step, of the MTP module or of the draft in its place;
-        advance takes the tokens just decoded."""
+        at_once and advance as in decode."""
         if self.draft is not None:
-            return self.draft.decode(prompts, params, k, advance)
-        return decode(self.model, prompts, params, method="mtp", k=k, advance=advance)
+            return self.draft.decode(prompts, params, k, advance, at_once)
+        return decode(
+            self.model, prompts, params, method="mtp", k=k, at_once=at_once, advance=advance
+        )
 
     def _shown(self, title: str) -> AbstractContextManager[CountCallback]:
         """A progress bar of the tokens of all prompts."""

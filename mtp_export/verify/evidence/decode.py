@@ -128,11 +128,21 @@ def decode(
     k: int = 1,
     build: Build | None = None,
     draft_model: Model | None = None,
+    at_once: int | None = None,
     advance: CountCallback = int,
 ) -> Decoded:
-    """Decode prompts to their end; `build` replaces DRAFTERS[method], advance takes the number of
-    tokens just decoded."""
-    run = new_run(model, prompts, params, method=method, k=k, build=build, draft_model=draft_model)
+    """Decode prompts to their end; `build` replaces DRAFTERS[method], at_once is as in new_run,
+    advance takes the number of tokens just decoded."""
+    run = new_run(
+        model,
+        prompts,
+        params,
+        method=method,
+        k=k,
+        build=build,
+        draft_model=draft_model,
+        at_once=at_once,
+    )
     return _ended(run, advance)
 
 
@@ -184,21 +194,22 @@ def new_run(
     k: int = 1,
     build: Build | None = None,
     draft_model: Model | None = None,
+    at_once: int | None = None,
 ) -> Run:
     """Make an engine for prompts, whose requests are still to be added; `build` as in decode.
+    at_once: the number of them that the cache has room for, by default all.
 
     Freed cache slots are filled with NaN, so that reading one shows.
     """
     speculation = SpeculationConfig("planted" if build else method, k)
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-    needed = sum(
-        -(-(len(prompt) + own.max_tokens + k + 1) // PAGE_SIZE)
+    pages = sorted(
+        -(-(len(prompt) + own.max_tokens + k + 1) // PAGE_SIZE) + state_pages(model, PAGE_SIZE)
         for prompt, own in zip(prompts, each, strict=True)
     )
-    needed += len(prompts) * state_pages(model, PAGE_SIZE)
     config = EngineConfig(
         page_size=PAGE_SIZE,
-        cache_tokens=needed * PAGE_SIZE,
+        cache_tokens=sum(pages[-(at_once or len(pages)) :]) * PAGE_SIZE,
         poison_freed=True,
         speculation=speculation,
     )

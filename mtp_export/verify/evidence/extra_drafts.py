@@ -43,8 +43,9 @@ class ExtraDraft:
         params: SamplingParams | Sequence[SamplingParams],
         k: int,
         advance: CountCallback = int,
+        at_once: int | None = None,
     ) -> Decoded:
-        """Decode prompts with k drafts per step; advance takes the tokens just decoded."""
+        """Decode prompts with k drafts per step; at_once and advance as in decode."""
         return decode(
             self.model,
             prompts,
@@ -52,6 +53,7 @@ class ExtraDraft:
             method=self.method,
             k=k,
             build=self.draft.build,
+            at_once=at_once,
             advance=advance,
         )
 
