@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.released import unreleased_values
 from mtp_checkpoints.tensors.bundle_folder import MAIN
 from mtp_export.verify.check import WHOLE_CHECK, Item, Status, failed, judged, not_tested, passed
@@ -22,9 +23,17 @@ from mtp_export.verify.diagnosis.layer_variants import (
 from mtp_export.verify.diagnosis.leanings import Leanings
 from mtp_export.verify.diagnosis.suspected import MainEvidence, MainVariant, main_variants
 from mtp_export.verify.diagnosis.tensor_variants import SIZES, Place, tensor_variants
+from mtp_export.verify.diagnosis.trainable import Spot, Trainable
+from mtp_export.verify.diagnosis.trained import Trials
 from mtp_export.verify.diagnosis.undone import undone
 from mtp_export.verify.evidence.likelihood import Likelihood, chance
-from mtp_export.verify.evidence.plain_text import KINDS, MANY_PASSAGES, PlainTexts
+from mtp_export.verify.evidence.plain_text import (
+    JUDGING,
+    KINDS,
+    MANY_PASSAGES,
+    TRAINING,
+    PlainTexts,
+)
 from mtp_export.verify.evidence.side_by_side import SideBySide, VariantsOf, among
 from mtp_export.verify.evidence.statistics import Estimate
 from mtp_export.verify.gates import (
@@ -32,6 +41,7 @@ from mtp_export.verify.gates import (
     LEAST_KNOWN_NATS,
     LEAST_LIKELIER_NATS,
     LEAST_RESIZED_NATS,
+    LEAST_TRAINED_NATS,
     TEMPERATURES,
 )
 from mtp_runtime.layers.decoder_layer import DecoderLayer
@@ -40,6 +50,11 @@ from mtp_runtime.tokenizer import Tokenizer
 
 CONFIDENCE = 0.98
 _NO_HARM = "no layer of the main model does harm"
+_NO_GAIN = "no part of the main model gains by training"
+# Of a model that is trained, its stored tensors: in float32, with gradients, eight times as many.
+MOST_TRAINED_BYTES = 256 << 20
+LEAST_TEXTS = 16  # to train on, and to judge by
+MOST_UNDONE = 3  # tensors whose changes are undone
 # Of a model of more layers, halves that lean to nothing are looked into alone.
 MOST_LAYERS = 8
 
@@ -112,7 +127,10 @@ def run(context: Context) -> Iterator[Item]:
     item = _none_better(own, _evidence(context, streamed, leanings), context)
     yield item
     if item.status is not Status.FAIL:  # of which a bad half would be the consequence
-        yield layers.judged(suspects, leanings)
+        item = layers.judged(suspects, leanings)
+        yield item
+        if item.status is not Status.FAIL and streamed.config.layers <= MOST_LAYERS:
+            yield layers.none_gains()
 
 
 def _evidence(context: Context, streamed: StreamedModel, leanings: Leanings) -> MainEvidence:
@@ -186,6 +204,13 @@ class Changed:
         return high is not None and high > LEAST_HARM_NATS and self.gain.value > 0
 
     @property
+    def gains_by_training(self) -> bool:
+        """True where other texts are likelier than training makes a good model's, by the
+        interval."""
+        low = self.gain.low
+        return low is not None and low > 0 and self.gain.value > LEAST_TRAINED_NATS
+
+    @property
     def is_far(self) -> bool:
         """True for a gain that makes a layer suspected that nothing else does."""
         variant = self.variant
@@ -243,6 +268,54 @@ class _Layers:
             figure = f"{len(suspects)} suspected, none better otherwise"
             return passed(_NO_HARM, figure=figure, bound=bound)
         return _explained(_NO_HARM, tried, better, bound)
+
+    def none_gains(self) -> Item:
+        """No part of a layer gains by training alone what a good one does not; where one does, its
+        tensors are trained each alone, and changes of the best ones undone."""
+        streamed, size = self.streamed, self.streamed.opened.size_bytes
+        if size > MOST_TRAINED_BYTES:
+            why = f"models of more than {MOST_TRAINED_BYTES >> 20} MiB are not trained"
+            return not_tested(_NO_GAIN, why)
+        try:
+            model = Trainable.of(streamed)
+        except UnsupportedError as error:
+            return not_tested(_NO_GAIN, str(error))
+        texts = (PlainTexts.of_modules(self.tokenizer, names) for names in (TRAINING, JUDGING))
+        trials = Trials(model, *texts)
+        if min(len(trials.code.kinds), len(trials.judging.kinds)) < LEAST_TEXTS:
+            return not_tested(_NO_GAIN, "this Python has no source of its standard library")
+        title = "likelihood, with parts of layers trained"
+        with self.context.show_count(title, len(trials.halves), "parts") as advance:
+            halves = []
+            for half in trials.halves:
+                halves.append(trials.trained_half(half))
+                advance(1)
+        tried = _compared(trials.own, halves)
+        bound = f"none of {len(tried)} gains {LEAST_TRAINED_NATS} nats by its interval"
+        far = [one for one in tried if one.gains_by_training]
+        if not far:
+            figure = f"{tried[0].gain.value:+.3f} nats when {tried[0].variant.change}"
+            return passed(_NO_GAIN, figure=figure, bound=bound)
+        alone = self._alone(trials, far[0].variant)
+        better = [one for one in alone if one.gain.low is not None and one.gain.low > 0]
+        return _explained(_NO_GAIN, [*alone, *tried], better or far, bound)
+
+    def _alone(self, trials: Trials, best: LayerVariant) -> list[Changed]:
+        """Each tensor of the best part trained alone, and changes of the best tensors undone, best
+        first."""
+        assert best.layer is not None, "a part of one layer is trained"
+        spots = trials.halves[best.layer, best.half]
+        title = "likelihood, with single tensors trained"
+        found = dict[LayerVariant, tuple[Spot, Likelihood]]()
+        with self.context.show_count(title, len(spots), "tensors") as advance:
+            for spot in spots:
+                variant, under = trials.trained(spot)
+                found[variant] = spot, under
+                advance(1)
+        trained = _compared(trials.own, ((one, under) for one, (_, under) in found.items()))
+        first = [found[one.variant][0] for one in trained[:MOST_UNDONE]]
+        changed = (one for spot in first for one in trials.undone(spot))
+        return _best_first([*trained, *_compared(trials.own, changed)])
 
     def _tried(self, variants: VariantsOf[LayerVariant], title: str) -> list[Changed]:
         """Variants of layers, compared on the code with the model as it is, best first. Of a model

@@ -118,9 +118,9 @@ def whole_variants(weak: Sequence[Leaning], known: Vectors) -> VariantsOf[LayerV
         for variant, other in _undone(None, _other_values(layer), FEED_FORWARD):
             yield replace(variant, is_of_tensor=True), other
         decays = {place.name: place for place in decay_places(layer)}
-        yield from _of_tensors(number, layer, decays.values())
+        yield from changed_tensors(number, layer, decays.values())
         others = (place for place, _ in vectors(layer) if place.name not in decays)
-        yield from _of_tensors(number, layer, others, SCREENED)
+        yield from changed_tensors(number, layer, others, SCREENED)
         yield from known.exchanged(number, layer)
         experts = (expert for one in weak if one.layer == number for expert in one.experts)
         yield from _without(number, layer, experts)
@@ -178,7 +178,7 @@ def variants_of(suspects: Sequence[Suspect]) -> VariantsOf[LayerVariant]:
             yield from _scaled(number, layer, half, (LEFT_OUT, *SIZES))
         if FEED_FORWARD in halves and isinstance(layer.feed_forward, Moe):
             yield from _without(number, layer, range(len(layer.feed_forward.experts)))
-        yield from _of_tensors(number, layer, layer_places(layer) if halves else ())
+        yield from changed_tensors(number, layer, layer_places(layer) if halves else ())
         yield from _undone(number, _exchanges(layer) if halves else ())
 
     return variants
@@ -191,13 +191,13 @@ def size_variants(best: LayerVariant) -> VariantsOf[LayerVariant]:
     def variants(number: int, layer: DecoderLayer) -> Named:
         if number == best.layer:
             yield from _scaled(number, layer, best.half, (one.factor for one in MORE_SIZES))
-            of_tensors = _of_tensors(number, layer, layer_places(layer), MORE_SIZES)
+            of_tensors = changed_tensors(number, layer, layer_places(layer), MORE_SIZES)
             yield from (one for one in of_tensors if one[0].half == best.half)
 
     return variants
 
 
-def _of_tensors(
+def changed_tensors(
     number: int,
     layer: DecoderLayer,
     places: Iterable[Place],
@@ -209,9 +209,13 @@ def _of_tensors(
         if not change.only_last:
             done = change.done.format(f"{place.name} of {where}")
             cause = causes.of_tensor(place.name, where, change.wrong)
-            half = FEED_FORWARD if place.path[0] in _OF_FEED_FORWARD else ATTENTION
-            variant = LayerVariant(number, done, cause, half, is_of_tensor=True)
+            variant = LayerVariant(number, done, cause, half_of(place), is_of_tensor=True)
             yield replace(variant, is_size=change in _MULTIPLES), other
+
+
+def half_of(place: Place) -> str:
+    """Return the part of a layer that a tensor is of."""
+    return FEED_FORWARD if place.path[0] in _OF_FEED_FORWARD else ATTENTION
 
 
 Exchanged = tuple[str, str, DecoderLayer]

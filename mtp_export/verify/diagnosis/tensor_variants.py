@@ -24,13 +24,14 @@ Order = Callable[[int], torch.Tensor]
 
 @dataclass(frozen=True)
 class Place:
-    """A tensor: its name, the attributes that lead to what holds it, and its rows in that.
+    """A tensor: its name, the attributes, and numbers of elements, that lead to what holds it, and
+    its rows in that.
 
     adds: what it is the last matrix of, in words, which adds to the stream; "" for others.
     """
 
     name: str
-    path: tuple[str, ...]
+    path: tuple[str | int, ...]
     rows: tuple[int, int | None] = (0, None)
     adds: str = ""
 
@@ -119,14 +120,14 @@ def tensor_variants(
     """Yield the dataclass with one change of one of its tensors undone: each that a tensor of its
     kind can have, or each of some."""
     for place in places:
-        held = _held(whole, place.path)
-        is_vector = isinstance(held, RmsNorm | torch.Tensor)
+        found = held(whole, place.path)
+        is_vector = isinstance(found, RmsNorm | torch.Tensor)
         for change in changes or (OF_VECTORS if is_vector else OF_MATRICES):
             if place.adds or not change.only_last:
                 yield (
                     place,
                     change,
-                    replaced(whole, place.path, _changed(held, slice(*place.rows), change)),
+                    replaced(whole, place.path, _changed(found, slice(*place.rows), change)),
                 )
 
 
@@ -154,19 +155,19 @@ def decay_places(layer: Any) -> Iterator[Place]:
 def vectors(layer: Any) -> Iterator[tuple[Place, torch.Tensor]]:
     """Yield the vectors of a layer, as it holds them."""
     for place in layer_places(layer):
-        held = _held(layer, place.path)
-        if isinstance(held, RmsNorm):
-            yield place, held.weight
-        elif isinstance(held, torch.Tensor):
-            yield place, held[slice(*place.rows)]
+        found = held(layer, place.path)
+        if isinstance(found, RmsNorm):
+            yield place, found.weight
+        elif isinstance(found, torch.Tensor):
+            yield place, found[slice(*place.rows)]
 
 
 def with_vector(layer: Any, place: Place, values: torch.Tensor) -> Any:
     """Return a layer with other values of one of its vectors."""
-    held = _held(layer, place.path)
-    if isinstance(held, RmsNorm):
-        return replaced(layer, place.path, replace(held, weight=values))
-    changed = held.clone()
+    found = held(layer, place.path)
+    if isinstance(found, RmsNorm):
+        return replaced(layer, place.path, replace(found, weight=values))
+    changed = found.clone()
     changed[slice(*place.rows)] = values
     return replaced(layer, place.path, changed)
 
@@ -247,22 +248,27 @@ _ATTENTIONS: dict[type, Callable[[Any], Iterator[Place]]] = {
 }
 
 
-def replaced(whole: Any, path: Sequence[str], part: object) -> Any:
-    """Return a dataclass with another part at the end of a path of attributes."""
+def replaced(whole: Any, path: Sequence[str | int], part: object) -> Any:
+    """Return a dataclass with another part at the end of a path."""
     if not path:
         return part
-    return replace(whole, **{path[0]: replaced(getattr(whole, path[0]), path[1:], part)})
+    step, *rest = path
+    other = replaced(held(whole, [step]), rest, part)
+    if isinstance(step, int):
+        return *whole[:step], other, *whole[step + 1 :]
+    return replace(whole, **{step: other})
 
 
 def exchanged(whole: Any, one: Sequence[str], other: Sequence[str]) -> Any:
     """Return a dataclass with the parts at the ends of two paths in each other's place."""
-    first, second = _held(whole, one), _held(whole, other)
+    first, second = held(whole, one), held(whole, other)
     return replaced(replaced(whole, one, second), other, first)
 
 
-def _held(whole: Any, path: Sequence[str]) -> Any:
-    for name in path:
-        whole = getattr(whole, name)
+def held(whole: Any, path: Sequence[str | int]) -> Any:
+    """Return the part at the end of a path."""
+    for step in path:
+        whole = whole[step] if isinstance(step, int) else getattr(whole, step)
     return whole
 
 

@@ -9,8 +9,13 @@ from __future__ import annotations
 
 import linecache
 import queue
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.resources import files
+from importlib.util import find_spec
+from itertools import zip_longest
+
+import torch
 
 from mtp_export.verify.evidence.prompts import BUILT_IN
 from mtp_runtime.teacher_forcing import Text, Texts
@@ -21,6 +26,12 @@ KINDS = (CODE, NOVEL)
 # Of each long text, evenly spread over it: rotary values show after many tokens.
 PASSAGES, MANY_PASSAGES, _PASSAGE_TOKENS = 2, 16, 128
 _LEAST_TOKENS = 2  # of a text, of which one is predicted
+# Of the standard library: those that tensors are trained on, and those that judge them.
+TRAINING = ("heapq", "textwrap", "shlex", "calendar", "fractions", "csv", "configparser",
+            "tempfile", "subprocess", "socketserver", "difflib", "cmd")  # fmt: skip
+JUDGING = ("statistics", "threading", "string", "gettext", "random", "sched", "shelve", "pprint",
+           "inspect", "ftplib", "argparse", "zipfile")  # fmt: skip
+_OF_EACH = 4  # passages
 
 
 @dataclass(frozen=True)
@@ -43,6 +54,25 @@ class PlainTexts:
         found = [(kind, tokens) for kind, tokens in found if len(tokens) >= _LEAST_TOKENS]
         texts = Texts(tuple(Text(tuple(tokens), 1) for _, tokens in found))
         return cls(texts, tuple(kind for kind, _ in found))
+
+    @classmethod
+    def of_modules(cls, tokenizer: Tokenizer, modules: Iterable[str]) -> PlainTexts:
+        """Encode passages of modules of the standard library, all of one length, by turns."""
+        found = []
+        for name in modules:
+            spec = find_spec(name)
+            path = None if spec is None else spec.origin
+            tokens = tokenizer.encode("".join(linecache.getlines(path or "")))
+            last = len(tokens) - _PASSAGE_TOKENS
+            firsts = range(0, last + 1, max(1, last // (_OF_EACH - 1))) if last >= 0 else ()
+            found.append([Text(tuple(tokens[at : at + _PASSAGE_TOKENS]), 1) for at in firsts])
+        texts = tuple(text for turn in zip_longest(*found) for text in turn if text is not None)
+        return cls(Texts(texts), (CODE,) * len(texts))
+
+    @property
+    def table(self) -> torch.Tensor:
+        """Their tokens [b, s], where all have one length."""
+        return self.texts.tokens.view(len(self.kinds), -1)
 
     def code(self) -> PlainTexts:
         """The code, on which many variants of a model are compared."""

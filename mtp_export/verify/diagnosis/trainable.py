@@ -1,0 +1,151 @@
+"""A main model of few layers in memory, whose tensors autograd follows: the likelihood of texts
+under it, as a function of any tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mtp_checkpoints.errors import UnsupportedError
+from mtp_checkpoints.formats import unquantized
+from mtp_export.verify.diagnosis.changed_weight import with_parts
+from mtp_export.verify.diagnosis.experts import SHARED
+from mtp_export.verify.diagnosis.tensor_variants import Place, held, layer_places, mlp_places
+from mtp_runtime.layers.decoder_layer import DecoderLayer, PostNormLayer
+from mtp_runtime.layers.gated_delta_net import GatedDeltaNet
+from mtp_runtime.layers.linear import Linear
+from mtp_runtime.layers.mla import Halves, StoredHalves
+from mtp_runtime.layers.moe import HeldExperts, Moe
+from mtp_runtime.layers.norm import RmsNorm
+from mtp_runtime.layers.rope import Rope
+from mtp_runtime.models.execution import Head, Outputs, TorchExecution
+from mtp_runtime.streaming import StreamedModel
+from mtp_runtime.training.whole_texts import OverTexts, takes_whole_texts
+
+FEED_FORWARD = "feed_forward"
+Part = tuple[Tensor, tuple[slice, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class Spot:
+    """A tensor of a layer, and the parts of what holds it in memory."""
+
+    layer: int
+    place: Place
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Trainable:
+    """Layers in float32, a head, and the embeddings [vocab, d] of all tokens."""
+
+    layers: tuple[DecoderLayer, ...]
+    head: Head
+    table: Tensor
+
+    @classmethod
+    def of(cls, streamed: StreamedModel) -> Trainable:
+        """Read a model (UnsupportedError for layers that autograd does not follow)."""
+        layers = tuple(_followed(streamed.layer(n)) for n in range(streamed.config.layers))
+        head = streamed.rest().head
+        outputs = Outputs(_dense(head.linear), TorchExecution())
+        every = torch.arange(streamed.config.vocab, device=streamed.device)
+        return cls(layers, replace(head, outputs=outputs), streamed.embedded(every).float())
+
+    def spots(self) -> Iterator[Spot]:
+        """Yield the tensors of all layers."""
+        for number, layer in enumerate(self.layers):
+            for place in every_place(layer):
+                yield Spot(number, place, tuple(_parts(held(layer, place.path), place)))
+
+    @torch.no_grad()
+    def states(self, tokens: Tensor) -> list[Tensor]:
+        """Return the rows [b * s, d] of texts [b, s] before each layer, and behind the last."""
+        found = [self.table[tokens.flatten()]]
+        for layer in self.layers:
+            found.append(through(layer, found[-1], len(tokens)))
+        return found
+
+    def loss(self, first: int, x: Tensor, tokens: Tensor) -> Tensor:
+        """The mean loss of a token of texts [b, s], given their rows before layer `first`."""
+        for layer in self.layers[first:]:
+            x = through(layer, x, len(tokens))
+        kept = x.unflatten(0, tokens.shape)[:, :-1].flatten(0, 1)
+        return F.cross_entropy(self.head.logits(self.head.normed(kept)), tokens[:, 1:].flatten())
+
+
+def through(layer: DecoderLayer, x: Tensor, texts: int) -> Tensor:
+    """Take rows x [b * s, d] of texts of one length through a layer."""
+    over = replace(layer, attention=OverTexts(layer.attention, texts))
+    return over.fed_forward(over.attend(x, (), None))
+
+
+def every_place(layer: DecoderLayer) -> Iterator[Place]:
+    """Yield the tensors of a layer whose experts are held in memory."""
+    yield from layer_places(layer)
+    if isinstance(layer.attention, GatedDeltaNet):
+        yield Place("A_log of the attention", ("attention", "rate"))
+    moe = layer.feed_forward
+    if not isinstance(moe, Moe):
+        return
+    yield Place("the router", (FEED_FORWARD, "router", "weight"))
+    for number, expert in enumerate(moe.experts.every()):
+        name = f"expert {number}" if number < moe.routed_experts else SHARED
+        for place in mlp_places(expert, name):
+            path = (FEED_FORWARD, "experts", "held", number, *place.path)
+            yield replace(place, name=f"{place.name} of {name}", path=path)
+
+
+def _followed(layer: DecoderLayer) -> DecoderLayer:
+    """The layer with tensors of its own in float32."""
+    is_plain = type(layer) in (DecoderLayer, PostNormLayer)
+    if not (is_plain and takes_whole_texts(layer.attention)):
+        found = type(layer.attention if is_plain else layer).__name__
+        raise UnsupportedError(
+            "A layer cannot be trained",
+            expected="latent or grouped-query attention to all tokens, or a gated delta net",
+            found=found,
+        )
+    return with_parts(layer, _own)
+
+
+def _own(part: Any) -> Any:
+    """What takes the place of a part; None for one whose parts are looked into."""
+    if isinstance(part, Linear):
+        return _dense(part)
+    if isinstance(part, Rope):
+        return part
+    if isinstance(part, StoredHalves):
+        return with_parts(part.dense, _own)
+    if isinstance(part, Moe):
+        held_experts = tuple(with_parts(one, _own) for one in part.experts.every())
+        router, gate = (with_parts(one, _own) for one in (part.router, part.shared_gate))
+        experts = HeldExperts(held_experts)
+        return replace(part, router=router, shared_gate=gate, experts=experts)
+    if isinstance(part, Tensor) and part.is_floating_point():
+        return part.detach().float().clone()
+    return None
+
+
+def _dense(linear: Linear) -> Linear:
+    """The linear with a matrix of its own [in, out]."""
+    matrix = linear.matrix(torch.float32).detach().clone().contiguous()
+    return Linear(unquantized(matrix.t()), matrix)
+
+
+def _parts(part: Any, place: Place) -> Iterator[Part]:
+    """Yield tensors in memory, and what of them a place is."""
+    rows = slice(*place.rows)
+    if isinstance(part, Linear):
+        assert part.transposed is not None, "as _dense made it"
+        yield part.transposed, (slice(None), rows)
+    elif isinstance(part, Halves):
+        yield part.key_up, ()
+        yield part.value_up, ()
+    else:
+        yield part.weight if isinstance(part, RmsNorm) else part, (rows,)

@@ -1,0 +1,168 @@
+"""Tensors of a main model of few layers, trained for some steps on plain code: those of half a
+layer together, then each alone.
+
+Training left a good model where some steps of a part of it gain little on other code. A tensor that
+was changed since gains a share of what the change cost, whatever the change was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from mtp_export.verify.diagnosis.causes import decoding as causes
+from mtp_export.verify.diagnosis.layer_variants import (
+    WORDS,
+    LayerVariant,
+    changed_tensors,
+    half_of,
+)
+from mtp_export.verify.diagnosis.trainable import Spot, Trainable, through
+from mtp_export.verify.evidence.likelihood import Likelihood
+from mtp_export.verify.evidence.plain_text import PlainTexts
+from mtp_runtime.layers.decoder_layer import DecoderLayer
+
+STEPS, STEP_TEXTS = 12, 8
+# Of the first step, as a share of a tensor's root mean square; that of a tensor of zeros is one.
+_RATE, _LEAST_SIZE = 0.05, 1e-3
+_MEMORIES = 0.8, 0.95  # of the means of gradients, and of those of their squares
+_DAMPING = 0.1  # of the mean square of all elements, beside each one's
+
+Tried = tuple[LayerVariant, Likelihood]
+Half = tuple[int, str]
+
+
+@dataclass(frozen=True)
+class Trials:
+    """A model, texts of one length to train its tensors on, and others that judge them."""
+
+    model: Trainable
+    code: PlainTexts
+    judging: PlainTexts
+
+    @cached_property
+    def own(self) -> Likelihood:
+        """The judging texts under the model as it is."""
+        return self._scored(self._judged[-1])
+
+    @cached_property
+    def halves(self) -> dict[Half, list[Spot]]:
+        """The tensors of each half of each layer."""
+        found: dict[Half, list[Spot]] = {}
+        for spot in self.model.spots():
+            found.setdefault((spot.layer, half_of(spot.place)), []).append(spot)
+        return found
+
+    def trained_half(self, half: Half) -> Tried:
+        """Return half a layer trained alone, with the judging texts under it."""
+        layer, part = half
+        words = f"{WORDS[part]} of {causes.main_layer(layer)}"
+        cause = causes.of_tensor(WORDS[part], causes.main_layer(layer), causes.DOES_HARM)
+        variant = LayerVariant(layer, _trained(words), cause, part)
+        return variant, self._trained_alone(self.halves[half])
+
+    def trained(self, spot: Spot) -> Tried:
+        """Return a tensor trained alone, with the judging texts under it."""
+        where = causes.main_layer(spot.layer)
+        cause = causes.of_tensor(spot.place.name, where, causes.DOES_HARM)
+        change, half = _trained(f"{spot.place.name} of {where}"), half_of(spot.place)
+        variant = LayerVariant(spot.layer, change, cause, half, is_of_tensor=True)
+        return variant, self._trained_alone([spot])
+
+    @torch.no_grad()
+    def undone(self, spot: Spot) -> Iterator[Tried]:
+        """Yield a tensor with each change of one undone, with the judging texts under it."""
+        layer = self.model.layers[spot.layer]
+        for variant, other in changed_tensors(spot.layer, layer, [spot.place]):
+            yield variant, self._under(spot.layer, other)
+
+    def _trained_alone(self, spots: Sequence[Spot]) -> Likelihood:
+        """Return the judging texts with some tensors of a layer trained, which are then as they
+        were."""
+        number, leaves = spots[0].layer, _leaves(spots)
+        before = [leaf.clone() for leaf in leaves]
+        tokens = self.code.table
+        rows = self._read[number].unflatten(0, tokens.shape)
+        _train(self.model, spots, rows, tokens)
+        under = self._under(number, self.model.layers[number])
+        for leaf, old in zip(leaves, before, strict=True):
+            leaf.copy_(old)
+        return under
+
+    @torch.no_grad()
+    def _under(self, number: int, layer: DecoderLayer) -> Likelihood:
+        """The judging texts with another layer in the place of one."""
+        x = self._judged[number]
+        for one in (layer, *self.model.layers[number + 1 :]):
+            x = through(one, x, len(self.judging.kinds))
+        return self._scored(x)
+
+    def _scored(self, states: Tensor) -> Likelihood:
+        return Likelihood.of_states(states, self.model.head, self.judging)
+
+    @cached_property
+    def _read(self) -> list[Tensor]:
+        return self.model.states(self.code.table)
+
+    @cached_property
+    def _judged(self) -> list[Tensor]:
+        return self.model.states(self.judging.table)
+
+
+def _trained(what: str) -> str:
+    return f"{what} is trained for {STEPS} steps"
+
+
+def _leaves(spots: Sequence[Spot]) -> list[Tensor]:
+    return [*{id(leaf): leaf for spot in spots for leaf, _ in spot.parts}.values()]
+
+
+def _train(model: Trainable, spots: Sequence[Spot], rows: Tensor, tokens: Tensor) -> None:
+    """Take steps with some tensors of a layer, in place; rows [b, s, d] before that layer of texts
+    [b, s]."""
+    leaves, first = _leaves(spots), spots[0].layer
+    steppers = [_Adam.of(leaf, where) for spot in spots for leaf, where in spot.parts]
+    for leaf in leaves:
+        leaf.requires_grad_(True)
+    for step in range(STEPS):
+        some = torch.arange(step * STEP_TEXTS, (step + 1) * STEP_TEXTS) % len(tokens)
+        loss = model.loss(first, rows[some].flatten(0, 1), tokens[some])
+        found = torch.autograd.grad(loss, leaves, allow_unused=True)  # of experts nobody picks
+        slopes = {id(leaf): one for leaf, one in zip(leaves, found, strict=True)}
+        for one in steppers:
+            if (slope := slopes[id(one.leaf)]) is not None:
+                one.step(slope[one.where], step)
+    for leaf in leaves:
+        leaf.requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class _Adam:
+    """Steps of Adam, ever shorter, with a part of a tensor."""
+
+    leaf: Tensor
+    where: tuple[slice, ...]
+    size: float
+    mean: Tensor
+    square: Tensor
+
+    @classmethod
+    def of(cls, leaf: Tensor, where: tuple[slice, ...]) -> _Adam:
+        part = leaf[where]
+        size = max(float(part.square().mean().sqrt()), _LEAST_SIZE)
+        return cls(leaf, where, size, torch.zeros_like(part), torch.zeros_like(part))
+
+    @torch.no_grad()
+    def step(self, slope: Tensor, number: int) -> None:
+        """Take a step down a slope."""
+        of_mean, of_square = _MEMORIES
+        self.mean.lerp_(slope, 1 - of_mean)
+        self.square.lerp_(slope.square(), 1 - of_square)
+        mean = self.mean / (1 - of_mean ** (number + 1))
+        square = self.square / (1 - of_square ** (number + 1))
+        spread = (square + _DAMPING * square.mean()).sqrt().clamp_min(1e-30)
+        self.leaf[self.where].sub_(_RATE * (1 - number / STEPS) * self.size * mean / spread)
