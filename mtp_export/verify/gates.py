@@ -88,7 +88,7 @@ LEAST_HARM_NATS = 0.03
 # where a norm of it is another layer's.
 LEAST_RESIZED_NATS = 0.1
 # The least gain of other texts by training half a layer, or a tensor, on code.
-LEAST_TRAINED_NATS = 0.015
+LEAST_TRAINED_NATS = 0.025
 
 
 def gate_of(manifest_options: Mapping[str, object]) -> tuple[str, RunGate]:

@@ -62,6 +62,13 @@ def in_another_order(weight: torch.Tensor) -> torch.Tensor:
     return weight[torch.randperm(len(weight), generator=torch.Generator().manual_seed(1))]
 
 
+def noisy(weight: torch.Tensor) -> torch.Tensor:
+    """With noise of 1.2 times its root mean square."""
+    values = weight.float()
+    noise = torch.randn(values.shape, generator=torch.Generator().manual_seed(2))
+    return (values + 1.2 * values.square().mean().sqrt() * noise).to(weight.dtype)
+
+
 def config_value(field: str, value: object, bundle: Path) -> None:
     for part in ("main", "mtp"):
         planting.edit_config(bundle / part, lambda config: config.update({field: value}))
@@ -215,6 +222,19 @@ SUSPECTED_LAYER_FAULTS: tuple[Fault, ...] = (
     Fault("down_proj of a dense main layer times a fifth",
           partial(changed, "main", "model.layers.0.mlp.down_proj.weight", lambda w: w / 5),
           "likelihood", "down_proj of layer 0 is about 0.18 times", **_glm),
+)  # fmt: skip
+# Of the same, which training alone shows.
+TRAINED_LAYER_FAULTS: tuple[Fault, ...] = (
+    Fault("halves of the columns of a router of a main layer exchanged",
+          partial(changed, "main", "model.layers.1.mlp.gate.weight", columns_exchanged),
+          "likelihood", "the router of layer 1 has its halves exchanged", **_glm),
+    Fault("noise in down_proj of a dense main layer",
+          partial(changed, "main", "model.layers.0.mlp.down_proj.weight", noisy),
+          "likelihood", "down_proj of layer 0 does harm", **_glm),
+    Fault("gate_proj of a dense main layer cut off",
+          partial(changed, "main", "model.layers.3.mlp.gate_proj.weight",
+                  lambda w: w.clamp(-0.027, 0.027)),
+          "likelihood", "gate_proj of layer 3 does harm", **_qwen),
 )  # fmt: skip
 # Of weights whose norms training keeps alike, which files alone show.
 _MLP, _ATTENTION = "model.layers.1.mlp.experts.3.%s.weight", "model.layers.%d.self_attn.%s.weight"

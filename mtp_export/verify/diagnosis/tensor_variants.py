@@ -259,7 +259,7 @@ def replaced(whole: Any, path: Sequence[str | int], part: object) -> Any:
     return replace(whole, **{step: other})
 
 
-def exchanged(whole: Any, one: Sequence[str], other: Sequence[str]) -> Any:
+def exchanged(whole: Any, one: Sequence[str | int], other: Sequence[str | int]) -> Any:
     """Return a dataclass with the parts at the ends of two paths in each other's place."""
     first, second = held(whole, one), held(whole, other)
     return replaced(replaced(whole, one, second), other, first)

@@ -25,7 +25,7 @@ from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.rope import Rope
 from mtp_runtime.models.execution import Head, Outputs, TorchExecution
 from mtp_runtime.streaming import StreamedModel
-from mtp_runtime.training.whole_texts import OverTexts, takes_whole_texts
+from mtp_runtime.training.whole_texts import attend_over, takes_whole_texts
 
 FEED_FORWARD = "feed_forward"
 Part = tuple[Tensor, tuple[slice, ...]]
@@ -75,14 +75,14 @@ class Trainable:
         """The mean loss of a token of texts [b, s], given their rows before layer `first`."""
         for layer in self.layers[first:]:
             x = through(layer, x, len(tokens))
-        kept = x.unflatten(0, tokens.shape)[:, :-1].flatten(0, 1)
+        kept = x.view(*tokens.shape, -1)[:, :-1].flatten(0, 1)
         return F.cross_entropy(self.head.logits(self.head.normed(kept)), tokens[:, 1:].flatten())
 
 
 def through(layer: DecoderLayer, x: Tensor, texts: int) -> Tensor:
     """Take rows x [b * s, d] of texts of one length through a layer."""
-    over = replace(layer, attention=OverTexts(layer.attention, texts))
-    return over.fed_forward(over.attend(x, (), None))
+    attended = attend_over(layer.attention, layer.normed(x), texts)
+    return layer.fed_forward(layer.with_attended(x, attended))
 
 
 def every_place(layer: DecoderLayer) -> Iterator[Place]:
@@ -111,7 +111,8 @@ def _followed(layer: DecoderLayer) -> DecoderLayer:
             expected="latent or grouped-query attention to all tokens, or a gated delta net",
             found=found,
         )
-    return with_parts(layer, _own)
+    followed: DecoderLayer = with_parts(layer, _own)
+    return followed
 
 
 def _own(part: Any) -> Any:

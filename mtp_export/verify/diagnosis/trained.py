@@ -38,16 +38,25 @@ Half = tuple[int, str]
 
 @dataclass(frozen=True)
 class Trials:
-    """A model, texts of one length to train its tensors on, and others that judge them."""
+    """A model, texts of one length to train its tensors on, and others that judge them, with the
+    rows [b * s, d] of both before each layer and behind the last."""
 
     model: Trainable
     code: PlainTexts
+    read: list[Tensor]
     judging: PlainTexts
+    judged: list[Tensor]
+
+    @classmethod
+    def of(cls, model: Trainable, code: PlainTexts, judging: PlainTexts) -> Trials:
+        """Take the texts through a model."""
+        read, judged = (model.states(texts.table) for texts in (code, judging))
+        return cls(model, code, read, judging, judged)
 
     @cached_property
     def own(self) -> Likelihood:
         """The judging texts under the model as it is."""
-        return self._scored(self._judged[-1])
+        return self._scored(self.judged[-1])
 
     @cached_property
     def halves(self) -> dict[Half, list[Spot]]:
@@ -62,7 +71,7 @@ class Trials:
         layer, part = half
         words = f"{WORDS[part]} of {causes.main_layer(layer)}"
         cause = causes.of_tensor(WORDS[part], causes.main_layer(layer), causes.DOES_HARM)
-        variant = LayerVariant(layer, _trained(words), cause, part)
+        variant = LayerVariant(layer, _trained(words), cause, part, is_trained=True)
         return variant, self._trained_alone(self.halves[half])
 
     def trained(self, spot: Spot) -> Tried:
@@ -70,7 +79,7 @@ class Trials:
         where = causes.main_layer(spot.layer)
         cause = causes.of_tensor(spot.place.name, where, causes.DOES_HARM)
         change, half = _trained(f"{spot.place.name} of {where}"), half_of(spot.place)
-        variant = LayerVariant(spot.layer, change, cause, half, is_of_tensor=True)
+        variant = LayerVariant(spot.layer, change, cause, half, is_trained=True)
         return variant, self._trained_alone([spot])
 
     @torch.no_grad()
@@ -86,7 +95,7 @@ class Trials:
         number, leaves = spots[0].layer, _leaves(spots)
         before = [leaf.clone() for leaf in leaves]
         tokens = self.code.table
-        rows = self._read[number].unflatten(0, tokens.shape)
+        rows = self.read[number].view(*tokens.shape, -1)
         _train(self.model, spots, rows, tokens)
         under = self._under(number, self.model.layers[number])
         for leaf, old in zip(leaves, before, strict=True):
@@ -96,21 +105,13 @@ class Trials:
     @torch.no_grad()
     def _under(self, number: int, layer: DecoderLayer) -> Likelihood:
         """The judging texts with another layer in the place of one."""
-        x = self._judged[number]
+        x = self.judged[number]
         for one in (layer, *self.model.layers[number + 1 :]):
             x = through(one, x, len(self.judging.kinds))
         return self._scored(x)
 
     def _scored(self, states: Tensor) -> Likelihood:
         return Likelihood.of_states(states, self.model.head, self.judging)
-
-    @cached_property
-    def _read(self) -> list[Tensor]:
-        return self.model.states(self.code.table)
-
-    @cached_property
-    def _judged(self) -> list[Tensor]:
-        return self.model.states(self.judging.table)
 
 
 def _trained(what: str) -> str:

@@ -31,7 +31,7 @@ TRAINING = ("heapq", "textwrap", "shlex", "calendar", "fractions", "csv", "confi
             "tempfile", "subprocess", "socketserver", "difflib", "cmd")  # fmt: skip
 JUDGING = ("statistics", "threading", "string", "gettext", "random", "sched", "shelve", "pprint",
            "inspect", "ftplib", "argparse", "zipfile")  # fmt: skip
-_OF_EACH = 4  # passages
+TRAINING_PASSAGES, JUDGING_PASSAGES = 8, 4  # of each
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,16 @@ class PlainTexts:
         return cls(texts, tuple(kind for kind, _ in found))
 
     @classmethod
-    def of_modules(cls, tokenizer: Tokenizer, modules: Iterable[str]) -> PlainTexts:
-        """Encode passages of modules of the standard library, all of one length, by turns."""
+    def of_modules(cls, tokenizer: Tokenizer, modules: Iterable[str], passages: int) -> PlainTexts:
+        """Encode so many passages of each of some modules of the standard library, all of one
+        length, by turns."""
         found = []
         for name in modules:
             spec = find_spec(name)
             path = None if spec is None else spec.origin
             tokens = tokenizer.encode("".join(linecache.getlines(path or "")))
             last = len(tokens) - _PASSAGE_TOKENS
-            firsts = range(0, last + 1, max(1, last // (_OF_EACH - 1))) if last >= 0 else ()
+            firsts = range(0, last + 1, max(1, last // (passages - 1))) if last >= 0 else ()
             found.append([Text(tuple(tokens[at : at + _PASSAGE_TOKENS]), 1) for at in firsts])
         texts = tuple(text for turn in zip_longest(*found) for text in turn if text is not None)
         return cls(Texts(texts), (CODE,) * len(texts))

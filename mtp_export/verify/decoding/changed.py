@@ -1,0 +1,91 @@
+"""Main models with one layer changed, compared on plain text with the model as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain, zip_longest
+
+from mtp_export.verify.check import Item, failed
+from mtp_export.verify.diagnosis.causes import decoding as causes
+from mtp_export.verify.diagnosis.layer_variants import LayerVariant
+from mtp_export.verify.diagnosis.undone import undone
+from mtp_export.verify.evidence.likelihood import Likelihood
+from mtp_export.verify.evidence.statistics import Estimate
+from mtp_export.verify.gates import LEAST_HARM_NATS, LEAST_RESIZED_NATS, LEAST_TRAINED_NATS
+
+CONFIDENCE = 0.98
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A main model with one layer changed, the likelihood of texts under it, and its gain."""
+
+    variant: LayerVariant
+    under: Likelihood
+    gain: Estimate
+
+    @property
+    def better(self) -> bool:
+        """True where the texts are likelier by far, and by the interval."""
+        low = self.gain.low
+        return low is not None and low > 0 and self.gain.value > LEAST_HARM_NATS
+
+    @property
+    def may_be_better(self) -> bool:
+        """True where the interval leaves room for that."""
+        high = self.gain.high
+        return high is not None and high > LEAST_HARM_NATS and self.gain.value > 0
+
+    @property
+    def gains_by_training(self) -> bool:
+        """True where other texts are likelier than training makes a good model's, by the
+        interval."""
+        low = self.gain.low
+        return low is not None and low > 0 and self.gain.value > LEAST_TRAINED_NATS
+
+    @property
+    def is_far(self) -> bool:
+        """True for a gain that makes a layer suspected that nothing else does."""
+        variant = self.variant
+        is_told = variant.is_left_out or variant.is_of_tensor
+        return is_told or self.gain.value > LEAST_RESIZED_NATS
+
+    def is_told_from(self, best: Changed) -> bool:
+        """True for one that is less than another, text by text."""
+        found = self.under.fitted_gain(best.under, CONFIDENCE)
+        return found is not None and found.low is not None and found.low > 0
+
+
+def compared(own: Likelihood, others: Iterable[tuple[LayerVariant, Likelihood]]) -> list[Changed]:
+    """Variants compared with the model as it is, each at its temperature, best first."""
+    gains = ((one, text, own.fitted_gain(text, CONFIDENCE)) for one, text in others)
+    return best_first(Changed(one, text, gain) for one, text, gain in gains if gain is not None)
+
+
+def best_first(tried: Iterable[Changed]) -> list[Changed]:
+    return sorted(tried, key=lambda one: -one.gain.value)
+
+
+def explained(name: str, tried: Sequence[Changed], better: Sequence[Changed], bound: str) -> Item:
+    """The failure that those that are better explain."""
+    best = better[0]
+    figure = f"{best.gain.value:+.3f} nats when {best.variant.change}"
+    explained = causes.one_of([one.variant.cause for one in _explaining(better)])
+    cause = causes.likelier(explained, best.gain.value, best.variant.change)
+    data = undone((one.variant.change, one.gain) for one in tried)
+    return failed(name, cause, figure=figure, bound=bound, data=data)
+
+
+def _explaining(better: Sequence[Changed]) -> Sequence[Changed]:
+    """Those that are not told from the best, what is left out first: any other change of a half
+    that does harm may be better by chance. Training gives back a share of what is lost alone, so
+    that what is trained explains as much as what is undone: they take turns."""
+    best = better[0]
+    equal = [
+        one for one in better if one is best or one.variant.is_trained or not one.is_told_from(best)
+    ]
+    by_way = ([o for o in equal if o.variant.is_trained is way] for way in (False, True))
+    turns = sorted(by_way, key=lambda ones: best not in ones)
+    mixed = chain.from_iterable(zip_longest(*turns))
+    return sorted(filter(None, mixed), key=lambda one: not one.variant.is_left_out)

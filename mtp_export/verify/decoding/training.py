@@ -1,0 +1,86 @@
+"""Parts of a main model of few layers trained on plain code: what was damaged gains on other code
+what nothing of a good model does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mtp_checkpoints.errors import UnsupportedError
+from mtp_export.verify.check import Item, not_tested, passed
+from mtp_export.verify.context import Context
+from mtp_export.verify.decoding.changed import Changed, best_first, compared, explained
+from mtp_export.verify.diagnosis.layer_variants import LayerVariant
+from mtp_export.verify.diagnosis.trainable import Spot, Trainable
+from mtp_export.verify.diagnosis.trained import Half, Trials
+from mtp_export.verify.evidence.likelihood import Likelihood
+from mtp_export.verify.evidence.plain_text import (
+    JUDGING,
+    JUDGING_PASSAGES,
+    TRAINING,
+    TRAINING_PASSAGES,
+    PlainTexts,
+)
+from mtp_export.verify.gates import LEAST_TRAINED_NATS
+from mtp_runtime.streaming import StreamedModel
+from mtp_runtime.tokenizer import Tokenizer
+
+NAME = "no part of the main model gains by training"
+# Of a model that is trained, its stored tensors: in float32, with gradients, eight times as many.
+MOST_BYTES = 256 << 20
+LEAST_TEXTS = 16  # to train on, and to judge by
+MOST_HALVES = 2  # whose tensors are trained each alone
+MOST_UNDONE = 3  # tensors whose changes are undone
+
+
+def none_gains(streamed: StreamedModel, tokenizer: Tokenizer, context: Context) -> Item:
+    """No half of a layer gains by training alone what a good one does not; where one does, its
+    tensors are trained each alone, and changes of the best ones undone."""
+    if streamed.opened.size_bytes > MOST_BYTES:
+        return not_tested(NAME, f"models of more than {MOST_BYTES >> 20} MiB are not trained")
+    trained = PlainTexts.of_modules(tokenizer, TRAINING, TRAINING_PASSAGES)
+    judging = PlainTexts.of_modules(tokenizer, JUDGING, JUDGING_PASSAGES)
+    if min(len(trained.kinds), len(judging.kinds)) < LEAST_TEXTS:
+        return not_tested(NAME, "this Python has no source of its standard library")
+    try:
+        trials = Trials.of(Trainable.of(streamed), trained, judging)
+    except UnsupportedError as error:
+        return not_tested(NAME, str(error))
+    title = "likelihood, with halves of layers trained"
+    with context.show_count(title, len(trials.halves), "halves") as advance:
+        found = []
+        for half in trials.halves:
+            found.append(trials.trained_half(half))
+            advance(1)
+    tried = compared(trials.own, found)
+    bound = f"none of {len(tried)} gains {LEAST_TRAINED_NATS} nats by its interval"
+    far = [one for one in tried if one.gains_by_training]
+    if not far:
+        figure = f"{tried[0].gain.value:+.3f} nats when {tried[0].variant.change}"
+        return passed(NAME, figure=figure, bound=bound)
+    equal = [one for one in far if one is far[0] or not one.is_told_from(far[0])]
+    alone = _alone(trials, [_half(one) for one in equal[:MOST_HALVES]], context)
+    better = [one for one in alone if one.gain.low is not None and one.gain.low > 0]
+    return explained(NAME, [*alone, *tried], better or far, bound)
+
+
+def _half(one: Changed) -> Half:
+    layer = one.variant.layer
+    assert layer is not None, "half of one layer is trained"
+    return layer, one.variant.half
+
+
+def _alone(trials: Trials, halves: Sequence[Half], context: Context) -> list[Changed]:
+    """Each tensor of some halves trained alone, and changes of the best tensors undone, best
+    first."""
+    spots = [spot for half in halves for spot in trials.halves[half]]
+    found = dict[LayerVariant, tuple[Spot, Likelihood]]()
+    title = "likelihood, with single tensors trained"
+    with context.show_count(title, len(spots), "tensors") as advance:
+        for spot in spots:
+            variant, under = trials.trained(spot)
+            found[variant] = spot, under
+            advance(1)
+    trained = compared(trials.own, ((one, under) for one, (_, under) in found.items()))
+    first = [found[one.variant][0] for one in trained[:MOST_UNDONE]]
+    changed = (one for spot in first for one in trials.undone(spot))
+    return best_first([*trained, *compared(trials.own, changed)])

@@ -1,0 +1,68 @@
+"""Parts of main layers trained on plain code: layers under autograd are those that run, and what is
+damaged gains on other code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from cases import export
+from faults import planting
+from faults.fault import Fault
+from faults.suspected_faults import TRAINED_LAYER_FAULTS, noisy
+from mtp_export.verify.check import Status
+from mtp_export.verify.diagnosis.trainable import Trainable
+from mtp_export.verify.diagnosis.trained import Trials
+from mtp_export.verify.evidence.likelihood import Likelihood
+from mtp_export.verify.evidence.plain_text import JUDGING, TRAINING, PlainTexts
+from mtp_export.verify.gates import LEAST_TRAINED_NATS
+from mtp_runtime.streaming import open_streamed
+from mtp_runtime.tokenizer import Tokenizer
+from verify.test_likelihood import judged
+
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+
+
+@pytest.mark.parametrize("name", ["glm4-moe-tiny", "qwen3-5-tiny"])
+def test_layers_under_autograd_are_those_that_run(name: str) -> None:
+    """Texts have the same last states; every tensor but biases of routers has a slope."""
+    folder = FIXTURES / name
+    streamed = open_streamed(folder, "cpu")
+    texts = PlainTexts.of_modules(Tokenizer.find(folder), JUDGING[:1], 4)
+    model, table = Trainable.of(streamed), texts.table
+    wanted = Likelihood.of(streamed, texts).states
+    torch.testing.assert_close(model.states(table)[-1], wanted, rtol=1e-4, atol=1e-3)
+    spots = list(model.spots())
+    leaves = {id(leaf): leaf for spot in spots for leaf, _ in spot.parts}
+    for leaf in leaves.values():
+        leaf.requires_grad_(True)
+    loss = model.loss(0, model.table[table.flatten()], table)
+    slopes = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    assert all(slope is not None and bool(slope.any()) for slope in slopes)
+
+
+def test_a_damaged_half_gains_and_stays_as_it_is(tmp_path: Path) -> None:
+    """Other code is likelier when it was trained, and then it holds what it held."""
+    bundle = tmp_path / "bundle"
+    assert export(FIXTURES / "glm4-moe-tiny", bundle, "--link", "copy", "--quiet").code == 0
+    planting.change(bundle / "main", "model.layers.0.mlp.down_proj.weight", noisy)
+    tokenizer = Tokenizer.find(bundle / "main")
+    texts = (PlainTexts.of_modules(tokenizer, some[:6], 4) for some in (TRAINING, JUDGING))
+    trials = Trials.of(Trainable.of(open_streamed(bundle, "cpu")), *texts)
+    parts = [leaf for spot in trials.model.spots() for leaf, _ in spot.parts]
+    before = [leaf.clone() for leaf in parts]
+    gain = trials.own.fitted_gain(trials.trained_half((0, "feed_forward"))[1], 0.98)
+    assert all(map(torch.equal, before, parts))
+    assert gain is not None and gain.low is not None and gain.low > LEAST_TRAINED_NATS
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("fault", TRAINED_LAYER_FAULTS, ids=lambda fault: fault.name)
+def test_a_damaged_tensor_is_named(fault: Fault, tmp_path: Path) -> None:
+    bundle = tmp_path / "bundle"
+    assert export(FIXTURES / fault.needs, bundle, "--link", "copy", "--quiet").code == 0
+    fault.plant(bundle)
+    failed = [item for item in judged(bundle).values() if item.status is Status.FAIL]
+    assert len(failed) == 1 and fault.cause in failed[0].cause
