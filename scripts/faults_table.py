@@ -67,8 +67,8 @@ _SUSPECTED = """## {heading}
 
 Weights and config values that look right, planted into bundles of the trained fixtures, which are
 run without `--source`. `tests/verify/test_run_faults.py`, `test_qwen_module_faults.py`,
-`test_likelihood.py`, `test_layer_variants.py` and `test_balanced_norms.py` plant each again: the
-check must fail and say the words. `python -m faults.blind` (with tests/ on the path) draws others
+`test_likelihood.py`, `test_layer_variants.py`, `test_trained.py` and `test_balanced_norms.py` plant
+each again: the check must fail and say the words. `python -m faults.blind` (with tests/ on the path) draws others
 at random, over fixtures, schemes and parts, exports each whole and judges it;
 `python -m faults.good_bundles` does so with good bundles.
 
@@ -221,11 +221,12 @@ def _suspected_lines() -> Iterator[str]:
         SUSPECTED_MAIN_FAULTS,
         SUSPECTED_NORM_FAULTS,
         SUSPECTED_QWEN_FAULTS,
+        TRAINED_LAYER_FAULTS,
     )
 
     of_modules = (*SUSPECTED_FAULTS, *SUSPECTED_QWEN_FAULTS)
-    of_running = (*of_modules, *SUSPECTED_MAIN_FAULTS, *SUSPECTED_LAYER_FAULTS)
-    faults = (*of_running, *SUSPECTED_NORM_FAULTS)
+    of_main = (*SUSPECTED_MAIN_FAULTS, *SUSPECTED_LAYER_FAULTS, *TRAINED_LAYER_FAULTS)
+    faults = (*of_modules, *of_main, *SUSPECTED_NORM_FAULTS)
     totals = _totals([fault.caught_by for fault in faults])
     yield _SUSPECTED.format(heading=SUSPECTED_HEADING, count=len(faults), totals=totals)
     yield "| fault | named by | which says |"
