@@ -29,12 +29,12 @@ NAME = "no part of the main model gains by training"
 MOST_BYTES = 256 << 20
 LEAST_TEXTS = 16  # to train on, and to judge by
 MOST_HALVES = 2  # whose tensors are trained each alone
-MOST_UNDONE = 3  # tensors whose changes are undone
+MOST_UNDONE = 2  # tensors of each, whose changes are undone
 
 
 def none_gains(streamed: StreamedModel, tokenizer: Tokenizer, context: Context) -> Item:
-    """No half of a layer gains by training alone what a good one does not; where one does, its
-    tensors are trained each alone, and changes of the best ones undone."""
+    """No half of a layer gains by training alone what a good one does not; where some do, tensors
+    of the best are trained each alone, and changes of the best of these undone."""
     if streamed.opened.size_bytes > MOST_BYTES:
         return not_tested(NAME, f"models of more than {MOST_BYTES >> 20} MiB are not trained")
     trained = PlainTexts.of_modules(tokenizer, TRAINING, TRAINING_PASSAGES)
@@ -57,8 +57,7 @@ def none_gains(streamed: StreamedModel, tokenizer: Tokenizer, context: Context) 
     if not far:
         figure = f"{tried[0].gain.value:+.3f} nats when {tried[0].variant.change}"
         return passed(NAME, figure=figure, bound=bound)
-    equal = [one for one in far if one is far[0] or not one.is_told_from(far[0])]
-    alone = _alone(trials, [_half(one) for one in equal[:MOST_HALVES]], context)
+    alone = _alone(trials, [_half(one) for one in far[:MOST_HALVES]], context)
     better = [one for one in alone if one.gain.low is not None and one.gain.low > 0]
     return explained(NAME, [*alone, *tried], better or far, bound)
 
@@ -70,17 +69,19 @@ def _half(one: Changed) -> Half:
 
 
 def _alone(trials: Trials, halves: Sequence[Half], context: Context) -> list[Changed]:
-    """Each tensor of some halves trained alone, and changes of the best tensors undone, best
+    """Each tensor of some halves trained alone, and changes of the best of each half undone, best
     first."""
-    spots = [spot for half in halves for spot in trials.halves[half]]
-    found = dict[LayerVariant, tuple[Spot, Likelihood]]()
-    title = "likelihood, with single tensors trained"
-    with context.show_count(title, len(spots), "tensors") as advance:
-        for spot in spots:
-            variant, under = trials.trained(spot)
-            found[variant] = spot, under
-            advance(1)
-    trained = compared(trials.own, ((one, under) for one, (_, under) in found.items()))
-    first = [found[one.variant][0] for one in trained[:MOST_UNDONE]]
-    changed = (one for spot in first for one in trials.undone(spot))
-    return best_first([*trained, *compared(trials.own, changed)])
+    title, tried = "likelihood, with single tensors trained", list[Changed]()
+    count = sum(len(trials.halves[half]) for half in halves)
+    with context.show_count(title, count, "tensors") as advance:
+        for half in halves:
+            found = dict[LayerVariant, tuple[Spot, Likelihood]]()
+            for spot in trials.halves[half]:
+                variant, under = trials.trained(spot)
+                found[variant] = spot, under
+                advance(1)
+            trained = compared(trials.own, ((one, under) for one, (_, under) in found.items()))
+            best = [found[one.variant][0] for one in trained[:MOST_UNDONE]]
+            changed = (one for spot in best for one in trials.undone(spot))
+            tried += [*trained, *compared(trials.own, changed)]
+    return best_first(tried)
