@@ -68,8 +68,8 @@ _SUSPECTED = """## {heading}
 Weights and config values that look right, planted into bundles of the trained fixtures, which are
 run without `--source`. `tests/verify/test_run_faults.py`, `test_qwen_module_faults.py`,
 `test_likelihood.py`, `test_layer_variants.py`, `test_trained.py` and `test_balanced_norms.py` plant
-each again: the check must fail and say the words. `python -m faults.blind` (with tests/ on the path) draws others
-at random, over fixtures, schemes and parts, exports each whole and judges it;
+each again: the check must fail and say the words. `python -m faults.blind` (with tests/ on the
+path) draws others at random, over fixtures, schemes and parts, exports each whole and judges it;
 `python -m faults.good_bundles` does so with good bundles.
 
 With `--count 30 --seed 52711`, which nobody had seen, 25 change tokens or acceptance by more than

@@ -225,9 +225,6 @@ SUSPECTED_LAYER_FAULTS: tuple[Fault, ...] = (
 )  # fmt: skip
 # Of the same, which training alone shows.
 TRAINED_LAYER_FAULTS: tuple[Fault, ...] = (
-    Fault("halves of the columns of a router of a main layer exchanged",
-          partial(changed, "main", "model.layers.1.mlp.gate.weight", columns_exchanged),
-          "likelihood", "the router of layer 1 has its halves exchanged", **_glm),
     Fault("noise in down_proj of a dense main layer",
           partial(changed, "main", "model.layers.0.mlp.down_proj.weight", noisy),
           "likelihood", "down_proj of layer 0 does harm", **_glm),
