@@ -116,7 +116,7 @@ def _followed(layer: DecoderLayer) -> DecoderLayer:
 
 
 def _own(part: Any) -> Any:
-    """What takes the place of a part; None for one whose parts are looked into."""
+    """Return the part that takes a part's place; None for one whose parts are looked into."""
     if isinstance(part, Linear):
         return _dense(part)
     if isinstance(part, Rope):
