@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from runtime.checkpoints import SMALL_CONFIGS
+
 _MIMO_V2: dict[str, Any] = (
     {"layernorm_epsilon": 1e-5, "hybrid_layer_pattern": [0, 1, 1], "moe_layer_freq": [0, 1, 1]}
     | {"swa_num_attention_heads": 8, "swa_num_key_value_heads": 4, "swa_head_dim": 16}
@@ -106,9 +108,9 @@ GPU_ONLY: dict[str, tuple[str, dict[str, Any], int]] = {
 }
 # Tensors that vLLM leaves, by parts of their names: it builds no indexer in Hy4's MTP layer, as
 # layer_types, which its config wants for the main layers alone, has no kind of it.
-LEFT = {"hy_v4": ".indexer."}
+LEFT = {"hy_v4": (".indexer.",)}
 # The same of main models: biases of routers are none of its parameters, and a tower is left out.
-LEFT_OF_MAIN = {"inkling_model": ".gate.bias", "interns2_mobius": ".time_series."}
+LEFT_OF_MAIN = {"inkling_model": (".gate.bias",), "interns2_mobius": (".time_series.",)}
 # Of those that transformers has no class for: vLLM's of the main model, and fields that it reads.
 _LATENT = CASES["BailingMoeV2_5ForCausalLM"][1] | {"use_qkv_bias": False}
 _LING = {"embedding_dropout": 0.0, "use_qkv_bias": False, "use_rmsnorm": True, "rope_theta": 1e4}
@@ -146,8 +148,8 @@ GPU_MAINS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "interns2_mobius": ("InternS2MobiusForConditionalGeneration", {}),
 }
-# SGLang's classes of drafts that vLLM has none of, or does not build: the module, the class, fields
-# that it reads and ours do not, and the share of the layers that it loads.
+# SGLang's classes of drafts, all that vLLM has none of, or does not build, among them: the module,
+# the class, fields that it reads and ours do not, and the share of the layers that it loads.
 _KINDS = 46  # it takes the kind of layer 45 for any module
 _STEP: dict[str, Any] = (
     {"layer_types": ["sliding_attention"] * _KINDS, "rope_theta": [1e4] * _KINDS}
@@ -165,6 +167,31 @@ SGLANG: dict[str, tuple[str, str, dict[str, Any], int]] = {
     "step3p5": ("step3p5_mtp", "Step3p5MTP", _STEP, 3),
     "step3p7": ("step3p5_mtp", "Step3p5MTP", _STEP, 3),
     "gigachat3_5": ("gigachat35_mtp", "GigaChat35ForCausalLMNextN", {}, 1),
+    "deepseek_v3": ("deepseek_nextn", "DeepseekV3ForCausalLMNextN", {}, 1),
+    "glm4_moe": ("glm4_moe_nextn", "Glm4MoeForCausalLMNextN", {}, 1),
+    "glm4_moe_lite": ("glm4_moe_lite_nextn", "Glm4MoeLiteForCausalLMNextN", {}, 1),
+    "mimo": ("mimo_mtp", "MiMoMTP", {}, 1),
+    "hy_v3": ("hunyuan_v3_nextn", "HYV3ForCausalLMNextN", {}, 1),
+    "exaone_moe": (
+        "exaone_moe_mtp",
+        "ExaoneMoEForCausalLMMTP",
+        {"pad_token_id": 0, "is_moe_layer": [False, False]},
+        1,
+    ),
+    "ernie4_5_moe": ("ernie4_eagle", "Ernie4_5_MoeForCausalLMMTP", {"use_bias": False}, 1),
+    "longcat_flash": (
+        "longcat_flash_nextn",
+        "LongcatFlashForCausalLMNextN",
+        {"intermediate_size": SMALL_CONFIGS["longcat_flash"]["ffn_hidden_size"]}
+        | {"mla_scale_q_lora": False, "mla_scale_kv_lora": False},
+        1,
+    ),
+    "qwen3_5_text": (
+        "qwen3_5_mtp",
+        "Qwen3_5ForCausalLMMTP",
+        {"full_attention_interval": 1, "layers_block_type": ["attention"]},
+        1,
+    ),
     "qwen3_moe": ("qwen3_moe_mtp", "Qwen3MoeForCausalLMMTP", {"attention_bias": False}, 1),
 }
 SGLANG_MAINS: dict[str, tuple[str, str, dict[str, Any]]] = {

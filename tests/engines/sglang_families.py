@@ -29,10 +29,14 @@ _MODELS = "sglang.srt.models"
 _REAL = {
     f"{_MODELS}.{name}"
     for name in (
-        *("bailing_moe", "bailing_moe_nextn", "deepseek_v2"),
+        *("bailing_moe", "bailing_moe_nextn", "deepseek_nextn", "deepseek_v2"),
         *("deepseek_common.deepseek_weight_loader", "deepseek_common.utils"),
-        *("gigachat35", "gigachat35_mtp"),
-        *("qwen2_moe", "qwen3_moe", "qwen3_moe_mtp", "qwen3_next", "step3p5", "step3p5_mtp"),
+        *("ernie4", "ernie45_moe_vl", "ernie4_eagle", "exaone_moe", "exaone_moe_mtp"),
+        *("gigachat35", "gigachat35_mtp", "glm4_moe", "glm4_moe_nextn", "glm4_moe_lite"),
+        *("glm4_moe_lite_nextn", "hunyuan_v3", "hunyuan_v3_nextn", "llama", "longcat_flash"),
+        *("longcat_flash_nextn", "mimo", "mimo_mtp", "qwen2", "qwen2_moe", "qwen3_5"),
+        *("qwen3_5_mtp", "qwen3_moe", "qwen3_moe_mtp", "qwen3_next", "step3p5", "step3p5_mtp"),
+        "utils",
     )
 }
 _OF_CONFIGS = "sglang.srt.configs"
@@ -40,6 +44,11 @@ _OF_CONFIGS = "sglang.srt.configs"
 _CONFIGS = {"gigachat3_5": ("gigachat35", "GigaChat35Config")}
 _REAL |= {f"{_OF_CONFIGS}.{file}" for file, _ in _CONFIGS.values()}
 _EXPERTS = "sglang/srt/layers/moe/fused_moe_triton/layer.py"
+
+
+class FusingNorm(Norm):
+    def fuse_input_quant(self, *_: Any) -> None:
+        """Do nothing: nothing is quantized."""
 
 
 class Linear(Matrix):
@@ -159,6 +168,7 @@ _STANDING_IN: dict[str, dict[str, Any]] = {
         "divide": lambda whole, parts: whole // parts,
         "get_pp_indices": lambda layers, *_: (0, layers),
     },
+    "srt.distributed.utils": {"get_group_rank_size": lambda _: (0, 1)},
     "srt.layers.layer_boundary": {
         **dict.fromkeys(("declare_attn", "declare_ffn"), SimpleNamespace),
         "layer_stack": nullcontext,
@@ -166,11 +176,12 @@ _STANDING_IN: dict[str, dict[str, Any]] = {
     },
     "kernels.ops.attention.fla.fused_norm_gate": {"FusedRMSNormGated": Norm},
     "srt.layers.attention.mamba.mamba": {"mamba_v2_sharded_weight_loader": lambda *_: load},
-    "srt.layers.layernorm": {"RMSNorm": Norm, "GemmaRMSNorm": Norm},
+    "srt.layers.layernorm": {"RMSNorm": FusingNorm, "GemmaRMSNorm": FusingNorm},
     "srt.layers.linear": {
         **dict.fromkeys(("ColumnParallelLinear", "ReplicatedLinear", "RowParallelLinear"), Linear),
         "MergedColumnParallelLinear": merged,
         "QKVParallelLinear": qkv,
+        "resolve_linear_parallel_group": lambda _: (0, 1),
     },
     "srt.layers.moe.ep_moe.layer": {"get_moe_impl_class": lambda _: Experts},
     "srt.layers.moe.fused_moe_triton.layer": {"FusedMoE": Experts},
@@ -199,6 +210,7 @@ _STANDING_IN: dict[str, dict[str, Any]] = {
     "srt.utils": {
         "add_prefix": lambda name, prefix: f"{prefix}.{name}" if prefix else name,
         "is_cuda": bool,
+        "make_layers": lambda *given, **more: layers(*given, **more)[0],
         "make_pp_layers": layers,
         "set_weight_attrs": with_attributes,
     },
@@ -222,6 +234,11 @@ def prepare(finder: Finder) -> None:
             setattr(Experts, node.name, classmethod(found[node.name]))
 
 
+# Fields that classes read and configs may leave out.
+_USUAL: dict[str, Any] = {"rope_parameters": {"rope_theta": 1e4}, "rope_theta": 1e4}
+_USUAL |= {"rope_scaling": None, "hidden_act": "silu", "tie_word_embeddings": False}
+
+
 def loading_of(folder: str, module: str, name: str, fields: dict[str, Any]) -> dict[str, Any]:
     """The loading of a folder by a class, which is given more fields than config.json has."""
     document = json.loads(Path(folder, "config.json").read_text())
@@ -230,7 +247,7 @@ def loading_of(folder: str, module: str, name: str, fields: dict[str, Any]) -> d
     if document["model_type"] in _CONFIGS:
         file, kind = _CONFIGS[document["model_type"]]
         make = getattr(importlib.import_module(f"{_OF_CONFIGS}.{file}"), kind)
-    config = make(**{"rope_parameters": {"rope_theta": 1e4}} | document | fields)
+    config = make(**_USUAL | document | fields)
     own = getattr(importlib.import_module(f"{_MODELS}.{module}"), name)
     model = own(config, **{"draft_model_idx": 0} if module in ("step3p5_mtp",) else {})
     parameters = dict(model.named_parameters())
