@@ -20,7 +20,7 @@ from mtp_runtime.layers.decoder_layer import DecoderLayer, PostNormLayer
 from mtp_runtime.layers.gated_delta_net import GatedDeltaNet
 from mtp_runtime.layers.linear import Linear
 from mtp_runtime.layers.mla import Halves, StoredHalves
-from mtp_runtime.layers.moe import HeldExperts, Moe
+from mtp_runtime.layers.moe import HeldExperts, Mlp, Moe
 from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.layers.rope import Rope
 from mtp_runtime.models.execution import Head, Outputs, TorchExecution
@@ -76,7 +76,9 @@ class Trainable:
         for layer in self.layers[first:]:
             x = through(layer, x, len(tokens))
         kept = x.view(*tokens.shape, -1)[:, :-1].flatten(0, 1)
-        return F.cross_entropy(self.head.logits(self.head.normed(kept)), tokens[:, 1:].flatten())
+        return F.cross_entropy(
+            self.head.logits(self.head.normed(kept)), tokens[:, 1:].flatten().to(x.device)
+        )
 
 
 def through(layer: DecoderLayer, x: Tensor, texts: int) -> Tensor:
@@ -104,12 +106,13 @@ def every_place(layer: DecoderLayer) -> Iterator[Place]:
 def _followed(layer: DecoderLayer) -> DecoderLayer:
     """The layer with tensors of its own in float32."""
     is_plain = type(layer) in (DecoderLayer, PostNormLayer)
-    if not (is_plain and takes_whole_texts(layer.attention)):
-        found = type(layer.attention if is_plain else layer).__name__
+    is_fed = isinstance(layer.feed_forward, Mlp | Moe)
+    if not (is_plain and is_fed and takes_whole_texts(layer.attention)):
+        kinds = (type(one).__name__ for one in (layer, layer.attention, layer.feed_forward))
         raise UnsupportedError(
             "A layer cannot be trained",
             expected="latent or grouped-query attention to all tokens, or a gated delta net",
-            found=found,
+            found=", ".join(kinds),
         )
     followed: DecoderLayer = with_parts(layer, _own)
     return followed
