@@ -43,6 +43,7 @@ _GGUF = (
     *("--base-quant", "q4_0", "--tensor-type", "ffn_down=q5_1"),
 )
 _INT8 = ("--base-quant", "weight_only_int8", "--mtp-quant", "weight_only_int8")
+_NVFP4 = ("--base-quant", "a4w4_nvfp4", "--mtp-quant", "weight_only_nvfp4", "--allow-untested-pair")
 COMMANDS = {
     "export": Command(export, (*_SMALL, "--link", "copy")),
     "export, linked": Command(export, (*_SMALL, "--link", "hardlink", "--checksums", "all")),
@@ -50,6 +51,7 @@ COMMANDS = {
         export, (*_SMALL, "--link", "copy", "--overwrite"), before=("--target", "paddlenlp")
     ),
     "quantize": Command(quantize, (*_INT8, *_SMALL)),
+    "quantize, nvfp4": Command(quantize, (*_NVFP4, "--scale", "mse", *_SMALL)),
     "quantize, GGUF": Command(quantize, (*_GGUF, "--max-shard-size", "300kB", "--workers", "2")),
 }
 # Behind this key llama.cpp's file of a module has the identity of its main model, in 64 digits.
