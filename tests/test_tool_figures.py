@@ -83,7 +83,7 @@ def test_the_warning_is_the_one_that_the_tool_prints() -> None:
 
 def test_the_versions_are_the_pinned_ones() -> None:
     pinned = "".join((ROOT / f"constraints-{name}.txt").read_text() for name in LISTS).lower()
-    names = {"ModelOpt": "nvidia-modelopt", "AutoRound": "auto-round"}
+    names = {"ModelOpt": "nvidia-modelopt", "AutoRound": "auto-round", "Quark": "amd-quark"}
     for run in FACTS["runs"].values():
         name = names.get(run["tool"], run["tool"].replace("llm-c", "llmc").lower())
         assert f"\n{name}=={run['version']}\n" in pinned

@@ -47,6 +47,7 @@ TOOLS = {
     "AutoRound": Tool("auto-round", "others", "with_auto_round.py"),
     "GPTQModel": Tool("gptqmodel", "others", "with_gptqmodel.py"),
     "ModelOpt": Tool("nvidia-modelopt", "others", "with_modelopt.py"),
+    "Quark": Tool("amd-quark", "others", "with_quark.py"),
 }
 
 
@@ -81,6 +82,7 @@ SCHEMES: dict[tuple[str, str], tuple[str, ...]] = {
     ("GPTQModel", DEEPSEEK): ("gptq",),
     ("ModelOpt", GLM): ("FP8", "NVFP4"),
     ("ModelOpt", DEEPSEEK): ("FP8",),
+    ("Quark", GLM): ("INT4", "MXFP4"),
 }
 RUNS = tuple(
     Run(tool, scheme, family) for (tool, family), schemes in SCHEMES.items() for scheme in schemes
