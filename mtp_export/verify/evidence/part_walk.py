@@ -86,9 +86,15 @@ class WalkPlan:
     def _tasks(self) -> list[_Pair | TensorInfo]:
         return [*(_Pair(*pair) for pair in self.weights), *self.others]
 
+    @property
+    def is_small(self) -> bool:
+        """True where threads would wait for each other for longer than they compute."""
+        return max((task.size_bytes for task in self._tasks), default=0) < _LEAST_BYTES
+
     def run(self, workers: int, queue: DiskQueue, progress: ProgressCallback) -> PartWalk:
-        """Read every byte once, in threads of which `workers` compute at a time (IoError)."""
-        walker = Walker(queue, BoundedSemaphore(workers), progress)
+        """Read every byte once, in threads of which `workers` compute at a time, 0: in this one
+        (IoError)."""
+        walker = Walker(queue, BoundedSemaphore(max(1, workers)), progress)
 
         def read(task: _Pair | TensorInfo) -> WeightFacts | tuple[str, str]:
             if isinstance(task, TensorInfo):
@@ -145,6 +151,7 @@ def recorded_checksums(checkpoint: Checkpoint, entry: Mapping[str, Any]) -> dict
 
 # One computes, while the other opens its files and waits for the first bytes.
 THREADS_PER_WORKER = 2
+_LEAST_BYTES = 1 << 20  # of the largest weight of a part that is read in threads
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -159,9 +166,13 @@ def in_threads(
 ) -> Iterator[Result]:
     """Yield work(task) of every task, in order; the first failure, or Ctrl-C, drops the rest.
 
-    The largest tasks begin first, so that none is left to one thread at the end.
+    The largest tasks begin first, so that none is left to one thread at the end. Without workers
+    this thread does all.
     """
-    pool = ThreadPoolExecutor(THREADS_PER_WORKER * max(1, workers))
+    if not workers:
+        yield from map(work, tasks)
+        return
+    pool = ThreadPoolExecutor(THREADS_PER_WORKER * workers)
     try:
         begun = {
             number: pool.submit(work, tasks[number])

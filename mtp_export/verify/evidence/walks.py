@@ -83,11 +83,13 @@ class Walks:
         return None if workdir is None else Findings(workdir, self.identity)
 
     def _walked(self, part: str, plan: WalkPlan) -> PartWalk:
+        place = self.checkpoints[part].path
+        workers = 0 if isinstance(place, Path) and plan.is_small else self.options.workers
         with (
             self.show_progress(f"{part}: tensors", plan.size_bytes) as progress,
-            DiskQueue(_depth_of(self.checkpoints[part].path)) as queue,
+            DiskQueue(_depth_of(place)) as queue,
         ):
-            return plan.run(self.options.workers, queue, progress)
+            return plan.run(workers, queue, progress)
 
     def _planned(self, part: str) -> WalkPlan:
         weights, noted = list[WeightOnDisk](), dict[str, Router | None]()
