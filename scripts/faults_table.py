@@ -70,7 +70,9 @@ run without `--source`. `tests/verify/test_run_faults.py`, `test_qwen_module_fau
 `test_likelihood.py`, `test_layer_variants.py`, `test_trained.py` and `test_balanced_norms.py` plant
 each again: the check must fail and say the words. `python -m faults.blind` (with tests/ on the
 path) draws others at random, over fixtures, schemes and parts, exports each whole and judges it;
-`python -m faults.good_bundles` does so with good bundles.
+`python -m faults.good_bundles` does so with good bundles: of the 254 rows, targets and drafts of
+the three fixtures that it lists 20 were judged by files and weights, and 18 of these on plain text
+and on one seed of 16 prompts, without a false alarm (commit 691f8416, two by 18ea8154).
 
 With `--count 30 --seed 52711`, which nobody had seen, 25 change tokens or acceptance by more than
 1 %. Each was judged once, in batches of ten with what was missing mended between them: `quantize`
