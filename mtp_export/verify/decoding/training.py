@@ -69,9 +69,9 @@ def _half(one: Changed) -> Half:
 
 
 def _alone(trials: Trials, halves: Sequence[Half], context: Context) -> list[Changed]:
-    """Each tensor of some halves trained alone, and changes of the best of each half undone, best
-    first."""
-    title, tried = "likelihood, with single tensors trained", list[Changed]()
+    """Each tensor of some halves trained alone, and changes of the best of each half undone: those
+    of the half in which one gains most, best first."""
+    title, tried = "likelihood, with single tensors trained", list[list[Changed]]()
     count = sum(len(trials.halves[half]) for half in halves)
     with context.show_count(title, count, "tensors") as advance:
         for half in halves:
@@ -83,5 +83,5 @@ def _alone(trials: Trials, halves: Sequence[Half], context: Context) -> list[Cha
             trained = compared(trials.own, ((one, under) for one, (_, under) in found.items()))
             best = [found[one.variant][0] for one in trained[:MOST_UNDONE]]
             changed = (one for spot in best for one in trials.undone(spot))
-            tried += [*trained, *compared(trials.own, changed)]
-    return best_first(tried)
+            tried.append(best_first([*trained, *compared(trials.own, changed)]))
+    return max(tried, key=lambda ones: ones[0].gain.value)
