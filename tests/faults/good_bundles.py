@@ -189,7 +189,7 @@ class Record:
         for line in self.lines if numbers else []:
             seed = line.get("seed")
             if line.get("numbers") in numbers and seed not in done and seed in wanted:
-                self.add(bundle, **{**line, "as": line.pop("bundle")})
+                self.add(bundle, **{"as": line.pop("bundle"), **line})
                 done.add(seed)
         return [seed for seed in (None, *wanted) if seed not in done]
 
