@@ -15,7 +15,10 @@ import torch
 from cases import WHOLE_TILES, make_checkpoint, quantize, run_program
 from forked import forks
 from mtp_checkpoints.errors import InvalidInputError, IoError, UnsupportedError, UsageError
+from mtp_checkpoints.formats import unquantized
+from mtp_kernels.cpu import packed_file
 from mtp_kernels.decoder import Piece
+from mtp_runtime.layers.linear import Linear
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.models.model import Model
 from mtp_runtime.models.packing import Rows
@@ -80,10 +83,27 @@ def test_another_model_at_the_same_place_is_packed_anew(model: Path, tmp_path: P
     kept = tmp_path / "kept"
     before = load(model, kept)
     (first,) = kept.iterdir()
+    (kept / f"{first.name}.part").touch()  # of a process that was killed
     write_checkpoint(model, SMALL | {"num_hidden_layers": 2}, seed=1)
     after = load(model, kept)
     (second,) = kept.iterdir()
     assert first != second and is_equal(after, load(model, None)) and not is_equal(before, after)
+
+
+def test_what_is_packed_after_the_model_is_in_other_memory(model: Path, tmp_path: Path) -> None:
+    """As drafts are that share the model's kernels: of a first start and of a later one."""
+    kept = tmp_path / "kept"
+    matrix, x = torch.randn(4096, 64), torch.randn(3, 64)
+    sizes = []
+    for _ in range(2):
+        loaded = load(model, kept)
+        projection = loaded.execution.linear(
+            Linear.build(unquantized(matrix), torch.float32, keep_dense=True)
+        )
+        assert torch.allclose(projection(x), x @ matrix.T, atol=1e-4)
+        assert is_equal(loaded, load(model, None))
+        sizes += [path.stat().st_size for path in kept.iterdir()]
+    assert len({*sizes}) == 1 < len(sizes)
 
 
 def test_each_way_of_loading_has_its_file(model: Path, tmp_path: Path) -> None:
@@ -91,6 +111,27 @@ def test_each_way_of_loading_has_its_file(model: Path, tmp_path: Path) -> None:
     for options in (LoadOptions(), LoadOptions(dtype="bfloat16"), LoadOptions(with_mtp=False)):
         load_model(model, LoadOptions(**vars(options) | {"packed_cache": kept}))
     assert len([*kept.iterdir()]) == 3
+
+
+def test_numbers_that_are_damaged_are_packed_anew(model: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    load(model, kept)
+    (file,) = kept.iterdir()
+    content = bytearray(file.read_bytes())
+    start = content.rindex(b"[")
+    content[start] = 0
+    file.write_bytes(content)
+    assert is_equal(load(model, None), load(model, kept))
+    assert file.read_bytes()[start] == ord("[")
+
+
+def test_a_system_that_maps_no_pages_beforehand_reads_them(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, expected = tmp_path / "kept", load(model, None)
+    load(model, kept)
+    monkeypatch.setattr(packed_file, "_POPULATE_READ", 12345)
+    assert is_equal(expected, load(model, kept))
 
 
 @pytest.mark.parametrize("size", [0, 10, 4096, -1])

@@ -1,5 +1,5 @@
 """Sums of products of pairs of bf16 in registers: by the instruction of AVX512-BF16, or with the
-same bits by two fused multiply-adds."""
+same bits by two fused multiply-adds. Numbers below 2^-126 are zeros to the instruction alone."""
 
 from __future__ import annotations
 

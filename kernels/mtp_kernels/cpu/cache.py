@@ -155,15 +155,9 @@ def cache_home() -> Path:
 def _version(module: str, path: str) -> str:
     """Return a digest of numba's version and the content of a module's sources, wherever they
     are."""
-    projects = {name.partition(".")[0] for name in (module, __name__)}
-    return sources_version(path, *sorted(projects))
-
-
-def sources_version(path: str, *projects: str) -> str:
-    """Return a digest of numba's version and the content of a module's file, and of those of some
-    projects that it imports."""
+    projects = "|".join(sorted({name.partition(".")[0] for name in (module, __name__)}))
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
-    for content in sorted(map(_content_digest, _sources(path, "|".join(projects)))):
+    for content in sorted(map(_content_digest, _sources(path, projects))):
         digest.update(content)
     return digest.hexdigest()[:24]
 

@@ -30,12 +30,14 @@ class Arena:
     what is taken holds what an earlier process wrote to it, and numbers are those that it noted.
     """
 
-    is_filled = False
-
     def __init__(self, memory: np.ndarray | None = None) -> None:
         self._chunk = floats(0) if memory is None else memory
         self._grows = memory is None
         self._taking = threading.Lock()
+
+    @property
+    def is_filled(self) -> bool:
+        return False
 
     def noted(self, number: int) -> int:
         """Return a number that says how what is taken is read: in an arena that is filled, the next

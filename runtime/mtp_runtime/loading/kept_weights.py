@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import mmap
+import platform
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib import import_module
+from functools import cache
+from glob import escape
 from pathlib import Path
 
 from mtp_checkpoints.errors import InvalidInputError, IoError
 from mtp_checkpoints.tensors.reader import Checkpoint
-from mtp_kernels.cpu.cache import sources_version
 from mtp_kernels.cpu.memory import Arena
-from mtp_kernels.cpu.packed_file import FilledArena, PackedFileError, written_file
-from mtp_kernels.decoder import AUTO, BACKENDS
+from mtp_kernels.cpu.packed_file import (
+    PART,
+    FilledArena,
+    PackedFileError,
+    PackedIoError,
+    remove_left,
+    written_file,
+)
 from mtp_runtime.loading.on_demand import READERS
 
 SUFFIX = ".packed"
@@ -25,7 +35,7 @@ SUFFIX = ".packed"
 class KeptWeights:
     """The file of a model's packed weights in a folder, which may not be there yet.
 
-    use: what stays the same when the model's files change; content: what does not.
+    use: names the model and how it is loaded; content: a digest of its files, too, and of the code.
     """
 
     folder: Path
@@ -37,11 +47,11 @@ class KeptWeights:
         cls, folder: Path, path: Path, checkpoints: Iterable[Checkpoint], how: str
     ) -> KeptWeights:
         """Name the file for a model at a path: by the identities of its files, how it is loaded,
-        and the sources of what packs it (IoError for files that are not there)."""
+        and the code that packs it (IoError for files that are not there)."""
         place = f"{path.resolve()} {how}"
         content = hashlib.sha256(f"{place} {_version()}".encode())
         for checkpoint in checkpoints:
-            content.update(checkpoint.config_sha256.encode())
+            content.update(json.dumps(checkpoint.config, sort_keys=True).encode())
             for shard in checkpoint.shards:
                 content.update(_identity(Path(str(shard.path))).encode())
         use = f"{path.resolve().name}-{hashlib.sha256(place.encode()).hexdigest()[:12]}"
@@ -78,11 +88,11 @@ class KeptWeights:
                 filled.read(pool, advance)
             yield filled
             filled.check_taken()
-        except OSError as error:
+        except PackedIoError as error:
             raise IoError(
                 "Packed weights cannot be kept",
                 where=self.path,
-                found=error.strerror or str(error),
+                found=error.strerror,
                 todo="Make room there, name another folder, or leave --packed-cache out",
             ) from error
         except PackedFileError as error:
@@ -105,10 +115,13 @@ class KeptWeights:
 
     def _remove_others(self) -> None:
         """Remove what was packed of earlier files of this model, or by another version."""
-        for path in self.folder.glob(f"{self.use}-*{SUFFIX}"):
+        earlier = f"{escape(self.use)}-*{SUFFIX}"
+        for path in self.folder.glob(earlier):
             if path != self.path:
                 with suppress(OSError):
                     path.unlink()
+        for part in self.folder.glob(f"{earlier}{PART}"):
+            remove_left(part)
 
 
 @contextmanager
@@ -121,11 +134,14 @@ def arena_of(kept: KeptWeights | None, advance: Callable[[int], object]) -> Iter
         yield arena
 
 
+@cache
 def _version() -> str:
-    """Return a digest of the sources that read and pack weights."""
-    projects = "mtp_checkpoints", "mtp_kernels", "mtp_runtime"
-    modules = map(import_module, ("mtp_runtime.models.load", BACKENDS[AUTO["cpu"]]))
-    return " ".join(sources_version(str(module.__file__), *projects) for module in modules)
+    """Return a digest of the code that reads and packs weights, and of what lays out memory."""
+    digest = hashlib.sha256(f"{platform.machine()} {mmap.PAGESIZE}".encode())
+    for package in ("mtp_checkpoints", "mtp_kernels", "mtp_runtime"):
+        for path in sorted(Path(str(sys.modules[package].__file__)).parent.rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _identity(path: Path) -> str:

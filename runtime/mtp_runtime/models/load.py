@@ -238,9 +238,10 @@ class OpenedModel:
     def kept_weights(self, options: LoadOptions, group: Group) -> KeptWeights:
         """Return where weights are kept as they are packed with options for a rank (IoError)."""
         assert options.packed_cache is not None, "asked for"
-        how = options.dtype, options.activations, options.with_mtp, options.max_model_len
-        ranks = group.split, options.parallel(group).mode
-        return KeptWeights.of(options.packed_cache, self.folder, self.checkpoints, f"{how} {ranks}")
+        parts = options.dtype, options.activations, options.with_mtp, options.mtp_folder
+        ranks = options.max_model_len, group.split, options.parallel(group).mode
+        how = f"{parts} {ranks}"
+        return KeptWeights.of(options.packed_cache, self.folder, self.checkpoints, how)
 
     def described_by(self, config: Mapping[str, Any]) -> OpenedModel:
         """Return the same tensors as another config.json describes them, by which their names and
