@@ -58,7 +58,7 @@ class CalibrationOptions:
     measure_inputs: bool = field(
         default=False,
         metadata=option(
-            "With --calibrate: a4w4_nvfp4's scales of inputs are those of the largest input of a"
+            "With --calibrate: scales of inputs of a4w4_nvfp4 are those of the largest input of a"
             " linear, or of all experts of a layer, in place of 1.",
             Panel.PRECISION,
         ),

@@ -88,7 +88,12 @@ class QuickReading:
         if place:
             others = [leaf for leaf in self.leaves.values() if leaf is not config]
             path = Path(str(place))
-            refuse_overlaps({config.flag: path}, {})
+            written = {
+                leaf.flag: Path(str(given[leaf.name]))
+                for leaf in others
+                if leaf.option.access is Access.WRITTEN and given.get(leaf.name) is not None
+            }
+            refuse_overlaps({config.flag: path}, written)
             ctx.default_map = read_config(path, others)
 
     def _reads(self, ctx: Any, args: list[str]) -> bool:

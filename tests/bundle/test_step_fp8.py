@@ -63,6 +63,8 @@ def test_it_is_inspected_and_exported(release: Path, tmp_path: Path) -> None:
     assert outcome.code == 0, outcome.err
     stored = read_tensors(bundle / "main") | read_tensors(bundle / "mtp")
     source = read_tensors(release)
+    copy = stored.pop("model.mtp.embed_tokens.weight")  # engines fail on a draft without one
+    assert copy.equal(source["model.embed_tokens.weight"])
     assert stored.keys() == source.keys()
     assert all(one.equal(source[name]) for name, one in stored.items())
     outcome = run_program("verify", bundle, "--source", release, "--level", "weights", "--quiet")

@@ -37,13 +37,16 @@ class Both(ModuleDrafter):
 
     def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
         layers = stacked(self._caches[0])
+        self._pages.fill_freed()
         before = layers.clone()
         at_once = super().propose(requests, counts)
+        self._pages.fill_freed()
         after = layers.clone()
         layers.copy_(before)
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(self._modules[0].__dict__, "recursion", None)  # a cached property
             by_steps = super().propose(requests, counts)
+        self._pages.fill_freed()
         assert [draft.tokens for draft in at_once] == [draft.tokens for draft in by_steps]
         assert torch.equal(after.view(torch.int32), layers.view(torch.int32))
         Both.compared += max(counts) > 1

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from mtp_kernels.batch_layout import BatchLayout, StateLayout
+from mtp_kernels.cpu.memory import Arena
 from mtp_kernels.decoder import (
     DecoderConfig,
     DeltaConfig,
@@ -51,7 +52,12 @@ Weights = TypeVar("Weights", bound=LayerWeights | LatentWeights | GroupedWeights
 class Backend:
     """Keeps the given tensors as they are, matrices rounded to a dtype."""
 
-    def __init__(self, dtype: torch.dtype, activations: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        activations: torch.dtype = torch.float32,
+        arena: Arena | None = None,
+    ) -> None:
         assert activations is torch.float32
         self._dtype = dtype
 
