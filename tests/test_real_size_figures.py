@@ -11,7 +11,15 @@ SECTION = sections_of(PAGE)["Real layer sizes, beside llama.cpp"]
 # Of each table the result files, and whether it has a column with drafts.
 TABLES = (
     (("real_sizes.json", "real_sizes_int8.json"), False),
-    (("real_sizes_zen5.json", "real_sizes_zen5_int8.json", "real_sizes_zen5_whole.json"), True),
+    (
+        (
+            "real_sizes_zen5.json",
+            "real_sizes_zen5_int8.json",
+            "real_sizes_zen5_whole.json",
+            "real_sizes_zen5_whole_bf16.json",
+        ),
+        True,
+    ),
     (("real_sizes_v3.json",), False),
     (("real_sizes_avx2.json", "real_sizes_whole.json"), True),
     (("real_sizes_qwen.json",), True),
