@@ -236,5 +236,6 @@ def test_the_command_keeps_weights_and_says_why_it_cannot(tmp_path: Path) -> Non
         texts.append(outcome.out.partition("\n4 tokens")[0])
     assert texts[0] == texts[1] == texts[2]
     (tmp_path / "file").touch()
-    outcome = run_program(*words, "--packed-cache", tmp_path / "file" / "kept")
-    assert outcome.code == 6 and "Packed weights cannot be kept" in outcome.err
+    for folder in (tmp_path / "file" / "kept", Path("/proc/none")):
+        outcome = run_program(*words, "--packed-cache", folder)
+        assert outcome.code == 6 and "Packed weights cannot be kept" in outcome.err

@@ -94,8 +94,8 @@ class WrittenArena(FileArena):
 class FilledArena(FileArena):
     """Arena in a file that was kept: takes and notes are answered in the order of its making.
 
-    Raises FileNotFoundError where there is none, PackedIoError for one that cannot be read,
-    PackedFileError for one that is not whole.
+    Raises PackedIoError for one that cannot be read, or is not there, PackedFileError for one that
+    is not whole.
     """
 
     def __init__(self, path: Path) -> None:
@@ -209,11 +209,9 @@ def _is_own(part: Path, fd: int) -> bool:
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """Raise PackedIoError for what the system refuses, but for a file that is not there."""
+    """Raise PackedIoError for what the system refuses."""
     try:
         yield
-    except FileNotFoundError:
-        raise
     except OSError as error:
         raise PackedIoError(error.errno, error.strerror) from error
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from errno import ENOENT
 from functools import cache
 from glob import escape
 from pathlib import Path
@@ -107,8 +108,10 @@ class KeptWeights:
         """Return the weights of the file; a damaged one is made anew."""
         try:
             return FilledArena(self.path)
-        except FileNotFoundError:
-            return None
+        except PackedIoError as error:
+            if error.errno == ENOENT:
+                return None
+            raise
         except PackedFileError:
             self.path.unlink(missing_ok=True)
             return None
