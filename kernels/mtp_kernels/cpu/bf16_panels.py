@@ -22,7 +22,9 @@ from mtp_kernels.cpu.code import (
     loop,
     store,
 )
+from mtp_kernels.cpu.group_sums import expand
 from mtp_kernels.cpu.jit import inner
+from mtp_kernels.cpu.matrix_units import HAS_TILES, ROW_BYTES, TILE
 from mtp_kernels.cpu.panel_forms import (
     BF16,
     INT4,
@@ -36,9 +38,17 @@ from mtp_kernels.cpu.panel_forms import (
 )
 from mtp_kernels.cpu.panels import BY_TWOS, product
 from mtp_kernels.cpu.stored_rows import OF_FP8, OF_INT4, OF_INT8, OF_PAIRS
+from mtp_kernels.cpu.tile_products import (
+    MOST_ROWS,
+    TileRows,
+    TileWeight,
+    area,
+    multiply_whole_tiles,
+)
 from mtp_kernels.cpu.vectors import Rows, address, floats, from_column, rows_of, words
 
 _MOST_ROWS = BY_TWOS[-1]
+_TILE_DEPTH = ROW_BYTES // 2  # inputs of a row of a tile
 
 
 @inner
@@ -149,11 +159,29 @@ def multiply_pairs(x: Any, panel: Any, out: Any, out_stride: Any) -> None:
 
 @inner
 def _multiply(x: Any, w: Any, kind: Any, scales: Any, out: Any, stride: Any, add: Any) -> None:
-    """Multiply all rows, up to _MOST_ROWS together."""
+    """Multiply all rows, up to _MOST_ROWS together where there are no matrix units for them."""
     row, rows = 0, _MOST_ROWS
+    if HAS_TILES:
+        row = _multiply_tiles(x, w, kind, scales, out, stride, add)
     while row < x.count:
         while rows > x.count - row:
             rows //= 2
         at, own = x.at + FLOAT_BYTES * row * x.stride, out + FLOAT_BYTES * row * stride
         product(at, x.stride, rows, w.at, w.stride, kind, scales, w.count, own, stride, add)
         row += rows
+
+
+@inner
+def _multiply_tiles(x: Any, w: Any, kind: Any, scales: Any, out: Any, stride: Any, add: Any) -> Any:
+    """Multiply whole tiles of rows on matrix units; return the number of these rows."""
+    if x.count < TILE or w.count % _TILE_DEPTH:
+        return 0
+    pairs: Any = area()
+    row_bytes, done = FLOAT_BYTES * x.stride, 0
+    for first in range(0, w.count, MOST_ROWS):
+        count = min(w.count - first, MOST_ROWS)
+        expand(w.at, kind, first, count, pairs)
+        rows = TileRows(from_column(x, first // 2).at, row_bytes, 0, 0)
+        part = TileWeight(pairs, count // _TILE_DEPTH, scales)
+        done = multiply_whole_tiles(rows, x.count, kind, part, out, stride, add + first)
+    return done

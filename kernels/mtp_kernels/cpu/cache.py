@@ -28,6 +28,8 @@ from numba.core.caching import NullCache
 from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 
+from mtp_kernels.cpu.matrix_units import HAS_TILES
+
 logger = logging.getLogger(__name__)
 
 _FOLDERS_KEPT = 32  # of each module, the last used: of other versions, of checkouts beside this one
@@ -85,7 +87,7 @@ class KernelCache(NullCache):
             raise FileNotFoundError("no cache folder: set XDG_CACHE_HOME")
         function = self._function
         settings = [str(getattr(numba.config, name)) for name in _SETTINGS]
-        variant = str(types), context.codegen().magic_tuple(), settings
+        variant = str(types), context.codegen().magic_tuple(), settings, HAS_TILES
         digest = hashlib.sha256(f"{sys.implementation.cache_tag} {variant}".encode())
         digest.update(function.__code__.co_code)
         digest.update(dumps(tuple(cell.cell_contents for cell in function.__closure__ or ())))

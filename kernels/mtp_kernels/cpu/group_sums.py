@@ -69,7 +69,7 @@ def add_minimums(typing: Any, x: Any, depth: Any, minimums: Any, out: Any) -> An
 
 @intrinsic
 def expand(typing: Any, w: Any, kind: Any, first: Any, depth: Any, out: Any) -> Any:
-    """out[k, :PANEL] = the numbers of rows [first, first + depth) of codes."""
+    """out[k, :PANEL] = the numbers of rows [first, first + depth) of a weight, or pairs of them."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         w, _, first, depth, out = arguments
@@ -78,7 +78,7 @@ def expand(typing: Any, w: Any, kind: Any, first: Any, depth: Any, out: Any) -> 
 
         def step(number: Any, nothing: list[Any]) -> list[Any]:
             at = row_at(builder, w, builder.add(start, number), stored.bytes)
-            row = builder.add(out, builder.mul(number, integer(stored.rows * SCALE_BYTES)))
+            row = builder.add(out, builder.mul(number, integer(stored.words * SCALE_BYTES)))
             for c in WHOLE:
                 for k, vector in enumerate(stored.read(builder, at, c)):
                     place = integer(k * SCALE_BYTES + c * LANES * FLOAT_BYTES)

@@ -39,6 +39,8 @@ from mtp_kernels.cpu.code import (
 )
 from mtp_kernels.cpu.group_sums import WHOLE, old_or_zeros
 from mtp_kernels.cpu.jit import inner
+from mtp_kernels.cpu.matrix_units import HAS_TILES, ROW_BYTES, TILE
+from mtp_kernels.cpu.nibbles import int4_bytes
 from mtp_kernels.cpu.panel_forms import (
     INT4,
     INT8,
@@ -51,6 +53,13 @@ from mtp_kernels.cpu.panel_forms import (
     row_bytes,
 )
 from mtp_kernels.cpu.panels import AHEAD, Panels
+from mtp_kernels.cpu.tile_products import (
+    TileRows,
+    TileWeight,
+    area,
+    expand_int4,
+    multiply_whole_tiles,
+)
 from mtp_kernels.cpu.vectors import address, bytes_at, float_of, floats, octets, words
 
 GROUP = 128  # inputs that share a scale, at most, and never more than those of the weight
@@ -167,13 +176,6 @@ def _words_of_int8(builder: Any, word: Any) -> list[Any]:
     return [builder.xor(word, every_word(0x80808080))]
 
 
-def _words_of_int4(builder: Any, word: Any) -> list[Any]:
-    """The even and the odd codes of words, as bytes."""
-    codes, nibbles = builder.xor(word, every_word(0x88888888)), every_word(0x0F0F0F0F)
-    odd = builder.lshr(codes, every_word(4))
-    return [builder.and_(codes, nibbles), builder.and_(odd, nibbles)]
-
-
 class _Stored(NamedTuple):
     """Code that takes words apart into four unsigned bytes each, and the rows of a step.
 
@@ -192,7 +194,7 @@ class _Stored(NamedTuple):
 _INT8, _INT4 = np.int8(0), np.int16(0)
 _STORED = {
     types.int8: _Stored(_words_of_int8, STEP_ROWS[INT8], small=False, prefetches=False),
-    types.int16: _Stored(_words_of_int4, STEP_ROWS[INT4], small=True, prefetches=True),
+    types.int16: _Stored(int4_bytes, STEP_ROWS[INT4], small=True, prefetches=True),
 }
 
 
@@ -271,18 +273,35 @@ def multiply_codes(x: Any, panel: Any, out: Any, out_stride: Any) -> None:
         end = group_end(form, first, panel.count)
         scales = panel.at + first // group_of(form) * group_bytes(form)
         at = scales + SCALE_BYTES + first % group_of(form) * row_bytes(kind)
-        weight = Group(at, scales, first, end - first, number)
+        weight, done = Group(at, scales, first, end - first, number), 0
+        if HAS_TILES:
+            done = _multiply_tiles(x, kind, weight, out, out_stride)
         if kind == INT4:
-            _multiply_group(x, _INT4, weight, out, out_stride)
+            _multiply_group(x, done, _INT4, weight, out, out_stride)
         else:
-            _multiply_group(x, _INT8, weight, out, out_stride)
+            _multiply_group(x, done, _INT8, weight, out, out_stride)
         first, number = end, number + 1
 
 
 @inner
-def _multiply_group(x: Any, kind: Any, w: Any, out: Any, stride: Any) -> None:
-    """Multiply a group of all rows, up to _MOST_ROWS together."""
-    row, rows = 0, _MOST_ROWS
+def _multiply_tiles(x: Any, kind: Any, w: Any, out: Any, stride: Any) -> Any:
+    """Multiply a group of whole tiles of rows on matrix units; return the number of these rows."""
+    if x.count < TILE or w.size % ROW_BYTES:
+        return 0
+    at = w.at
+    if kind == INT4:
+        at = area()
+        expand_int4(w.at, w.size, at)
+    factors = x.scales + FLOAT_BYTES * w.number
+    rows = TileRows(x.at + w.first, x.depth, factors, FLOAT_BYTES * x.groups)
+    part = TileWeight(at, w.size // ROW_BYTES, w.scales)
+    return multiply_whole_tiles(rows, x.count, _INT8, part, out, stride, w.first)
+
+
+@inner
+def _multiply_group(x: Any, row: Any, kind: Any, w: Any, out: Any, stride: Any) -> None:
+    """Multiply a group of all rows from one on, up to _MOST_ROWS together."""
+    rows = _MOST_ROWS
     while row < x.count:
         past, left = FLOAT_BYTES * (row * x.groups + w.number), x.count - row
         at = x.at + row * x.depth + w.first

@@ -42,6 +42,13 @@ def int4_numbers(builder: Any, words: Any) -> list[Any]:
     return [builder.sitofp(builder.ashr(builder.shl(word, top), top), VECTOR) for word in moved]
 
 
+def int4_bytes(builder: Any, words: Any) -> list[Any]:
+    """Return the integers of the even and of the odd codes, larger by 8, as bytes of words."""
+    codes, nibbles = builder.xor(words, every_word(0x88888888)), every_word(0x0F0F0F0F)
+    odd = builder.lshr(codes, every_word(4))
+    return [builder.and_(codes, nibbles), builder.and_(odd, nibbles)]
+
+
 def int4_pairs(builder: Any, words: Any) -> list[Any]:
     """Return the integers of codes c and c + 4 of each word as pairs of bf16."""
     return (_pairs_looked_up if _HAS_PAIR_TABLES else joined_numbers)(builder, words)

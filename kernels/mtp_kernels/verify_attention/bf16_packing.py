@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from mtp_kernels.cpu.jit import compiled
+from mtp_kernels.cpu.matrix_units import ROW_BYTES, TILE, TILE_BYTES
 from mtp_kernels.cpu.vectors import address
-from mtp_kernels.verify_attention.bf16_units import DEPTH, ROW_BYTES, TILE, TILE_BYTES
+from mtp_kernels.verify_attention.bf16_units import DEPTH
 from mtp_kernels.verify_attention.shares import groups_of
 from mtp_kernels.verify_attention.tiles import (
     ENTRY_TERMS,

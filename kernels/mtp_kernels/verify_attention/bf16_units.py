@@ -1,68 +1,40 @@
 """Units of a CPU that multiply tiles of bf16: matrix units (AMX), AVX-512-BF16, or float32 vectors.
 
 A tile is 16 rows of 16 entries of 32 bits. An entry is a pair of bf16 or, for float32 vectors, one
-number: converted once, when it is packed, and not in every product. Row k of the second operand's
-tile holds the terms of 16 sums that meet entry k of a row of the first operand's. AMX multiplies
-whole tiles, the others one entry of a row with a row of the second operand.
-Addresses are int64, and strides and steps are bytes.
+number: converted once, when it is packed, and not in every product. AMX
+multiplies whole tiles (cpu/matrix_units.py), the others one entry of a row of the first operand
+with a row of the second.
 
-Sources: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18 (AMX),
-and volume 2, VDPBF16PS.
+Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, VDPBF16PS.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, NamedTuple
+from functools import cache, partial
+from typing import Any
 
-import torch
 from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from mtp_kernels.cpu.code import INT, LANES, PAIRS, VECTOR, fma, integer, splat
+from mtp_kernels.cpu.code import INT, PAIRS, VECTOR, fma, integer, splat
+from mtp_kernels.cpu.matrix_units import (
+    ENTRY_BYTES,
+    HAS_TILES,
+    TILE,
+    Product,
+    Shape,
+    moved,
+    multiply_tiles,
+    pointer,
+)
 
-TILE = LANES  # rows of a tile, and 32-bit entries of a row
-ROW_BYTES = 64
-TILE_BYTES = TILE * ROW_BYTES
-ENTRY_BYTES = 4
 DEPTH = 32  # bf16 of a row of pairs: tokens, and the sizes of one, fill whole ones
 
-_BYTE, _NUMBER = ir.IntType(8), ir.IntType(32)
-
-
-class Product(NamedTuple):
-    """Arguments of a product c[i, j] = (c[i, j] +) sum over chunks of a[i] @ b[j], in code.
-
-    Of each an address, a step from tile to tile, and of a and b one from chunk to chunk, of which
-    there is at least one; rows of each lie a stride apart; c has a step for i and one for j.
-    """
-
-    a: Any
-    a_row: Any
-    a_tile: Any
-    a_chunk: Any
-    b: Any
-    b_row: Any
-    b_tile: Any
-    b_chunk: Any
-    chunks: Any
-    c: Any
-    c_row: Any
-    c_i: Any
-    c_j: Any
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Tiles of the operands, and whether products are added to what is there."""
-
-    a_tiles: int
-    b_tiles: int
-    adds: bool
+_NUMBER = ir.IntType(32)
 
 
 @dataclass(frozen=True)
@@ -93,61 +65,12 @@ def product_on(unit: str, shape: Shape) -> Any:
 def units_here() -> tuple[str, ...]:
     """Return the units of UNITS that this CPU has, the fastest here first."""
     has = {
-        "amx": torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx(),
+        "amx": HAS_TILES,
         "avx512_bf16": binding.get_host_cpu_features().get("avx512bf16", False),
         "float32": True,
     }
     here = (name for name in UNITS if has[name])
     return tuple(sorted(here, key=lambda name: -UNITS[name].speedup))
-
-
-def _moved(builder: Any, base: Any, *moves: tuple[Any, Any]) -> Any:
-    """Return base + step * count of each move."""
-    for step, count in moves:
-        count = integer(count) if isinstance(count, int) else count
-        base = builder.add(base, builder.mul(step, count))
-    return base
-
-
-def pointer(builder: Any, address: Any, kind: Any = _BYTE) -> Any:
-    """Return an address as a pointer to a kind."""
-    return builder.inttoptr(address, kind.as_pointer())
-
-
-def tile_call(builder: Any, name: str, *operands: Any) -> None:
-    """Emit an instruction on AMX's tiles; an int is the number of a tile."""
-    values = [ir.Constant(_BYTE, o) if isinstance(o, int) else o for o in operands]
-    kind = ir.FunctionType(ir.VoidType(), [value.type for value in values])
-    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}")
-    builder.call(function, values)
-
-
-def _on_tiles(builder: Any, given: Product, shape: Shape) -> None:
-    """Multiply on at most eight tiles: c first, row by row, then a, then b."""
-    a_tiles, b_tiles = range(shape.a_tiles), range(shape.b_tiles)
-    sums = {(i, j): i * shape.b_tiles + j for i in a_tiles for j in b_tiles}
-    lefts = [len(sums) + i for i in a_tiles]
-    rights = [len(sums) + shape.a_tiles + j for j in b_tiles]
-    places = {
-        (i, j): pointer(builder, _moved(builder, given.c, (given.c_i, i), (given.c_j, j)))
-        for i, j in sums
-    }
-    for ij, tile in sums.items():
-        if shape.adds:
-            tile_call(builder, "tileloadd64", tile, places[ij], given.c_row)
-        else:
-            tile_call(builder, "tilezero", tile)
-    with cgutils.for_range(builder, given.chunks, intp=INT) as loop:
-        for i, tile in enumerate(lefts):
-            at = _moved(builder, given.a, (given.a_tile, i), (given.a_chunk, loop.index))
-            tile_call(builder, "tileloadd64", tile, pointer(builder, at), given.a_row)
-        for j, tile in enumerate(rights):
-            at = _moved(builder, given.b, (given.b_tile, j), (given.b_chunk, loop.index))
-            tile_call(builder, "tileloadd64", tile, pointer(builder, at), given.b_row)
-        for (i, j), tile in sums.items():
-            tile_call(builder, "tdpbf16ps", tile, lefts[i], rights[j])
-    for ij, tile in sums.items():
-        tile_call(builder, "tilestored64", tile, places[ij], given.c_row)
 
 
 @dataclass(frozen=True)
@@ -166,14 +89,14 @@ class _Vectors:
             tile = builder.udiv(loop.index, integer(blocks))
             row = builder.mul(builder.urem(loop.index, integer(blocks)), integer(rows))
             block = given._replace(
-                a=_moved(builder, given.a, (given.a_tile, tile), (given.a_row, row)),
-                c=_moved(builder, given.c, (given.c_i, tile), (given.c_row, row)),
+                a=moved(builder, given.a, (given.a_tile, tile), (given.a_row, row)),
+                c=moved(builder, given.c, (given.c_i, tile), (given.c_row, row)),
             )
             self._block(builder, block, rows, shape)
 
     def _block(self, builder: Any, given: Product, rows: int, shape: Shape) -> None:
         places = [
-            pointer(builder, _moved(builder, given.c, (given.c_row, r), (given.c_j, j)), VECTOR)
+            pointer(builder, moved(builder, given.c, (given.c_row, r), (given.c_j, j)), VECTOR)
             for r in range(rows)
             for j in range(shape.b_tiles)
         ]
@@ -183,15 +106,15 @@ class _Vectors:
             builder.store(start, own)
         with cgutils.for_range(builder, given.chunks, intp=INT) as loop:
             lines = [
-                _moved(builder, given.a, (given.a_row, r), (given.a_chunk, loop.index))
+                moved(builder, given.a, (given.a_row, r), (given.a_chunk, loop.index))
                 for r in range(rows)
             ]
             tiles = [
-                _moved(builder, given.b, (given.b_tile, j), (given.b_chunk, loop.index))
+                moved(builder, given.b, (given.b_tile, j), (given.b_chunk, loop.index))
                 for j in range(shape.b_tiles)
             ]
             for entry in range(TILE):
-                at = [_moved(builder, tile, (given.b_row, entry)) for tile in tiles]
+                at = [moved(builder, tile, (given.b_row, entry)) for tile in tiles]
                 rights = [builder.load(pointer(builder, one, PAIRS), align=2) for one in at]
                 self._add_entry(builder, sums, lines, rights, entry)
         for own, place in zip(sums, places, strict=True):
@@ -233,7 +156,7 @@ def _add_product(builder: Any, sums: Any, a: Any, b: Any) -> Any:
 _DOT_SPEEDUP = 2.0 if binding.get_host_cpu_name().startswith("znver") else 0.5
 
 UNITS = {
-    "amx": Unit(16.0, 2, _on_tiles),
+    "amx": Unit(16.0, 2, partial(multiply_tiles, "tdpbf16ps")),
     "avx512_bf16": Unit(_DOT_SPEEDUP, 2, _Vectors(_add_dot)),
     "float32": Unit(1.0, 1, _Vectors(_add_product)),
 }

@@ -23,6 +23,7 @@ import numpy as np
 
 from mtp_kernels.cpu.elementwise import exponential
 from mtp_kernels.cpu.jit import compiled
+from mtp_kernels.cpu.matrix_units import ROW_BYTES, TILE, TILE_BYTES, configure, release
 from mtp_kernels.cpu.team import wait
 from mtp_kernels.cpu.vectors import address
 from mtp_kernels.verify_attention.bf16_packing import (
@@ -31,7 +32,7 @@ from mtp_kernels.verify_attention.bf16_packing import (
     pack_values,
     values_of,
 )
-from mtp_kernels.verify_attention.bf16_units import DEPTH, ROW_BYTES, TILE, TILE_BYTES
+from mtp_kernels.verify_attention.bf16_units import DEPTH
 from mtp_kernels.verify_attention.shares import (
     BLOCK_TOKENS,
     blocks_of,
@@ -46,10 +47,8 @@ from mtp_kernels.verify_attention.tiles import (
     TERM_BYTES,
     add_product_1_2,
     add_product_2_2,
-    configure,
     product_2_1,
     product_2_2,
-    release,
     transpose,
 )
 
@@ -75,7 +74,6 @@ class Scratch(NamedTuple):
     A term is a bf16 as int16, or the bits of a float32 where that is a tile's entry.
     """
 
-    config: Any  # [64]
     queries: Any  # [n, g*16, c+r] terms: entries of a row, as tiles [g, (c+r)/ROW_TERMS]
     line: Any  # [n, 16, c+r] terms: a group's rows
     tokens: Any  # [n, s, c+r+PADDING] terms
@@ -100,7 +98,7 @@ class State(NamedTuple):
 def attend(member: Any, items: Any, problem: Any, scratch: Any, out: Any, lse: Any) -> None:
     """Write every row of a batch: out [T*h, c] bf16 as int16, and lse [T*h]."""
     total, before = work_of(items), 0
-    configure(address(scratch.config))
+    configure()
     for index in range(items.shape[0]):
         item = items[index]
         first, last = share_of(item, before, total, member.number, member.count)

@@ -10,15 +10,16 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from mtp_kernels.cpu.matrix_units import TILE
 from mtp_kernels.cpu.paged_attention import Keys, Parts, Queries
 from mtp_kernels.cpu.team import process_team
 from mtp_kernels.verify_attention import compiled_bf16, compiled_float32
 from mtp_kernels.verify_attention.bf16_packing import PADDING
-from mtp_kernels.verify_attention.bf16_units import DEPTH, TILE
+from mtp_kernels.verify_attention.bf16_units import DEPTH
 from mtp_kernels.verify_attention.compiled_bf16 import STEP_TOKENS
 from mtp_kernels.verify_attention.inputs import BumpAllocator, Inputs, Sizes, array_bytes
 from mtp_kernels.verify_attention.shares import MAX_ROWS, items_of
-from mtp_kernels.verify_attention.tiles import ENTRY_TERMS, SPEEDUP, tile_config
+from mtp_kernels.verify_attention.tiles import ENTRY_TERMS, SPEEDUP
 
 
 def takes_bf16(sizes: Sizes) -> bool:
@@ -28,7 +29,7 @@ def takes_bf16(sizes: Sizes) -> bool:
 
 
 def layout(sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Return shapes and dtypes of compiled_bf16.Scratch after `config`, not falling with sizes."""
+    """Return shapes and dtypes of compiled_bf16.Scratch, not falling with sizes."""
     groups = -(-min(sizes.max_q_len * sizes.heads, max(MAX_ROWS, sizes.heads)) // TILE)
     return scratch_layout(torch.get_num_threads(), groups, sizes.latent, sizes.rope)
 
@@ -136,7 +137,7 @@ def attend_bf16(inputs: Inputs, buffer: torch.Tensor, out: torch.Tensor, lse: to
         team.threads_for(int(multiplications(sizes) / SPEEDUP)),
         items_of(inputs.cu_q.numpy(), inputs.kv_lens.numpy(), sizes.heads),
         problem,
-        compiled_bf16.Scratch(tile_config(), *scratch),
+        compiled_bf16.Scratch(*scratch),
         stored(out),
         lse.flatten().numpy(),
     )

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mtp_kernels.cpu.jit import compiled
-from mtp_kernels.verify_attention.bf16_units import TILE
+from mtp_kernels.cpu.matrix_units import TILE
 
 BLOCK_TOKENS = 64
 MAX_ROWS = 256  # rows of an item; more go in items of whole queries

@@ -1,31 +1,26 @@
 """Tiles of bf16: their packing, and their products on the fastest unit of this CPU.
 
-See bf16_units for tiles and units.
+See bf16_units for units.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
 from mtp_kernels.cpu.code import PAIRS, integer
-from mtp_kernels.verify_attention.bf16_units import (
-    DEPTH,
+from mtp_kernels.cpu.matrix_units import (
     ENTRY_BYTES,
     ROW_BYTES,
     TILE,
     TILE_BYTES,
-    UNITS,
     Shape,
     pointer,
-    product_on,
-    tile_call,
-    units_here,
 )
+from mtp_kernels.verify_attention.bf16_units import DEPTH, UNITS, product_on, units_here
 
 _HALVES = ir.VectorType(ir.IntType(16), DEPTH)
 _UNIT = units_here()[0]
@@ -41,15 +36,6 @@ add_product_2_2 = product_on(_UNIT, Shape(2, 2, adds=True))
 add_product_1_2 = product_on(_UNIT, Shape(1, 2, adds=True))
 
 
-def tile_config() -> Any:
-    """Return the operand of `configure`: eight full tiles."""
-    config = np.zeros(ROW_BYTES, np.uint8)
-    config[0] = 1  # the palette
-    config[16:32].view(np.uint16)[:] = ROW_BYTES
-    config[48:56] = TILE
-    return config
-
-
 def _vector(builder: Any, address: Any, kind: Any) -> Any:
     return builder.load(pointer(builder, address, kind), align=2)
 
@@ -57,30 +43,6 @@ def _vector(builder: Any, address: Any, kind: Any) -> Any:
 def _mix(builder: Any, a: Any, b: Any, order: list[int]) -> Any:
     mask = ir.Constant(ir.VectorType(ir.IntType(32), len(order)), order)
     return builder.shuffle_vector(a, b, mask)
-
-
-@intrinsic
-def configure(typing: Any, config: Any) -> Any:
-    """Set up this thread's tiles from the address of a `tile_config`; `release` ends it."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if _UNIT == "amx":
-            tile_call(builder, "ldtilecfg", pointer(builder, arguments[0]))
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
-
-
-@intrinsic
-def release(typing: Any) -> Any:
-    """Give back this thread's tiles."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if _UNIT == "amx":
-            tile_call(builder, "tilerelease")
-        return context.get_dummy_value()
-
-    return types.void(), codegen
 
 
 @intrinsic

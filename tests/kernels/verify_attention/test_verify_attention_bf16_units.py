@@ -7,16 +7,15 @@ import pytest
 import torch
 from numba import njit
 
-from mtp_kernels.verify_attention import tiles
-from mtp_kernels.verify_attention.bf16_units import (
+from mtp_kernels.cpu.matrix_units import (
     ROW_BYTES,
     TILE,
     TILE_BYTES,
-    UNITS,
     Shape,
-    product_on,
-    units_here,
+    configure,
+    release,
 )
+from mtp_kernels.verify_attention.bf16_units import UNITS, product_on, units_here
 
 SHAPES = [Shape(2, 2, adds=False), Shape(2, 1, adds=False), Shape(2, 2, adds=True)]
 CHUNKS = 3
@@ -33,21 +32,18 @@ def tiled(matrix: torch.Tensor, terms: int) -> torch.Tensor:
 def test_products(unit: str, shape: Shape) -> None:
     if unit not in units_here():
         pytest.skip(f"this CPU has no {unit}")
-    product, configure, release = product_on(unit, shape), tiles.configure, tiles.release
-    amx = unit == "amx"
+    product = product_on(unit, shape)
 
     @njit
-    def run(config: int, a: int, b: int, c: int) -> None:
-        if amx:
-            configure(config)
+    def run(a: int, b: int, c: int) -> None:
+        configure()
         operands = (
             a, CHUNKS * ROW_BYTES, TILE * CHUNKS * ROW_BYTES, ROW_BYTES,
             b, ROW_BYTES, CHUNKS * TILE_BYTES, TILE_BYTES, CHUNKS,
             c, shape_columns * 4, TILE * shape_columns * 4, TILE * 4,
         )  # fmt: skip
         product(operands)
-        if amx:
-            release()
+        release()
 
     shape_columns, terms = shape.b_tiles * TILE, UNITS[unit].entry_terms
     depth, dtype = CHUNKS * TILE * terms, torch.bfloat16 if terms == 2 else torch.float32
@@ -56,8 +52,8 @@ def test_products(unit: str, shape: Shape) -> None:
     b = torch.randn(depth, shape_columns, generator=generator).to(dtype)
     c = torch.randn(shape.a_tiles * TILE, shape_columns, generator=generator)
     expected = a.double() @ b.double() + (c.double() if shape.adds else 0.0)
-    packed, config = tiled(b, terms), tiles.tile_config()
-    run(config.ctypes.data, a.data_ptr(), packed.data_ptr(), c.data_ptr())
+    packed = tiled(b, terms)
+    run(a.data_ptr(), packed.data_ptr(), c.data_ptr())
     assert np.allclose(c.numpy(), expected.numpy(), rtol=1e-4, atol=1e-4)
 
 

@@ -12,6 +12,7 @@ from numba.extending import register_jitable
 from mtp_kernels.cpu.bf16_panels import multiply_pairs, pair_rows
 from mtp_kernels.cpu.integer_panels import encode_rows, groups_in, multiply_codes
 from mtp_kernels.cpu.jit import inner
+from mtp_kernels.cpu.matrix_units import TILE, configure, release
 from mtp_kernels.cpu.panel_forms import PANEL, Panel, panel_bytes, takes_bf16, takes_codes
 from mtp_kernels.cpu.panels import goes_in_pairs, multiply_pair, multiply_panel
 from mtp_kernels.cpu.vectors import (
@@ -134,9 +135,13 @@ def project_rounded(x: Any, weight: Any, panels: Any, out: Any, out_stride: Any)
 def _project_pairs(x: Any, weight: Any, panels: Any, pairs: Any, out: Any, out_stride: Any) -> None:
     """Project rows as pairs in an array that the caller keeps, as _project_codes says."""
     paired = pair_rows(x, weight.form, pairs)
+    if x.count >= TILE:
+        configure()
     for panel in range(panels[0], panels[1]):
         own = panel_of(weight.at, weight.form, panel, weight.count)
         multiply_pairs(paired, own, out + 4 * panel * PANEL, out_stride)
+    if x.count >= TILE:
+        release()
 
 
 @inner
@@ -156,9 +161,13 @@ def _project_codes(
     be freed after they are last named, which is before their addresses are last used."""
     codes, scales, starts = arrays
     encoded = encode_rows(x, weight, codes, scales, starts)
+    if x.count >= TILE:
+        configure()
     for panel in range(panels[0], panels[1]):
         own = panel_of(weight.at, weight.form, panel, weight.count)
         multiply_codes(encoded, own, out + 4 * panel * PANEL, out_stride)
+    if x.count >= TILE:
+        release()
 
 
 @inner
