@@ -207,16 +207,17 @@ def make_inner(
                 count += 1
             if count:
                 weight = panel_in(layer.gate_up, expert, 2 * panel, sizes.hidden)
-                out = scratch.inner[first:last, panel * PANEL : (panel + count) * PANEL]
-                gate_panels(weight, scratch.normed, rows[first:last], out)
+                span, out = (panel, panel + count), scratch.inner[first:last]
+                gate_panels(weight, scratch.normed, rows[first:last], span, out)
             panel, done = panel + max(1, count), done + max(1, count) * cost
 
 
 @inner
-def gate_panels(weight: Any, normed: Any, rows: Any, out: Any) -> None:
-    """Write some panels of an expert's inner values [rows, panels]; weight is the first of them,
-    a panel of gate and one of up in turn."""
-    panels, width = out.shape[1] // PANEL, 2 * out.shape[1]
+def gate_panels(weight: Any, normed: Any, rows: Any, span: Any, out: Any) -> None:
+    """Write panels [first, last) of an expert's inner values [rows, inner]; weight is the first of
+    them, a panel of gate and one of up in turn."""
+    panels = span[1] - span[0]
+    width = 2 * panels * PANEL
     gathered = np.empty((BLOCK_ROWS, normed.shape[1]), np.float32)
     both = np.empty((BLOCK_ROWS, width), np.float32)
     for start in range(0, rows.size, BLOCK_ROWS):
@@ -227,7 +228,8 @@ def gate_panels(weight: Any, normed: Any, rows: Any, out: Any) -> None:
         project(block, weight, (0, 2 * panels), address(both), width)
         for r in range(size):
             for panel in range(panels):
-                line = out[start + r, panel * PANEL : (panel + 1) * PANEL]
+                column = (span[0] + panel) * PANEL
+                line = out[start + r, column : column + PANEL]
                 pair = both[r, 2 * panel * PANEL : 2 * (panel + 1) * PANEL]
                 for c in range(PANEL):
                     gate = pair[c]

@@ -98,11 +98,13 @@ def project_query(layer: Any, own: Any, head: Any, query: Any, scaled: Any, late
         span = start // PANEL, panels_of(stop)
         project(first_rows(rows_of(scaled), query.count), weight, span, address(made), width)
         for r in range(query.count):
+            line = latents[r, start:stop]
+            copy(made[r, start:stop], line)
             if layer.key_minimums:
                 start_of_row = query.at + FLOAT_BYTES * r * query.stride
                 dot_row(start_of_row, at, own.nope, address(least))
-            for c in range(start, stop):
-                latents[r, c] = made[r, c] + least[0]
+                for c in range(line.size):
+                    line[c] += least[0]
 
 
 @inner
