@@ -75,7 +75,7 @@ def _oracles(model_type: str) -> tuple[str, str]:
     from runtime.oracles import MTP_MODEL
 
     main = "not confirmed" if model_type in names.UNCONFIRMED else "transformers' class"
-    if model_type in family_drafts.MAINS | family_drafts.GPU_MAINS:
+    if model_type in family_drafts.VLLM_MAINS:
         main = "vLLM's class"
     if model_type in family_drafts.SGLANG_MAINS:
         main = "SGLang's class"
@@ -84,7 +84,7 @@ def _oracles(model_type: str) -> tuple[str, str]:
     mtp = "engines' loaders, read"
     if model_type in family_drafts.SGLANG:
         mtp = "SGLang's loader"
-    if model_type in family_drafts.CASES | family_drafts.GPU_ONLY:
+    if model_type in family_drafts.VLLM:
         mtp = "vLLM's loader"
     if model_type in family_drafts.RUN:
         mtp = "vLLM's module, run"

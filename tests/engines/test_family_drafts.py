@@ -11,29 +11,28 @@ from typing import Any
 
 import pytest
 from engine_runs import process
-from family_drafts import CASES, GPU_MAINS, GPU_ONLY, LEFT, LEFT_OF_MAIN, MAINS, WHOLE
+from family_drafts import VLLM, VLLM_MAINS
 from safetensors.torch import load_file
 
 from cases import export
 from faults.small_model import family_config, write_dense
-from runtime.checkpoints import changed
+from runtime.checkpoints import EXAMPLES, changed
 
 # The target's, which vLLM puts in their place.
-DRAFTS, EVERY_MAIN = CASES | GPU_ONLY, MAINS | GPU_MAINS
 SHARED = re.compile(r"model\.embed_tokens|lm_head|model\.layers\.\d+\.shared_head\.head")
 
 
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("families")
-    fields = {name: (name, more, "vllm") for name, (_, more, _) in DRAFTS.items()}
-    fields |= {f"main {name}": (name, more, "hf") for name, (_, more) in EVERY_MAIN.items()}
-    for key, (model_type, more, target) in fields.items():
-        config = changed(family_config(model_type), **more) | WHOLE.get(model_type, {})
-        source = write_dense(folder / key, config=config)
+    made_for = {name: (name, reader, "vllm") for name, reader in VLLM.items()}
+    made_for |= {f"main {name}": (name, reader, "hf") for name, reader in VLLM_MAINS.items()}
+    for key, (model_type, reader, target) in made_for.items():
+        config = changed(family_config(model_type), **reader.fields)
+        source = write_dense(folder / key, config=config | dict(EXAMPLES[model_type].whole))
         made = export(source, folder / f"{key}-bundle", "--target", target, "--quiet")
         assert made.code == 0, made.err
-    return {key: folder / f"{key}-bundle" for key in fields}
+    return {key: folder / f"{key}-bundle" for key in made_for}
 
 
 @pytest.fixture(scope="module")
@@ -41,17 +40,17 @@ def loadings(
     bundles: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
-    for script, drafts, mains in (
-        ("vllm_drafts", CASES, MAINS),
-        ("vllm_gpu_only", GPU_ONLY, GPU_MAINS),
-    ):
+    drafts = {name: (reader, "mtp") for name, reader in VLLM.items()}
+    mains = {f"main {name}": (reader, "") for name, reader in VLLM_MAINS.items()}
+    for script, needs_gpu in (("vllm_drafts", False), ("vllm_gpu_only", True)):
         job: dict[str, object] = {
             key: {
                 "main": str(bundles[key] / "main"),
                 "draft": str(bundles[key] / "mtp"),
-                "method": "mtp" if key in drafts else "",
+                "method": method,
             }
-            for key in (*drafts, *(f"main {model_type}" for model_type in mains))
+            for key, (reader, method) in (drafts | mains).items()
+            if reader.needs_gpu == needs_gpu
         }
         path, folder = Path(__file__).with_name(f"{script}.py"), tmp_path_factory.mktemp(script)
         status, log, result = process(path, job, folder)
@@ -60,28 +59,26 @@ def loadings(
     return found
 
 
-@pytest.mark.parametrize("model_type", DRAFTS)
+@pytest.mark.parametrize("model_type", VLLM)
 def test_vllm_loads_every_tensor(
     model_type: str, bundles: dict[str, Path], loadings: dict[str, dict[str, Any]]
 ) -> None:
-    name, _, layers = DRAFTS[model_type]
-    found = loadings[model_type]
-    assert found["class"] == name
+    reader, found = VLLM[model_type], loadings[model_type]
+    assert found["class"] == reader.name
     assert all(map(SHARED.match, found["untouched"])), found["untouched"]
-    assert found["elements"] * layers == elements(
-        bundles[model_type] / "mtp", *LEFT.get(model_type, ())
-    )
+    own = elements(bundles[model_type] / "mtp", *reader.left)
+    assert found["elements"] * reader.layers == own
 
 
-@pytest.mark.parametrize("model_type", EVERY_MAIN)
+@pytest.mark.parametrize("model_type", VLLM_MAINS)
 def test_vllm_loads_every_tensor_of_a_main_model(
     model_type: str, bundles: dict[str, Path], loadings: dict[str, dict[str, Any]]
 ) -> None:
-    key, left = f"main {model_type}", LEFT_OF_MAIN.get(model_type, ())
+    key, reader = f"main {model_type}", VLLM_MAINS[model_type]
     found = loadings[key]
-    assert found["class"] == EVERY_MAIN[model_type][0]
+    assert found["class"] == reader.name
     assert [name for name in found["untouched"] if not name.startswith("visual.")] == []
-    assert found["elements"] == elements(bundles[key] / "main", *left)
+    assert found["elements"] == elements(bundles[key] / "main", *reader.left)
 
 
 def elements(folder: Path, *left: str) -> int:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from cases import export
 from mtp_export.verify.evidence.decode import decode
 from mtp_runtime.sampling import SamplingParams
-from runtime.checkpoints import MIMO, write_checkpoint
+from runtime.checkpoints import SMALL_CONFIGS, write_checkpoint
 from runtime.harness import load, prompts_of
 from runtime.oracles import oracle
 
@@ -23,7 +23,7 @@ from runtime.oracles import oracle
 def test_drafts_are_those_of_vllms_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three a step; hidden states are transformers', of Qwen2's class."""
     # vLLM derives the width of a head from the others.
-    path = write_checkpoint(tmp_path / "model", MIMO | {"head_dim": 8})
+    path = write_checkpoint(tmp_path / "model", SMALL_CONFIGS["mimo"] | {"head_dim": 8})
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     decoded = decode(load(path), prompts_of([2, 5, 9], 96), params, method="mtp", k=3)
     requests = [request.tokens for request in decoded.requests]

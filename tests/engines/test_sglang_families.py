@@ -35,16 +35,16 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def loadings(
     bundles: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, Any]]:
-    drafts = {name: (*own[:3], "mtp") for name, own in SGLANG.items()}
-    mains = {f"main {name}": (*own, "main") for name, own in SGLANG_MAINS.items()}
+    drafts = {name: (reader, "mtp") for name, reader in SGLANG.items()}
+    mains = {f"main {name}": (reader, "main") for name, reader in SGLANG_MAINS.items()}
     job: dict[str, object] = {
         key: {
             "folder": str(bundles[key.rpartition(" ")[2]] / part),
-            "module": module,
-            "name": name,
-            "fields": fields,
+            "module": reader.module,
+            "name": reader.name,
+            "fields": reader.fields,
         }
-        for key, (module, name, fields, part) in (drafts | mains).items()
+        for key, (reader, part) in (drafts | mains).items()
     }
     script, folder = Path(__file__).with_name("sglang_families.py"), tmp_path_factory.mktemp("job")
     status, log, result = process(script, job | {"wheel": str(sglang_wheel())}, folder)
@@ -57,7 +57,7 @@ def loadings(
 def test_sglang_loads_every_tensor(
     model_type: str, bundles: dict[str, Path], loadings: dict[str, dict[str, Any]]
 ) -> None:
-    found, layers = loadings[model_type], SGLANG[model_type][3]
+    found, layers = loadings[model_type], SGLANG[model_type].layers
     assert set(found["untouched"]) <= SHARED
     left = () if found["embedding"] else COPIES
     of_layer = found["elements"] - found["embedding"]  # which all layers share

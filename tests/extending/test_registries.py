@@ -1,4 +1,4 @@
-"""Contracts of every entry of FAMILIES; a new entry needs a small config and no test."""
+"""Contracts of every entry of FAMILIES; a new entry needs an example in its file and no test."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ INTEGERS = ".tid2eid"  # a table of experts by token
 
 def small_config(model_type: str) -> dict[str, Any]:
     assert model_type in SMALL_CONFIGS, (
-        f"add a small config of {model_type} to SMALL_CONFIGS in tests/runtime/checkpoints.py"
+        f"add an example of {model_type} to EXAMPLES in its family's file"
     )
     config = SMALL_CONFIGS[model_type]
     assert model_type in (config["model_type"], *config["architectures"])
@@ -187,7 +187,7 @@ def test_a_draft_that_is_no_mtp_module_is_named_as_what_it_is() -> None:
 
 def test_a_family_without_a_small_config_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FAMILIES, "new_model", deepseek_v3.spec)
-    with pytest.raises(AssertionError, match="add a small config of new_model to SMALL_CONFIGS"):
+    with pytest.raises(AssertionError, match="add an example of new_model to EXAMPLES"):
         small_config("new_model")
 
 

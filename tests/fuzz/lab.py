@@ -32,7 +32,7 @@ from mtp_checkpoints.dtypes import DType
 from mtp_export.calibrate.main_model import MainCalibration
 from mtp_runtime.loading.draft_folder import MEDUSA_PICKLE
 from quantized_by_others import read_all, write
-from runtime.checkpoints import QWEN3_5_MOE, changed, write_checkpoint
+from runtime.checkpoints import SMALL_CONFIGS, changed, write_checkpoint
 from runtime.drafts import ffn_layout, write_eagle3, write_heads
 from verify.foreign import GLM, GLM_MTP, mtp_left_out, quantized
 
@@ -131,7 +131,7 @@ def _bf16(folder: Path) -> None:
 
 def _qwen(folder: Path) -> None:
     """Gated delta nets, experts in tensors of three dimensions, a vision tower, nested fields."""
-    config = changed(QWEN3_5_MOE, vocab_size=CONFIG["vocab_size"])
+    config = changed(SMALL_CONFIGS["qwen3_5_moe"], vocab_size=CONFIG["vocab_size"])
     source = write_checkpoint(folder / "source", config)
     write_tokenizer(source, CONFIG["vocab_size"])
 

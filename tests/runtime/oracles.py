@@ -15,6 +15,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from runtime.checkpoints import EXAMPLES
+
 Config = dict[str, Any]
 
 _VISION = {
@@ -57,26 +59,8 @@ BESIDE = (
 )
 
 # Families whose MTP layers transformers' MtpModel loads, with the fields that it needs.
-MTP_MODEL: dict[str, dict[str, Any]] = {
-    "glm4_moe": {},
-    "hy_v3": {"mtp_mlp_layer_types": ["sparse"]},
-    "mellum": {},
-    "inkling_mm_model": {},
-    "qwen3_moe": {},
-    "bailing_hybrid": {
-        "mtp_layer_types": ["full_attention"],
-        "mtp_mlp_layer_types": ["sparse"],
-    },
-    "qwen3_next": {"mtp_layer_types": ["full_attention"]},
-    "qwen3_5_text": {"mtp_layer_types": ["full_attention"]},
-    "qwen3_5_moe_text": {"mtp_layer_types": ["full_attention"]},
-    "step3p5": {
-        "mtp_layer_types": ["sliding_attention"] * 3,
-        "mtp_mlp_layer_types": ["dense"] * 3,
-        "mtp_per_layer_config": {number: {"num_attention_heads": 12} for number in range(3)},
-    },
-    "exaone4_5": {"mtp_layer_types": ["sliding_attention"]},
-    "exaone_moe": {"mtp_layer_types": ["sliding_attention"], "mtp_mlp_layer_types": ["dense"]},
+MTP_MODEL = {
+    name: example.mtp_model for name, example in EXAMPLES.items() if example.mtp_model is not None
 }
 
 

@@ -20,7 +20,7 @@ from mtp_checkpoints.families import family_of
 from mtp_export.verify.evidence.decode import decode
 from mtp_runtime.models.layer_types import config_for
 from mtp_runtime.sampling import SamplingParams
-from runtime.checkpoints import NEMOTRON_H, write_checkpoint
+from runtime.checkpoints import SMALL_CONFIGS, write_checkpoint
 from runtime.harness import load, prompts_of
 from runtime.oracles import oracle
 
@@ -79,7 +79,7 @@ class Module:
 
 
 def test_what_no_release_has_is_refused_by_name() -> None:
-    family = family_of(NEMOTRON_H | {"use_bias": True, "n_shared_experts": 2})
+    family = family_of(SMALL_CONFIGS["nemotron_h"] | {"use_bias": True, "n_shared_experts": 2})
     with pytest.raises(UnsupportedError) as caught:
         config_for(family, None)
     assert "use_bias is True, n_shared_experts is 2" in str(caught.value)
@@ -90,7 +90,9 @@ def test_drafts_are_those_of_transformers_layers(
     changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a run with three drafts a step: every one of them, whatever came before it."""
-    path = write_checkpoint(tmp_path / "model", NEMOTRON_H | {"vocab_size": 4} | changes)
+    path = write_checkpoint(
+        tmp_path / "model", SMALL_CONFIGS["nemotron_h"] | {"vocab_size": 4} | changes
+    )
     reference, module = oracle(path, monkeypatch), Module(path, tmp_path / "module")
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     decoded = decode(load(path), prompts_of([5, 9], 4), params, method="mtp", k=3)

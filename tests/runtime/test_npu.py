@@ -20,7 +20,7 @@ from mtp_runtime.cache import PageAllocator
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.models.model import Model
 from npu_operator import registered
-from runtime.checkpoints import DEEPSEEK_V32, SMALL, write_checkpoint
+from runtime.checkpoints import SMALL, SMALL_CONFIGS, write_checkpoint
 from runtime.harness import Prompt, prompts_of, run
 
 SIZES: dict[str, Any] = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
@@ -108,7 +108,7 @@ def test_models_outside_the_limits_are_refused(
 
 
 def test_sparse_attention_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = DEEPSEEK_V32 | SIZES | HEADS | {"index_topk": 64}
+    config = SMALL_CONFIGS["deepseek_v32"] | SIZES | HEADS | {"index_topk": 64}
     model = load(write_checkpoint(tmp_path, config), max_model_len=128)
     on_cpu(monkeypatch, "ascend_npu")
     with pytest.raises(UnsupportedError, match="at most 64 tokens, or device cpu or cuda"):

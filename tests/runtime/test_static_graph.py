@@ -24,7 +24,7 @@ from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.models.model import Model, States
 from mtp_runtime.static_graph.options import CudaGraphs, GraphOptions
 from mtp_runtime.static_graph.steps import Bucket, Buffers, Replay, StaticSteps, Step
-from runtime.checkpoints import DEEPSEEK_V32, GLM4_MOE, write_checkpoint
+from runtime.checkpoints import GLM4_MOE, SMALL_CONFIGS, write_checkpoint
 from runtime.harness import prompts_of, run
 
 PARAMS = SamplingParams(max_tokens=9, ignore_eos=True)
@@ -205,7 +205,7 @@ def test_prompts_are_computed_eagerly(model: Model) -> None:
 
 @pytest.mark.parametrize(
     ("config", "kind"),
-    [(GLM4_MOE, "Gqa"), (DEEPSEEK_V32 | {"index_topk": 64}, "SparseMla")],
+    [(GLM4_MOE, "Gqa"), (SMALL_CONFIGS["deepseek_v32"] | {"index_topk": 64}, "SparseMla")],
 )
 def test_attention_that_reads_lengths_is_refused(
     tmp_path: Path, config: dict[str, Any], kind: str

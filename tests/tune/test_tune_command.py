@@ -20,7 +20,7 @@ from mtp_export.plan import Link
 from mtp_export.tune import estimate
 from mtp_export.tune.options import TuneOptions
 from mtp_export.tune.run import TuneResult
-from runtime.checkpoints import EXAONE_MOE, write_checkpoint
+from runtime.checkpoints import SMALL_CONFIGS, write_checkpoint
 from tune.running import STEPS, TRAIN, K
 from tune.test_tune import EMBEDDING, offset_of
 
@@ -179,7 +179,12 @@ def test_bad_input_is_one_paragraph(bundle: Path, prompts: Path, tmp_path: Path)
         file.seek(offset_of(shard, EMBEDDING))
         file.write(b"\0\1")
     windowed = tmp_path / "windowed"
-    assert export(write_checkpoint(tmp_path / "source", EXAONE_MOE), windowed, "--quiet").code == 0
+    assert (
+        export(
+            write_checkpoint(tmp_path / "source", SMALL_CONFIGS["exaone_moe"]), windowed, "--quiet"
+        ).code
+        == 0
+    )
     cases: list[tuple[dict[str, object], int, str]] = [
         ({"bundle": windowed}, 4, "with a sliding window are not trained"),
         ({"data": tmp_path / "none.jsonl"}, 6, "none.jsonl"),

@@ -32,7 +32,7 @@ from mtp_runtime.models.load import LoadOptions, open_model
 from mtp_runtime.models.model import Model
 from mtp_runtime.request import Request
 from mtp_runtime.sampling import SamplingParams
-from runtime.checkpoints import QWEN3_5_TEXT, write_checkpoint
+from runtime.checkpoints import SMALL_CONFIGS, write_checkpoint
 
 TOKENS, K = 12, 2
 PARAMS = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
@@ -150,7 +150,7 @@ def test_fault_is_named(fault: RuntimeFault, setup: Setup, monkeypatch: pytest.M
 
 
 def test_faults_of_states_are_named(tmp_path: Path) -> None:
-    whole = decoded(exported(tmp_path, QWEN3_5_TEXT))
+    whole = decoded(exported(tmp_path, SMALL_CONFIGS["qwen3_5_text"]))
     trial = trial_of(whole)
     for check in ("greedy", "paths"):
         assert said(ITEMS[check](setup_of(whole, trial))) == ""

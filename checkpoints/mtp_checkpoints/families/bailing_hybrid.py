@@ -10,6 +10,7 @@ from __future__ import annotations
 from mtp_checkpoints.families.bailing_moe import ATTENTION, decoder, named
 from mtp_checkpoints.families.base import Role, TensorMaker
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.examples import EXPERTS, PLAIN, SMALL, Config, Example, Reader
 from mtp_checkpoints.families.facts import ModelFacts
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.moe_decoder import main_layers
@@ -78,3 +79,41 @@ def _delta(fields: Fields) -> Listed:
         matrix("dense", hidden, inner, own),
     ]
     return Listed("delta attention with gates per channel", ATTENTION, tuple(entries))
+
+
+_BAILING_HYBRID: Config = PLAIN | {
+    "architectures": ["BailingHybridForCausalLM"],
+    "model_type": "bailing_hybrid",
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 4,
+    "pad_token_id": 0,
+    "layer_group_size": 2,
+    "first_k_dense_replace": 1,
+    "num_experts": 8,
+    "num_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "short_conv_kernel_size": 4,
+    "num_nextn_predict_layers": 1,
+    **{key: SMALL[key] for key in ("kv_lora_rank", "qk_nope_head_dim")},
+    **{key: SMALL[key] for key in ("qk_rope_head_dim", "v_head_dim")},
+    **EXPERTS,
+}
+EXAMPLES = {
+    "bailing_hybrid": Example(
+        _BAILING_HYBRID,
+        mtp_model={
+            "mtp_layer_types": ["full_attention"],
+            "mtp_mlp_layer_types": ["sparse"],
+        },
+        vllm=Reader(
+            "BailingMoeV3MTPModel",
+            {"gated_attention_proj_granularity_type": "head_wise"}
+            | {
+                "architectures": ["BailingMoeV3ForCausalLM"],
+                "moe_shared_expert_intermediate_size": 64,
+            }
+            | {"use_bias": False},
+        ),
+    ),
+}

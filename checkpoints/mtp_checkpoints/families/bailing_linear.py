@@ -10,6 +10,7 @@ from mtp_checkpoints.families.bailing_hybrid import latent
 from mtp_checkpoints.families.bailing_moe import decoder, joined_attention, named
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.examples import BAILING_MOE_V2, SMALL, Config, Example, Reader
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.moe_decoder import main_layers
 from mtp_checkpoints.families.parts.listed import matrix, norm
@@ -28,3 +29,26 @@ def spec(fields: Fields) -> ModelSpec:
     period = known.whole("layer_group_size", 1)
     kinds = [linear if (index + 1) % period else full for index in range(main_layers(known))]
     return decoder(known, [*kinds, full], _CONTRACT)
+
+
+_BAILING_LINEAR: Config = BAILING_MOE_V2 | {
+    "architectures": ["BailingMoeV2_5ForCausalLM"],
+    "model_type": "bailing_hybrid",
+    "num_hidden_layers": 4,
+    "layer_group_size": 2,
+    "group_norm_size": 2,
+    **{key: SMALL[key] for key in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim")},
+    **{key: SMALL[key] for key in ("qk_rope_head_dim", "v_head_dim")},
+}
+_READ = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 32}
+EXAMPLES = {
+    "BailingMoeV2_5ForCausalLM": Example(
+        _BAILING_LINEAR,
+        in_transformers=False,
+        vllm=Reader(
+            "BailingMoeV25MTPModel",
+            _READ,
+        ),
+        vllm_main=Reader("BailingMoeV25ForCausalLM", _READ | {"use_qkv_bias": False}),
+    ),
+}

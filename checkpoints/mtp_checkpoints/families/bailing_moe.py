@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.examples import BAILING_MOE_V2, Config, Example, Reader
 from mtp_checkpoints.families.facts import refuse_set
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.gated_delta_decoder import at_most_one_mtp_layer
@@ -84,3 +85,32 @@ def _moe(fields: Fields) -> Moe:
     moe = Moe.of(known, _NAMES)
     inner = known.whole("moe_shared_expert_intermediate_size", moe.expert.inner)
     return replace(moe, shared_inner=moe.shared * inner)
+
+
+_OF_V2 = ("first_k_dense_replace", "n_group", "topk_group", "score_function", "use_qk_norm")
+_BAILING_MOE: Config = {
+    **{key: value for key, value in BAILING_MOE_V2.items() if key not in _OF_V2},
+    "architectures": ["BailingMoeForCausalLM"],
+    "model_type": "bailing_moe",
+    "moe_router_enable_expert_bias": False,
+    "use_qkv_bias": True,
+}
+_READ = {"embedding_dropout": 0.0, "use_qkv_bias": False, "use_rmsnorm": True, "rope_theta": 1e4}
+EXAMPLES = {
+    "bailing_moe": Example(
+        _BAILING_MOE,
+        in_transformers=False,
+        vllm_main=Reader("BailingMoeForCausalLM", _READ | {"first_k_dense_replace": 0}),
+        sglang=Reader(
+            "BailingMoeForCausalLMNextN",
+            _READ | {"first_k_dense_replace": 0, "use_qkv_bias": True},
+            module="bailing_moe_nextn",
+        ),
+    ),
+    "bailing_moe_v2": Example(
+        BAILING_MOE_V2,
+        in_transformers=False,
+        vllm_main=Reader("BailingMoeV2ForCausalLM", _READ),
+        sglang=Reader("BailingMoeForCausalLMNextN", _READ, module="bailing_moe_nextn"),
+    ),
+}

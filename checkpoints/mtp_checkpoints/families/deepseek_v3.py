@@ -6,6 +6,7 @@ Source: README_WEIGHTS.md and the index of the released checkpoints (91,991 tens
 from __future__ import annotations
 
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.examples import SMALL, Example, Reader
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.moe_decoder import moe_decoder
 from mtp_checkpoints.families.parts.mla import Mla
@@ -28,3 +29,11 @@ def spec(
         mtp_names=mtp_names,
         refused=("attention_bias", "tie_word_embeddings"),
     )
+
+
+EXAMPLES = {
+    "deepseek_v3": Example(
+        SMALL,
+        sglang=Reader("DeepseekV3ForCausalLMNextN", module="deepseek_nextn"),
+    ),
+}

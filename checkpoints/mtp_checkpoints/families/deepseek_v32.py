@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.examples import INDEXER, SMALL, Config, Example
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.moe_decoder import attention_of, moe_decoder
 from mtp_checkpoints.families.parts.mla import Mla
@@ -47,3 +48,26 @@ def sparse_decoder(
         mtp_names=mtp_names,
         refused=("attention_bias", "tie_word_embeddings"),
     )
+
+
+_DEEPSEEK_V32: Config = (
+    SMALL
+    | INDEXER
+    | {
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "model_type": "deepseek_v32",
+        "hidden_size": 64,
+        "moe_intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 32,
+        "v_head_dim": 16,
+    }
+)
+
+
+EXAMPLES = {
+    "deepseek_v32": Example(
+        _DEEPSEEK_V32,
+    ),
+}

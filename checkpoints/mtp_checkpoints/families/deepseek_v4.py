@@ -13,6 +13,7 @@ from mtp_checkpoints.dtypes import DType
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.base import SGLANG_DRAFT, ModulePatterns, Role
 from mtp_checkpoints.families.contract import Hidden, MtpContract
+from mtp_checkpoints.families.examples import ENDS, EXPERTS, PLAIN, Config, Example, Reader
 from mtp_checkpoints.families.facts import EXPERT_DTYPE, refuse_set
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.glm5_next import hyper_connections
@@ -223,3 +224,48 @@ def _one_stream(fields: Fields, prefix: str) -> tuple[Entry, ...]:
         Entry(f"{prefix}hc_head_base", (streams,), role),
         Entry(f"{prefix}hc_head_scale", (1,), role),
     )
+
+
+_DEEPSEEK_V4: Config = {
+    **{key: PLAIN[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", *ENDS)},
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "o_groups": 2,
+    "o_lora_rank": 32,
+    "compress_ratios": [0, 4, 128],
+    "sliding_window": 32,
+    "index_n_heads": 2,
+    "index_head_dim": 32,
+    "index_topk": 32,
+    "hc_mult": 2,
+    "num_hash_layers": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "max_position_embeddings": 512,
+    "num_nextn_predict_layers": 1,
+    **EXPERTS,
+}
+EXAMPLES = {
+    "deepseek_v4": Example(
+        _DEEPSEEK_V4,  # vLLM has sinks for 64 heads or more.
+        vllm=Reader(
+            "DeepSeekV4MTP",
+            {
+                "num_attention_heads": 64,
+                "rms_norm_eps": 1e-6,
+                "hc_eps": 1e-6,
+                "hc_sinkhorn_iters": 20,
+            }
+            | {"rope_theta": 1e4, "compress_rope_theta": 1.6e5, "routed_scaling_factor": 1.5}
+            | {"norm_topk_prob": True, "hidden_act": "silu", "swiglu_limit": 10.0},
+            needs_gpu=True,
+        ),
+    ),
+}

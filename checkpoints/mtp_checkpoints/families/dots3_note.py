@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from mtp_checkpoints.families.base import SGLANG_DRAFT, Role, TensorMaker
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.examples import EXPERTS, LATENT, PLAIN, SMALL, Config, Example, Reader
 from mtp_checkpoints.families.facts import ModelFacts, refuse_set
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.gated_delta_decoder import at_most_one_mtp_layer
@@ -102,3 +103,44 @@ def _moe(fields: Fields) -> Moe:
     moe = Moe.of(fields)
     inner = fields.whole("moe_shared_expert_intermediate_size", moe.expert.inner)
     return replace(moe, shared_inner=moe.shared * inner)
+
+
+_DOTS3_NOTE: Config = {
+    **{key: one for key, one in PLAIN.items() if key not in ("head_dim", "attention_bias")},
+    "architectures": ["Dots3NoteForCausalLM"],
+    "model_type": "dots3_note",
+    "pad_token_id": 0,
+    "num_key_value_heads": 8,
+    "head_dim": 24,
+    "first_k_dense_replace": 1,
+    "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+    "sliding_window_size": 32,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_topk": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "moe_shared_expert_intermediate_size": 32,
+    "num_nextn_predict_layers": 1,
+    **{key: SMALL[key] for key in LATENT},
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_head_dim": 24,
+    "swa_q_lora_rank": 32,
+    "swa_kv_lora_rank": 64,
+    "swa_v_head_dim": 16,
+    "swa_qk_nope_head_dim": 16,
+    "swa_qk_rope_head_dim": 8,
+    **EXPERTS,
+}
+EXAMPLES = {
+    "dots3_note": Example(
+        _DOTS3_NOTE,
+        vllm=Reader(
+            "Dots3NoteMTP",
+            {"swa_attention_gate_type": "headwise", "attention_gate_type": "headwise"}
+            | {"swa_rope_theta": 10000.0, "apply_mla_qkv_lora_rescale": True},
+            needs_gpu=True,
+        ),
+    ),
+}

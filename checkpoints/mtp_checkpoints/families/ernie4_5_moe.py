@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.examples import PLAIN, Config, Example, Reader
 from mtp_checkpoints.families.facts import refuse_set
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.listed_decoder import listed_decoder, listed_layer
@@ -82,3 +83,23 @@ def _moe(fields: Fields) -> Listed:
     for expert in range(experts):
         entries += gated_mlp(f"experts.{expert}.", hidden, inner, Role.ROUTED_EXPERT)
     return Listed("experts behind a softmax router with a bias", "mlp", tuple(entries))
+
+
+_ERNIE4_5_MOE: Config = PLAIN | {
+    "architectures": ["Ernie4_5_MoeForCausalLM"],
+    "model_type": "ernie4_5_moe",
+    "tie_word_embeddings": True,
+    "moe_num_experts": 8,
+    "moe_k": 2,
+    "moe_num_shared_experts": 2,
+    "moe_intermediate_size": 32,
+    "moe_layer_start_index": 1,
+    "num_nextn_predict_layers": 1,
+}
+EXAMPLES = {
+    "ernie4_5_moe": Example(
+        _ERNIE4_5_MOE,
+        vllm=Reader("ErnieMTP"),
+        sglang=Reader("Ernie4_5_MoeForCausalLMMTP", {"use_bias": False}, module="ernie4_eagle"),
+    ),
+}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.examples import PLAIN, VISION, Config, Example
 from mtp_checkpoints.families.exaone_attention import exaone_attention
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.gated_delta_decoder import at_most_one_mtp_layer
@@ -44,3 +45,24 @@ def spec(fields: Fields) -> ModelSpec:
         mtp_prefix="mtp",
     )
     return replace(described, engines=("vllm",), linear_projection=True)
+
+
+_EXAONE4_5: Config = {
+    "architectures": ["Exaone4_5_ForConditionalGeneration"],
+    "model_type": "exaone4_5",
+    "tie_word_embeddings": False,
+    "text_config": PLAIN
+    | {
+        "model_type": "exaone4",
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 32,
+        "num_nextn_predict_layers": 1,
+    },
+    "vision_config": VISION,
+}
+EXAMPLES = {
+    "exaone4_5": Example(
+        _EXAONE4_5,
+        mtp_model={"mtp_layer_types": ["sliding_attention"]},
+    ),
+}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.examples import EXPERTS, PLAIN, Config, Example, Reader
 from mtp_checkpoints.families.exaone_attention import exaone_attention
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.gated_delta_decoder import at_most_one_mtp_layer
@@ -46,3 +47,30 @@ def spec(fields: Fields) -> ModelSpec:
         linear_projection=True,
         uncomputed="windows differ from layer to layer" if known.has("sliding_windows") else "",
     )
+
+
+_EXAONE_MOE: Config = PLAIN | {
+    "architectures": ["ExaoneMoeForCausalLM"],
+    "model_type": "exaone_moe",
+    "first_k_dense_replace": 1,
+    "num_experts": 8,
+    "num_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 32,
+    "num_nextn_predict_layers": 1,
+    **EXPERTS,
+}
+EXAMPLES = {
+    "exaone_moe": Example(
+        _EXAONE_MOE,
+        mtp_model={"mtp_layer_types": ["sliding_attention"], "mtp_mlp_layer_types": ["dense"]},
+        vllm=Reader("ExaoneMoeMTP"),
+        sglang=Reader(
+            "ExaoneMoEForCausalLMMTP",
+            {"pad_token_id": 0, "is_moe_layer": [False, False]},
+            module="exaone_moe_mtp",
+        ),
+    ),
+}

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from mtp_checkpoints.families.base import Role, TensorMaker, TensorSpec
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.examples import PANGU_LIKE, Config, Example, Reader
 from mtp_checkpoints.families.facts import ModelFacts, refuse_set
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.gated_delta_decoder import at_most_one_mtp_layer
@@ -124,3 +125,27 @@ def _delta(fields: Fields) -> Listed:
     net = GatedDeltaNet.of(fields, is_interleaved=True)
     entries = _entries(net.tensors("-", TensorMaker(ModelFacts.of(fields).dtype)))
     return Listed("gated delta nets with scaled norms", "self_attn", tuple(entries))
+
+
+_GIGACHAT3_5: Config = {
+    **PANGU_LIKE,
+    "architectures": ["GigaChat35ForCausalLM"],
+    "model_type": "gigachat3_5",
+    "layer_types": ["linear_attention", "attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "norm_type": "ZeroCenteredGatedNorm",
+    "layernorm_type": "pre_post",
+    "gated_attention": True,
+}
+EXAMPLES = {
+    "gigachat3_5": Example(
+        _GIGACHAT3_5,
+        in_transformers=False,
+        sglang=Reader("GigaChat35ForCausalLMNextN", module="gigachat35_mtp"),
+        sglang_main=Reader("GigaChat35ForCausalLM", module="gigachat35"),
+    ),
+}

@@ -7,6 +7,7 @@ Source: config.json of the released checkpoints; vLLM's glm4_moe_mtp; transforme
 from __future__ import annotations
 
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.examples import GLM4_MOE, Example, Reader
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.moe_decoder import moe_decoder
 from mtp_checkpoints.families.parts.gqa import Gqa
@@ -20,3 +21,12 @@ def spec(fields: Fields) -> ModelSpec:
     """Describe a config.json."""
     attention = Gqa.of(fields)
     return moe_decoder(fields, lambda layer: attention, usual_contract=_USUAL)
+
+
+EXAMPLES = {
+    "glm4_moe": Example(
+        GLM4_MOE,
+        mtp_model={},
+        sglang=Reader("Glm4MoeForCausalLMNextN", module="glm4_moe_nextn"),
+    ),
+}

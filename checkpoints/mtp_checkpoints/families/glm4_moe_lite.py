@@ -12,6 +12,7 @@ from __future__ import annotations
 from mtp_checkpoints.families import deepseek_v3
 from mtp_checkpoints.families.base import SGLANG_DRAFT
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.examples import GLM4_MOE_LITE, Example, Reader
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.spec import ModelSpec
 
@@ -22,3 +23,11 @@ _USUAL = MtpContract(source="transformers, generate(use_mtp=True), and SGLang")
 def spec(fields: Fields) -> ModelSpec:
     """Describe a config.json."""
     return deepseek_v3.spec(fields, _USUAL, mtp_names=(SGLANG_DRAFT,))
+
+
+EXAMPLES = {
+    "glm4_moe_lite": Example(
+        GLM4_MOE_LITE,
+        sglang=Reader("Glm4MoeLiteForCausalLMNextN", module="glm4_moe_lite_nextn"),
+    ),
+}

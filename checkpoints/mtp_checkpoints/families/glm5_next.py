@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.examples import EXPERTS, PLAIN, SMALL, VISION, Config, Example, Reader
 from mtp_checkpoints.families.facts import refuse_set
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.glm_moe_dsa import indexer_types
@@ -143,3 +144,43 @@ def hyper_connections(fields: Fields) -> tuple[Entry, ...]:
             Entry(f"hc_{part}_scale", (3,), role),
         )
     )
+
+
+_GLM5_NEXT: Config = {
+    "architectures": ["Glm5NextForConditionalGeneration"],
+    "model_type": "glm5_next",
+    "tie_word_embeddings": False,
+    "text_config": {
+        **{key: one for key, one in PLAIN.items() if key not in ("head_dim", "attention_bias")},
+        "model_type": "glm5_next_text",
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 5,
+        "mlp_layer_types": ["dense", *["sparse"] * 4],
+        "linear_num_heads": 2,
+        "linear_head_dim": 16,
+        "index_n_heads": 2,
+        "index_head_dim": 16,
+        "index_topk": 32,
+        "index_kpool": 16,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "pad_token_id": 0,
+        "num_nextn_predict_layers": 1,
+        **{key: SMALL[key] for key in ("q_lora_rank", "kv_lora_rank")},
+        **{key: SMALL[key] for key in ("qk_nope_head_dim", "v_head_dim")},
+        **EXPERTS,
+    },
+    "vision_config": VISION,
+}
+EXAMPLES = {
+    "glm5_next": Example(
+        _GLM5_NEXT,
+        vllm=Reader(
+            "Glm5NextMTP",
+            {"mhc": True, "mla_use_nope": True, "indexer_rope_interleave": True, "n_group": 1}
+            | {"topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+            needs_gpu=True,
+        ),
+    ),
+}

@@ -11,6 +11,7 @@ from __future__ import annotations
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.families.base import SGLANG_DRAFT
 from mtp_checkpoints.families.deepseek_v32 import sparse_decoder
+from mtp_checkpoints.families.examples import GLM4_MOE_LITE, INDEXER, Config, Example
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.moe_decoder import main_layers
 from mtp_checkpoints.families.spec import ModelSpec
@@ -56,3 +57,22 @@ def _is_list(listed: object) -> bool:
     return isinstance(listed, str) or (
         isinstance(listed, list) and all(isinstance(kind, str) for kind in listed)
     )
+
+
+_GLM_MOE_DSA: Config = (
+    GLM4_MOE_LITE
+    | INDEXER
+    | {
+        "architectures": ["GlmMoeDsaForCausalLM"],
+        "model_type": "glm_moe_dsa",
+        "indexer_types": ["full", "full", "shared"],
+        "routed_scaling_factor": 2.5,
+    }
+)
+
+
+EXAMPLES = {
+    "glm_moe_dsa": Example(
+        _GLM_MOE_DSA,
+    ),
+}

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.families.contract import Hidden, MtpContract
+from mtp_checkpoints.families.examples import PLAIN, VISION, Config, Example, Reader
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.listed_decoder import NORMS, listed_decoder
 from mtp_checkpoints.families.moe_decoder import main_layers, mtp_count
@@ -50,3 +51,19 @@ def _mlp(fields: Fields) -> Listed:
     joined = matrix("gate_up_proj", 2 * inner, hidden, role)
     entries = (joined, matrix("down_proj", hidden, inner, role))
     return Listed("gated MLP of joined matrices", "mlp", entries)
+
+
+_GLM_OCR: Config = {
+    "architectures": ["GlmOcrForConditionalGeneration"],
+    "model_type": "glm_ocr",
+    "tie_word_embeddings": False,
+    "text_config": PLAIN
+    | {"model_type": "glm_ocr_text", "num_nextn_predict_layers": 1, "head_dim": 8},
+    "vision_config": VISION,
+}
+EXAMPLES = {
+    "glm_ocr": Example(
+        _GLM_OCR,
+        vllm=Reader("GlmOcrMTP"),
+    ),
+}

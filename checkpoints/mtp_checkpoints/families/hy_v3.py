@@ -7,6 +7,7 @@ Source: transformers' hy_v3; vLLM's hy_v3_mtp, which alone zeroes position 0.
 from __future__ import annotations
 
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.examples import PLAIN, Config, Example, Reader
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.moe_decoder import DecoderNames, moe_decoder
 from mtp_checkpoints.families.parts.feed_forward import MoeNames
@@ -32,3 +33,29 @@ def spec(fields: Fields) -> ModelSpec:
     known = fields.named(**_FIELDS).with_defaults(**_DEFAULTS)
     attention = Gqa.of(known)
     return moe_decoder(known, lambda layer: attention, usual_contract=_CONTRACT, names=_NAMES)
+
+
+_HY_V3: Config = PLAIN | {
+    "architectures": ["HYV3ForCausalLM"],
+    "model_type": "hy_v3",
+    "first_k_dense_replace": 1,
+    "qk_norm": True,
+    "moe_intermediate_size": 64,
+    "expert_hidden_dim": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_shared_experts": 1,
+    "route_norm": True,
+    "router_scaling_factor": 2.5,
+    "hidden_act": "silu",
+    "rope_theta": 11158840.0,
+    "num_nextn_predict_layers": 1,
+}
+EXAMPLES = {
+    "hy_v3": Example(
+        _HY_V3,
+        mtp_model={"mtp_mlp_layer_types": ["sparse"]},
+        vllm=Reader("HYV3MTP"),
+        sglang=Reader("HYV3ForCausalLMNextN", module="hunyuan_v3_nextn"),
+    ),
+}

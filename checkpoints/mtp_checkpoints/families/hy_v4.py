@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.examples import EXPERTS, LATENT, PLAIN, SMALL, Config, Example, Reader
 from mtp_checkpoints.families.facts import refuse_set
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.glm_moe_dsa import indexer_types
@@ -135,3 +136,29 @@ def _mixing(name: str, shape: tuple[int, int], scales: int) -> tuple[Entry, ...]
         Entry(f"{name}_base", shape[:1], role),
         Entry(f"{name}_scale", (scales,), role),
     )
+
+
+_HY_V4: Config = {
+    **{key: one for key, one in PLAIN.items() if key not in ("head_dim", "attention_bias")},
+    "architectures": ["HYV4ForCausalLM"],
+    "model_type": "hy_v4",
+    "pad_token_id": 0,
+    "num_key_value_heads": 8,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "indexer_types": ["full", "full", "shared"],
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_topk": 32,
+    "hc_mult": 2,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_nextn_predict_layers": 1,
+    **{key: SMALL[key] for key in LATENT},
+    **EXPERTS,
+}
+EXAMPLES = {
+    "hy_v4": Example(
+        _HY_V4,
+        vllm=Reader("HYV4MTP", needs_gpu=True, left=(".indexer.",)),
+    ),
+}

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.examples import PLAIN, Config, Example, Reader
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.listed_decoder import listed_decoder
 from mtp_checkpoints.families.moe_decoder import main_layers, mtp_count
@@ -186,3 +187,64 @@ def _scale(fields: Fields, name: str, role: Role) -> Iterable[Entry]:
 def _embedding_norm(fields: Fields) -> tuple[Entry, ...]:
     has_one = fields.flag("use_embed_norm", True)
     return (norm(f"{_MAIN}.embed_norm", fields.whole("hidden_size")),) if has_one else ()
+
+
+_INKLING_MODEL: Config = {
+    **{
+        key: one for key, one in PLAIN.items() if key not in ("intermediate_size", "attention_bias")
+    },
+    "architectures": ["InklingForConditionalGeneration"],
+    "model_type": "inkling_model",
+    "intermediate_size": 64,
+    "dense_intermediate_size": 96,
+    "dense_mlp_idx": 1,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_head_dim": 16,
+    "sliding_window_size": 32,
+    "local_layer_ids": [1, 2],
+    "d_rel": 4,
+    "rel_extent": 64,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "mtp_config": {
+        "num_nextn_predict_layers": 2,
+        "local_layer_ids": [1],
+        "chain_hidden_post_norm": True,
+    },
+}
+_OF_WHOLE = ("architectures", "mtp_config")
+_INKLING_MM_MODEL: Config = {
+    "architectures": ["InklingForConditionalGeneration"],
+    "model_type": "inkling_mm_model",
+    "mtp_config": _INKLING_MODEL["mtp_config"],
+    "text_config": {key: one for key, one in _INKLING_MODEL.items() if key not in _OF_WHOLE}
+    | {"model_type": "inkling_text"},
+    "vision_config": {"patch_size": 2, "num_hidden_layers": 3, "hidden_size": 32},
+    "audio_config": {"n_mel_bins": 4, "mel_vocab_size": 8},
+}
+EXAMPLES = {
+    "inkling_mm_model": Example(
+        _INKLING_MM_MODEL,
+        mtp_model={},
+        vllm=Reader("InklingMTP", {"use_global_scale": True}, needs_gpu=True),
+    ),
+    "inkling_model": Example(
+        _INKLING_MODEL,
+        in_transformers=False,
+        vllm=Reader(
+            "InklingMTP",
+            {"use_global_scale": True, "architectures": ["InklingForCausalLM"]},
+            needs_gpu=True,
+        ),
+        vllm_main=Reader(
+            "InklingForCausalLM",
+            {"shared_expert_sink": True, "use_global_scale": True, "use_embed_norm": True}
+            | {"n_routed_experts": 14}
+            | {"architectures": ["InklingForCausalLM"]},
+            needs_gpu=True,
+            left=(".gate.bias",),
+        ),
+    ),
+}

@@ -7,6 +7,7 @@ Source: vLLM's interns2_preview and its map of drafts; SGLang's interns2preview.
 from __future__ import annotations
 
 from mtp_checkpoints.families import qwen3_5, qwen3_5_moe
+from mtp_checkpoints.families.examples import QWEN3_5_MOE, Config, Example, Reader
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.families.text_part import TextPart
@@ -20,3 +21,15 @@ def spec(fields: Fields) -> ModelSpec:
     if part.fields.has("num_experts"):
         return qwen3_5_moe.decoder(part, is_fused=True)
     return qwen3_5.decoder(part)
+
+
+_INTERN_S2_PREVIEW: Config = QWEN3_5_MOE | {
+    "architectures": ["InternS2PreviewForConditionalGeneration"],
+    "model_type": "intern_s2_preview",
+}
+EXAMPLES = {
+    "intern_s2_preview": Example(
+        _INTERN_S2_PREVIEW,
+        vllm=Reader("Qwen3_5MoeMTP", needs_gpu=True),
+    ),
+}

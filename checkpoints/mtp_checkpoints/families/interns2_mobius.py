@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mtp_checkpoints.families.base import Role
+from mtp_checkpoints.families.examples import QWEN3_5_MOE, Config, Example, Reader
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.gated_delta_decoder import gated_delta_decoder
 from mtp_checkpoints.families.intern_s2_preview import TOWERS
@@ -66,3 +67,32 @@ def _bank(fields: Fields, prefix: str, hidden: int) -> tuple[Entry, ...]:
         Entry(f"{prefix}.experts.gate_up_proj", (count, 2 * inner, hidden), role),
         Entry(f"{prefix}.experts.down_proj", (count, hidden, inner), role),
     )
+
+
+_INTERNS2_MOBIUS: Config = QWEN3_5_MOE | {
+    "architectures": ["InternS2MobiusForConditionalGeneration"],
+    "model_type": "interns2_mobius",
+    "text_config": QWEN3_5_MOE["text_config"]
+    | {"num_blocks": 2, "layer_scale": True, "mtp_num_experts": 4, "mtp_num_experts_per_tok": 2},
+}
+# Fields of whole configs, of which a checkpoint of ours has one tensor of the tower.
+_VISION: Config = (
+    {"hidden_size": 32, "num_heads": 2, "depth": 1, "intermediate_size": 32, "patch_size": 14}
+    | {"num_position_embeddings": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    | {"deepstack_visual_indexes": [], "out_hidden_size": 64, "in_channels": 3}
+    | {"hidden_act": "gelu_pytorch_tanh"}
+)
+
+
+EXAMPLES = {
+    "interns2_mobius": Example(
+        _INTERNS2_MOBIUS,
+        in_transformers=False,
+        # Without it vLLM's has vectors of the MTP layer's own, which it does not ask for.
+        vllm=Reader("InternS2MobiusMTP", {"layer_scale": False}, needs_gpu=True),
+        vllm_main=Reader(
+            "InternS2MobiusForConditionalGeneration", needs_gpu=True, left=(".time_series.",)
+        ),
+        whole={"image_token_id": 3, "vision_config": _VISION},
+    ),
+}

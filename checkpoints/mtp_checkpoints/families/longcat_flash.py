@@ -12,6 +12,7 @@ from functools import cached_property
 
 from mtp_checkpoints.families.base import ModulePatterns, Role, TensorMaker
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.examples import ENDS, HEADS, PLAIN, SMALL, Config, Example, Reader
 from mtp_checkpoints.families.facts import ModelFacts, refuse_set
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.gated_delta_decoder import at_most_one_mtp_layer
@@ -122,3 +123,40 @@ def _feed_forwards(fields: Fields) -> Listed:
     for expert in range(experts):
         entries += gated_mlp(f"mlp.experts.{expert}.", hidden, inner, Role.ROUTED_EXPERT)
     return Listed("experts of which some do nothing", "", tuple(entries))
+
+
+_LONGCAT_FLASH: Config = {
+    **{key: PLAIN[key] for key in ("vocab_size", "hidden_size", *ENDS, *HEADS)},
+    "architectures": ["LongcatFlashForCausalLM"],
+    "model_type": "longcat_flash",
+    "num_layers": 2,
+    "ffn_hidden_size": 96,
+    "expert_ffn_hidden_size": 64,
+    "n_routed_experts": 8,
+    "zero_expert_num": 4,
+    "moe_topk": 2,
+    "head_dim": 8,
+    **{key: SMALL[key] for key in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim")},
+    **{key: SMALL[key] for key in ("qk_rope_head_dim", "v_head_dim")},
+}
+EXAMPLES = {
+    "longcat_flash": Example(
+        _LONGCAT_FLASH,
+        vllm=Reader(
+            "LongCatFlashMTP",
+            {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "rope_theta": 1e6}
+            | {
+                "kv_lora_rank": 512,
+                "qk_rope_head_dim": 64,
+                "qk_nope_head_dim": 64,
+                "v_head_dim": 32,
+            },
+        ),
+        sglang=Reader(
+            "LongcatFlashForCausalLMNextN",
+            {"intermediate_size": _LONGCAT_FLASH["ffn_hidden_size"]}
+            | {"mla_scale_q_lora": False, "mla_scale_kv_lora": False},
+            module="longcat_flash_nextn",
+        ),
+    ),
+}

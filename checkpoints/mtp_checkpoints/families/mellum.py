@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.examples import EXPERTS, PLAIN, Config, Example
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.gated_delta_decoder import at_most_one_mtp_layer
 from mtp_checkpoints.families.listed_decoder import listed_decoder
@@ -75,3 +76,21 @@ def _moe(fields: Fields) -> Moe:
         shared=0,
         router=Router.softmax(fields, experts, normalises=normalises),
     )
+
+
+_MELLUM: Config = PLAIN | {
+    "architectures": ["MellumForCausalLM"],
+    "model_type": "mellum",
+    "num_experts": 8,
+    "norm_topk_prob": True,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 24,
+    "num_nextn_predict_layers": 1,
+    **EXPERTS,
+}
+EXAMPLES = {
+    "mellum": Example(
+        _MELLUM,
+        mtp_model={},
+    ),
+}

@@ -6,6 +6,7 @@ Source: config.json of the release; vLLM's and SGLang's mimo_mtp.
 from __future__ import annotations
 
 from mtp_checkpoints.families.contract import Hidden, MtpContract
+from mtp_checkpoints.families.examples import PLAIN, Config, Example, Reader
 from mtp_checkpoints.families.facts import ModelFacts, refuse_set
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.moe_decoder import main_layers, mtp_count
@@ -42,3 +43,20 @@ def spec(fields: Fields) -> ModelSpec:
         mtp_names=tuple(f"model.layers.{main + index}" for index in range(count)),  # vLLM's
         mtp_prefix=_MTP,
     )
+
+
+_MIMO: Config = PLAIN | {
+    "architectures": ["MiMoForCausalLM"],
+    "model_type": "mimo",
+    "attention_bias": True,
+    "hidden_act": "silu",
+    "rope_theta": 640000.0,
+    "num_nextn_predict_layers": 1,
+}
+EXAMPLES = {
+    "mimo": Example(
+        _MIMO,  # vLLM derives the width of a head from the others.
+        vllm=Reader("MiMoMTP", {"head_dim": 8}),
+        sglang=Reader("MiMoMTP", module="mimo_mtp"),
+    ),
+}

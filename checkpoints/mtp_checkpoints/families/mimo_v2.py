@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.families.contract import Hidden, MtpContract
+from mtp_checkpoints.families.examples import EXPERTS, PLAIN, Config, Example, Reader
 from mtp_checkpoints.families.facts import refuse_set
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.listed_decoder import listed_decoder
@@ -107,3 +108,50 @@ def _attention(fields: Fields, *, slides: bool, joined: bool) -> Listed:
         entries.append(Entry("attention_sink_bias", (heads,), Role.ATTENTION))
     where = ", to the last tokens alone" if slides else ""
     return Listed(f"attention with values of their own width{where}", "self_attn", tuple(entries))
+
+
+_MIMO_V2_FLASH: Config = PLAIN | {
+    "architectures": ["MiMoV2FlashForCausalLM"],
+    "model_type": "mimo_v2_flash",
+    "v_head_dim": 8,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "n_routed_experts": 8,
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    **EXPERTS,
+}
+_MIMO_V2: Config = {
+    **{key: one for key, one in _MIMO_V2_FLASH.items() if not key.endswith("layer_types")},
+    "architectures": ["MiMoV2ForCausalLM"],
+    "model_type": "mimo_v2",
+    "hybrid_layer_pattern": [0, 1, 1],
+    "moe_layer_freq": [0, 1, 1],
+    "swa_num_attention_heads": 8,
+    "swa_num_key_value_heads": 4,
+    "swa_head_dim": 16,
+    "swa_v_head_dim": 8,
+    "add_swa_attention_sink_bias": True,
+}
+_READ: Config = (
+    {"layernorm_epsilon": 1e-5, "hybrid_layer_pattern": [0, 1, 1], "moe_layer_freq": [0, 1, 1]}
+    | {"swa_num_attention_heads": 8, "swa_num_key_value_heads": 4, "swa_head_dim": 16}
+    | {"swa_v_head_dim": 8, "add_swa_attention_sink_bias": True, "attention_value_scale": 0.7}
+    | {"swa_rope_theta": 10000, "partial_rotary_factor": 0.5, "sliding_window_size": 32}
+)
+_READ_OF_V2: Config = (
+    {"attention_bias": False, "hidden_act": "silu", "n_group": 1, "topk_group": 1}
+    | {"routed_scaling_factor": 1.0, "n_shared_experts": None, "topk_method": "noaux_tc"}
+)  # fmt: skip
+EXAMPLES = {
+    "mimo_v2_flash": Example(
+        _MIMO_V2_FLASH,  # vLLM loads the first of their three layers.
+        vllm=Reader("MiMoV2MTP", _READ, layers=3),
+    ),
+    "mimo_v2": Example(
+        _MIMO_V2,
+        in_transformers=False,
+        vllm=Reader("MiMoV2MTP", _READ | _READ_OF_V2, layers=3),
+        vllm_main=Reader("MiMoV2ForCausalLM", _READ | _READ_OF_V2),
+    ),
+}

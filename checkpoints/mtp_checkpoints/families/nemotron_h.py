@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.examples import NEMOTRON_H, Example, Reader
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.gated_delta_decoder import at_most_one_mtp_layer
 from mtp_checkpoints.families.listed_decoder import listed_decoder
@@ -134,3 +135,11 @@ def _uncomputed(fields: Fields) -> str:
     known = fields.without_nulls().values
     others = (name for name, usual in _USUAL.items() if known.get(name, usual) != usual)
     return ", ".join(f"{fields.prefix}{name} is {known[name]!r:.40}" for name in others)
+
+
+EXAMPLES = {
+    "nemotron_h": Example(
+        NEMOTRON_H,
+        vllm=Reader("NemotronHMTP", needs_gpu=True),
+    ),
+}

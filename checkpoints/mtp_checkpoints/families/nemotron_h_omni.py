@@ -6,6 +6,7 @@ Source: transformers' nemotron_h_omni; SGLang's nano_nemotron_vl and nemotron_h_
 
 from __future__ import annotations
 
+from mtp_checkpoints.families.examples import NEMOTRON_H, Config, Example, Reader
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.nemotron_h import decoder, main_parts, mtp_parts
 from mtp_checkpoints.families.spec import ModelSpec
@@ -23,3 +24,21 @@ def spec(fields: Fields) -> ModelSpec:
     named = fields.named(text_config="llm_config") if fields.has("llm_config") else fields
     part = TextPart.of(named, _DECODER, _BESIDE)
     return decoder(part, main_parts(part.fields), mtp_parts(part.fields), f"{_DECODER}.")
+
+
+_NEMOTRON_H_OMNI: Config = {
+    "architectures": ["NemotronH_Omni_Reasoning_V3"],
+    "model_type": "nemotron_h_omni",
+    "tie_word_embeddings": False,
+    "text_config": {key: one for key, one in NEMOTRON_H.items() if key != "architectures"},
+    "vision_config": {"model_type": "radio", "hidden_size": 32, "intermediate_size": 32}
+    | {"num_hidden_layers": 1, "num_attention_heads": 2, "video_temporal_patch_size": 2},
+    "projector_hidden_size": 32,
+    "vision_hidden_size": 32,
+}
+EXAMPLES = {
+    "nemotron_h_omni": Example(
+        _NEMOTRON_H_OMNI,
+        vllm=Reader("NemotronHMTP", needs_gpu=True),
+    ),
+}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from mtp_checkpoints.families.examples import NEMOTRON_H, Config, Example, Reader
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.moe_decoder import check_expert_count, main_layers
 from mtp_checkpoints.families.nemotron_h import (
@@ -50,3 +51,43 @@ def _blocks(fields: Fields, key: str, count: int) -> list[Part]:
             check_expert_count(own, "n_routed_experts", count)
         parts.append(part_of(own, kind))
     return parts
+
+
+_OF_PATTERN = ("architectures", "model_type", "hybrid_override_pattern")
+_BLOCKS = ({"n_routed_experts": 4, "moe_intermediate_size": 32}, {"n_routed_experts": 8})
+_NEMOTRON_H_PUZZLE: Config = {
+    **{key: one for key, one in NEMOTRON_H.items() if key not in _OF_PATTERN},
+    "architectures": ["NemotronHPuzzleForCausalLM"],
+    "model_type": "nemotron_h_puzzle",
+    "num_hidden_layers": 4,
+    "block_configs": [
+        {"block_type": "mamba"},
+        {"block_type": "moe"} | _BLOCKS[0],
+        {"block_type": "attention"},
+        {"block_type": "moe"} | _BLOCKS[1],
+    ],
+    "mtp_block_configs": [{"block_type": "attention"}, {"block_type": "moe"} | _BLOCKS[0]],
+}
+_OF_ALL = {"n_routed_experts": 8, "moe_intermediate_size": 64}
+EXAMPLES = {
+    "nemotron_h_puzzle": Example(
+        _NEMOTRON_H_PUZZLE,
+        in_transformers=False,  # vLLM reads the counts of all layers, not those of the blocks.
+        vllm=Reader(
+            "NemotronHMTP",
+            {"mtp_block_configs": [{"block_type": "attention"}, {"block_type": "moe"} | _OF_ALL]}
+            | {"routed_scaling_factor": 1.0, "norm_topk_prob": True, "n_group": 1, "topk_group": 1}
+            | {"mlp_hidden_act": "relu2", "mtp_hybrid_override_pattern": "*E"}
+            | {"mtp_n_routed_experts": 8},
+            needs_gpu=True,
+        ),
+        vllm_main=Reader(
+            "NemotronHForCausalLM",
+            {"hybrid_override_pattern": "ME*E", "use_conv_bias": True, "use_bias": False}
+            | {"attention_bias": False, "mlp_bias": False, "mamba_proj_bias": False}
+            | {"mamba_hidden_act": "silu", "mlp_hidden_act": "relu2", "routed_scaling_factor": 1.0}
+            | {"norm_topk_prob": True, "n_group": 1, "topk_group": 1},
+            needs_gpu=True,
+        ),
+    ),
+}

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from mtp_checkpoints.families import deepseek_v3
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.examples import PANGU_LIKE, Config, Example, Reader
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.parts.feed_forward import BIASED, GREEDY, Moe, MoeNames
 from mtp_checkpoints.families.spec import LayerSpec, ModelSpec
@@ -41,3 +42,20 @@ def _layer(layer: LayerSpec, around: tuple[str, ...], names: MoeNames | None = N
     if names is not None and isinstance(layer.feed_forward, Moe):
         return replace(layer, feed_forward=replace(layer.feed_forward, names=names))
     return layer
+
+
+_PANGU_ULTRA_MOE: Config = PANGU_LIKE | {
+    "architectures": ["PanguUltraMoEForCausalLM"],
+    "model_type": "pangu_ultra_moe",
+    "router_enable_expert_bias": True,
+    "sandwich_norm": True,
+}
+_READ = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64}
+EXAMPLES = {
+    "pangu_ultra_moe": Example(
+        _PANGU_ULTRA_MOE,
+        in_transformers=False,
+        vllm=Reader("OpenPanguMTP", _READ),
+        vllm_main=Reader("PanguUltraMoEForCausalLM", _READ),
+    ),
+}

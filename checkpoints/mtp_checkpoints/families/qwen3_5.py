@@ -7,6 +7,7 @@ qwen3_5; vLLM's qwen3_5_mtp.
 
 from __future__ import annotations
 
+from mtp_checkpoints.families.examples import QWEN3_5_MOE_TEXT, Config, Example, Reader, with_vision
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.gated_delta_decoder import gated_delta_decoder
 from mtp_checkpoints.families.parts.feed_forward import GatedMlp
@@ -29,3 +30,30 @@ def decoder(part: TextPart) -> ModelSpec:
     return gated_delta_decoder(
         part, GatedMlp.of(part.fields), usual_mtp_layers=0, is_interleaved=False
     )
+
+
+_OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+_QWEN3_5_TEXT: Config = {
+    **{key: value for key, value in QWEN3_5_MOE_TEXT.items() if key not in _OF_EXPERTS},
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "tie_word_embeddings": True,
+}
+_QWEN3_5 = with_vision("qwen3_5", "Qwen3_5ForConditionalGeneration", _QWEN3_5_TEXT)
+
+
+EXAMPLES = {
+    "qwen3_5": Example(
+        _QWEN3_5,
+        vllm=Reader("Qwen3_5MTP"),
+    ),
+    "qwen3_5_text": Example(
+        _QWEN3_5_TEXT,
+        mtp_model={"mtp_layer_types": ["full_attention"]},
+        sglang=Reader(
+            "Qwen3_5ForCausalLMMTP",
+            {"full_attention_interval": 1, "layers_block_type": ["attention"]},
+            module="qwen3_5_mtp",
+        ),
+    ),
+}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mtp_checkpoints.families.examples import QWEN3_5_MOE, QWEN3_5_MOE_TEXT, Example, Reader
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.gated_delta_decoder import gated_delta_decoder
 from mtp_checkpoints.families.moe_decoder import check_expert_count, main_layers
@@ -40,3 +41,15 @@ def decoder(part: TextPart, *, is_fused: bool) -> ModelSpec:
         is_interleaved=False,
         mtp_feed_forward=apart,
     )
+
+
+EXAMPLES = {
+    "qwen3_5_moe": Example(
+        QWEN3_5_MOE,
+        vllm=Reader("Qwen3_5MoeMTP"),
+    ),
+    "qwen3_5_moe_text": Example(
+        QWEN3_5_MOE_TEXT,
+        mtp_model={"mtp_layer_types": ["full_attention"]},
+    ),
+}

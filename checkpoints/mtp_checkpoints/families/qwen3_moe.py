@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.examples import EXPERTS, PLAIN, Config, Example, Reader
 from mtp_checkpoints.families.facts import refuse_set
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.mellum import softmax_decoder
@@ -31,3 +32,20 @@ def spec(fields: Fields) -> ModelSpec:
     attentions = [Gqa.of(known)] * (main + 1)
     described = softmax_decoder(known, attentions, [True] * main, _CONTRACT)
     return replace(described, engines=("sglang",), sglang_layer=SGLANG_LAYER)
+
+
+_QWEN3_MOE: Config = PLAIN | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 1,
+    **EXPERTS,
+}
+EXAMPLES = {
+    "qwen3_moe": Example(
+        _QWEN3_MOE,
+        mtp_model={},
+        sglang=Reader("Qwen3MoeForCausalLMMTP", {"attention_bias": False}, module="qwen3_moe_mtp"),
+    ),
+}

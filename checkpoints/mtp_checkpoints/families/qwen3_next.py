@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mtp_checkpoints.errors import UnsupportedError
+from mtp_checkpoints.families.examples import QWEN3_NEXT, Example, Reader
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.gated_delta_decoder import gated_delta_decoder
 from mtp_checkpoints.families.moe_decoder import check_expert_count, main_layers
@@ -44,3 +45,12 @@ def refuse_dense_layers(fields: Fields) -> None:
                 expected=usual,
                 found=repr(found)[:100],
             )
+
+
+EXAMPLES = {
+    "qwen3_next": Example(
+        QWEN3_NEXT,
+        mtp_model={"mtp_layer_types": ["full_attention"]},
+        vllm=Reader("Qwen3NextMTP"),
+    ),
+}

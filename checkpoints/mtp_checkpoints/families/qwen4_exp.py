@@ -13,6 +13,14 @@ from dataclasses import replace
 
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.families.contract import Hidden, MtpContract
+from mtp_checkpoints.families.examples import (
+    OF_NEXT_ALONE,
+    QWEN3_NEXT,
+    Config,
+    Example,
+    Reader,
+    with_vision,
+)
 from mtp_checkpoints.families.facts import refuse_set
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.gated_delta_decoder import at_most_one_mtp_layer
@@ -145,3 +153,39 @@ def _of_ngrams(fields: Fields, prefix: str, layers: int) -> tuple[str, ...]:
     if not isinstance(listed, list) or not all(type(n) is int and 0 < n <= layers for n in listed):
         raise fields.unusable("ple_layer_ids", f"numbers of layers, from 1 to {layers}")
     return tuple(f"{prefix}.layers.{number - 1}.ple." for number in sorted(set(listed)))
+
+
+_QWEN4_EXP_TEXT: Config = {
+    **{key: value for key, value in QWEN3_NEXT.items() if key not in OF_NEXT_ALONE},
+    "architectures": ["Qwen4ExpForCausalLM"],
+    "model_type": "qwen4_exp_text",
+    "pad_token_id": 0,
+    "hc_count": 2,
+    "hc_lowrank": 16,
+    "ple_layer_ids": [1],
+    "ple_embed_dim": 32,
+    "ngram_vocab_size_base": 50,
+    "make_ngram_vocab_size_divisible_by": 8,
+    "split_ngram_parts": 4,
+    "heads_per_ngram": 2,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 32,
+    "indexer_budget": 64,
+    "indexer_compress_ratio": 16,
+    "mtp_num_hidden_layers": 1,
+}
+del _QWEN4_EXP_TEXT["partial_rotary_factor"]
+_QWEN4_EXP = with_vision("qwen4_exp", "Qwen4ExpForConditionalGeneration", _QWEN4_EXP_TEXT)
+
+
+EXAMPLES = {
+    "qwen4_exp": Example(
+        _QWEN4_EXP,  # vLLM fills matrices up to multiples of 16 rows: these have none to fill.
+        vllm=Reader("Qwen4ExpMTP", {"hc_lowrank": 14}, needs_gpu=True),
+    ),
+    "qwen4_exp_text": Example(
+        _QWEN4_EXP_TEXT,
+        vllm=Reader("Qwen4ExpMTP", {"hc_lowrank": 14}, needs_gpu=True),
+    ),
+}

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.families.contract import Hidden, MtpContract
+from mtp_checkpoints.families.examples import STEP3P5, Config, Example, Reader
 from mtp_checkpoints.families.facts import refuse_set
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.listed_decoder import listed_decoder
@@ -160,3 +161,24 @@ def _moe(fields: Fields) -> Moe:
         names=_NAMES,
         shared_limit=_limit(fields, shared=True),
     )
+
+
+_KINDS = 46  # SGLang takes the kind of layer 45 for any module
+SGLANG_FIELDS: Config = (
+    {"layer_types": ["sliding_attention"] * _KINDS, "rope_theta": [1e4] * _KINDS}
+    | {"partial_rotary_factors": [1.0] * _KINDS, "swiglu_limits_shared": None}
+    | {"rope_scaling": None, "yarn_only_types": []}
+)
+
+
+EXAMPLES = {
+    "step3p5": Example(
+        STEP3P5,
+        mtp_model={
+            "mtp_layer_types": ["sliding_attention"] * 3,
+            "mtp_mlp_layer_types": ["dense"] * 3,
+            "mtp_per_layer_config": {number: {"num_attention_heads": 12} for number in range(3)},
+        },
+        sglang=Reader("Step3p5MTP", SGLANG_FIELDS, module="step3p5_mtp", layers=3),
+    ),
+}

@@ -19,19 +19,13 @@ from mtp_checkpoints.families.parts import GatedDeltaNet, Gqa, Moe
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.quantization.stored import stored_model
 from mtp_checkpoints.tensors.reader import Checkpoint
-from runtime.checkpoints import (
-    QWEN3_5,
-    QWEN3_5_MOE,
-    QWEN3_5_MOE_TEXT,
-    QWEN3_5_TEXT,
-    QWEN3_NEXT,
-    changed,
-    text_part,
-    write_checkpoint,
-)
+from runtime.checkpoints import SMALL_CONFIGS, changed, text_part, write_checkpoint
 
 Shapes = dict[str, tuple[int, ...]]
-CONFIGS = (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT)
+_NAMES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
+CONFIGS = QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT = [
+    SMALL_CONFIGS[name] for name in _NAMES
+]
 IDS = [config["model_type"] for config in CONFIGS]
 FUSED = (
     "mtp.layers.0.mlp.experts.gate_up_proj",
