@@ -146,6 +146,12 @@ DAMAGED = (
         "one expert is missing", glm(), lose(r"experts\.5\."), words=(r"lacks expert 5\b", "graft")
     ),
     Folder("hnorm is missing", glm(), lose("hnorm"), words=("hnorm",)),
+    Folder(
+        "hnorm is missing, and no list leaves the layer out",
+        unquantized(INT4),
+        lose("hnorm"),
+        words=(r"hnorm\.weight is missing", "leaves them out nowhere"),
+    ),
     Folder("eh_proj is missing", glm(), lose("eh_proj"), words=("eh_proj",)),
     Folder(
         "a scale is missing",

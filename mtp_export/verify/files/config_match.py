@@ -70,8 +70,9 @@ def run(context: Context) -> Iterator[Item]:
         of_checkpoint = not context.is_bundle and len(context.parts) > 1
         if part.name == MTP and of_checkpoint and not is_gguf(layout.stored.quantization):
             found = _left_out(layout, graft_command(context))
-            if found.status is Status.FAIL:  # which all below would repeat
+            if found.status is Status.FAIL:  # which precision would repeat
                 yield from _left_out_by_engines(context, layout, found)
+                yield _tensors_item(layout, _sorted_out(layout)[0])
                 continue
             yield found
         if (wrong := misdescribed(context, layout)) is not None:
@@ -137,7 +138,7 @@ def _part_items(layout: PartLayout, *, of_main: bool) -> Iterator[Item]:
     """The promised tensors are there, and each weight in the promised form. of_main: where a list
     leaves out what is quantized, its entry is named in place of the weights."""
     tensors, stored = layout.checkpoint.tensors, layout.stored
-    presence, precision = sorted_out(layout.differences, tensors, stored)
+    presence, precision = _sorted_out(layout)
     if of_main and precision:
         names = [stored.weight_of[problem.subject].weight.name for problem in precision]
         listed = ListedDraft(stored, tensors, stored.quantization, (), "the main model")
@@ -146,9 +147,18 @@ def _part_items(layout: PartLayout, *, of_main: bool) -> Iterator[Item]:
     if presence and not others:
         yield not_tested(f"{layout.name}: tensors", causes.OF_MODULE_COUNTED_AS_MAIN)
     else:
-        yield verdict(f"{layout.name}: tensors", others, counted(len(tensors), "tensor"))
+        yield _tensors_item(layout, others)
     weights = counted(len(layout.stored.specs), "weight")
     yield verdict(f"{layout.name}: precision on disk", precision, weights)
+
+
+def _sorted_out(layout: PartLayout) -> tuple[list[Problem], list[Problem]]:
+    return sorted_out(layout.differences, layout.checkpoint.tensors, layout.stored)
+
+
+def _tensors_item(layout: PartLayout, presence: Sequence[Problem]) -> Item:
+    figure = counted(len(layout.checkpoint.tensors), "tensor")
+    return verdict(f"{layout.name}: tensors", presence, figure)
 
 
 def _of_other_layers(layout: PartLayout, problems: Sequence[Problem]) -> list[Problem]:
