@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mtp_checkpoints.quantization.tools import LOSSES
 from mtp_export.verify.evidence.statistics import Estimate
 from pages import ROOT, rows_of
 
@@ -87,3 +88,14 @@ def test_the_versions_are_the_pinned_ones() -> None:
     for run in FACTS["runs"].values():
         name = names.get(run["tool"], run["tool"].replace("llm-c", "llmc").lower())
         assert f"\n{name}=={run['version']}\n" in pinned
+
+
+def test_a_verdict_says_which_tools_lose_the_layer() -> None:
+    """All that lost it wherever they ran to their end, and no other."""
+    lost: dict[str, set[bool]] = {}
+    for run in FACTS["runs"].values():
+        if "layer" in run:
+            lost.setdefault(run["tool"], set()).add(not run["layer"]["tensors"])
+    assert {tool for tool, each in lost.items() if each == {True}} == LOSSES.keys()
+    shown = {run["tool"]: run["version"] for run in FACTS["runs"].values() if run["tool"] in LOSSES}
+    assert all(version.startswith(LOSSES[tool].shown) for tool, version in shown.items())

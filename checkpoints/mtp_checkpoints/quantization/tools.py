@@ -24,34 +24,34 @@ class Tool:
 
 
 @dataclass(frozen=True)
-class Habit:
-    """Treatment of MTP modules by a tool, in the versions that were run: docs/tools.md."""
+class Loss:
+    """Loss of MTP modules by a tool, in the versions that were run, as checkpoints have them, and
+    the name of these versions: docs/tools.md."""
 
     versions: tuple[str, ...]
-    words: str
+    shown: str
 
 
 _MERGE = "mergekit_config.yml"  # which mergekit writes beside the tensors
 
 # llm-compressor leaves compressed-tensors' version alone: 0.19.0 is what its 0.14.0.1 asks for.
-HABITS: dict[str, Habit] = {
-    "llm-compressor": Habit(
-        ("0.19.0", "0.20.0"),
-        "llm-compressor 0.14 saves no MTP layer of models that transformers loads without it, and"
-        " ends with exit code 0",
-    ),
-    "ModelOpt": Habit(
-        ("0.47.0",),
-        "ModelOpt 0.47 saves no MTP layer of models that transformers loads without it, and ends"
-        " with exit code 0",
-    ),
+LOSSES: dict[str, Loss] = {
+    "llm-compressor": Loss(("0.19.0", "0.20.0"), "0.14"),
+    "GPTQModel": Loss(("7.7.0",), "7.7"),
+    "ModelOpt": Loss(("0.47.0",), "0.47"),
+    "Quark": Loss(("0.13",), "0.13"),
 }
 
 
 def habit_of(tool: Tool) -> str:
     """Return what a tool in this version is known to do with MTP modules; "" for nothing known."""
-    habit = HABITS.get(tool.name)
-    return habit.words if habit is not None and tool.version in habit.versions else ""
+    loss = LOSSES.get(tool.name)
+    if loss is None or tool.version not in loss.versions:
+        return ""
+    return (
+        f"{tool.name} {loss.shown} saves no MTP layer of models that transformers loads without it,"
+        " and ends with exit code 0"
+    )
 
 
 def tool_of(config: Config, files: Collection[str]) -> Tool | None:
