@@ -180,5 +180,6 @@ def add_output(member: Any, layer: Any, sizes: Any, values: Any, x: Any) -> None
             block = block_of(rows, row, rows.count)
             project(block, weight, (0, count), address(made), STRIP)
             for r in range(block.count):
+                out = x[row + r, column : column + size]
                 for c in range(size):
-                    x[row + r, column + c] += made[r, c]
+                    out[c] += made[r, c]
