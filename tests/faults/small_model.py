@@ -126,13 +126,7 @@ def write_dense(
 
 
 def _in_first_shard(name: str) -> bool:
-    return (
-        re.match(
-            r"(model\.(language_model\.|llm\.)?|(language_model\.)?backbone\.)?layers\.[0-3]\.",
-            name,
-        )
-        is not None
-    )
+    return re.match(r"(?!.*\bmtp\.)([a-z_]+\.)*layers\.[0-3]\.", name) is not None
 
 
 def in_channels(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -139,8 +139,9 @@ _READ: Config = (
     | {"swa_v_head_dim": 8, "add_swa_attention_sink_bias": True, "attention_value_scale": 0.7}
     | {"swa_rope_theta": 10000, "partial_rotary_factor": 0.5, "sliding_window_size": 32}
 )
-_READ_OF_V2: Config = (
-    {"attention_bias": False, "hidden_act": "silu", "n_group": 1, "topk_group": 1}
+READ_OF_V2: Config = (
+    _READ
+    | {"attention_bias": False, "hidden_act": "silu", "n_group": 1, "topk_group": 1}
     | {"routed_scaling_factor": 1.0, "n_shared_experts": None, "topk_method": "noaux_tc"}
 )  # fmt: skip
 EXAMPLES = {
@@ -151,7 +152,7 @@ EXAMPLES = {
     "mimo_v2": Example(
         _MIMO_V2,
         in_transformers=False,
-        vllm=Reader("MiMoV2MTP", _READ | _READ_OF_V2, layers=3),
-        vllm_main=Reader("MiMoV2ForCausalLM", _READ | _READ_OF_V2),
+        vllm=Reader("MiMoV2MTP", READ_OF_V2, layers=3),
+        vllm_main=Reader("MiMoV2ForCausalLM", READ_OF_V2),
     ),
 }
