@@ -72,6 +72,7 @@ def _oracles(model_type: str) -> tuple[str, str]:
     from engines import family_drafts
     from runtime import test_family_oracles as runs
     from runtime import test_nemotron_module as modules
+    from runtime.checkpoints import EXAMPLES
     from runtime.oracles import MTP_MODEL
 
     main = "not confirmed" if model_type in names.UNCONFIRMED else "transformers' class"
@@ -79,7 +80,7 @@ def _oracles(model_type: str) -> tuple[str, str]:
         main = "vLLM's class"
     if model_type in family_drafts.SGLANG_MAINS:
         main = "SGLang's class"
-    if model_type in names.OTHER_CLASS:
+    if model_type in names.OTHER_CLASS or EXAMPLES[model_type].like:
         main = "transformers' class of the same layers"
     mtp = "engines' loaders, read"
     if model_type in family_drafts.SGLANG:

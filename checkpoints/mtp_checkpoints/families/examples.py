@@ -34,8 +34,8 @@ class Reader:
 class Example:
     """A small config.json with at least one MTP layer, and what its tensors are compared with.
 
-    in_transformers: transformers has a class of the main model, by the config's architecture.
-    mtp_model: fields that transformers' MtpModel needs to load the MTP layers, None where it does
+    in_transformers: transformers has a class of the main model, by the config's architecture, or by
+    that of `like`: another model's config, of the same main tensors. mtp_model: fields that transformers' MtpModel needs to load the MTP layers, None where it does
     not. vllm and sglang: engines' classes of the draft, vllm_main and sglang_main of main models
     that transformers has none of. whole: fields of the whole config that vLLM's read, where the
     model's own are a part of it.
@@ -43,6 +43,7 @@ class Example:
 
     config: Config
     in_transformers: bool = True
+    like: Config | None = None
     mtp_model: Mapping[str, Any] | None = None
     vllm: Reader | None = None
     vllm_main: Reader | None = None

@@ -48,7 +48,7 @@ def saved_by_transformers(config: Config, folder: Path) -> Shapes:
 )
 def test_the_main_model_is_what_transformers_saves(model_type: str, tmp_path: Path) -> None:
     config = SMALL_CONFIGS[model_type]
-    theirs = OTHER_CLASS.get(model_type, dict)(config)
+    theirs = EXAMPLES[model_type].like or OTHER_CLASS.get(model_type, dict)(config)
     saved = saved_by_transformers(theirs, tmp_path)
     family = family_of(config, saved)
     described = {
