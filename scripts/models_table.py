@@ -82,7 +82,7 @@ def _oracles(model_type: str) -> tuple[str, str]:
         main = "SGLang's class"
     if model_type in names.OTHER_CLASS or EXAMPLES[model_type].like:
         main = "transformers' class of the same layers"
-    mtp = "engines' loaders, read"
+    mtp = "no class loads them"
     if model_type in family_drafts.SGLANG:
         mtp = "SGLang's loader"
     if model_type in family_drafts.VLLM:

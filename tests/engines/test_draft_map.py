@@ -17,8 +17,6 @@ NO_MODELS = {"exaone4_5_vision", "minimax_m3_mtp"}
 # Architectures of models that have a row, which the small configs do not have.
 OTHERS = {
     "BailingMoeV3ForCausalLM": "bailing_hybrid",
-    "BailingMoeV3VLForConditionalGeneration": "bailing_hybrid",
-    "MiMoV2OmniForCausalLM": "mimo_v2",
     "MiniMaxM3SparseForConditionalGeneration": "minimax_m3_vl",
 }
 # The same of SGLang's rewriting.

@@ -35,10 +35,11 @@ class Example:
     """A small config.json with at least one MTP layer, and what its tensors are compared with.
 
     in_transformers: transformers has a class of the main model, by the config's architecture, or by
-    that of `like`: another model's config, of the same main tensors. mtp_model: fields that transformers' MtpModel needs to load the MTP layers, None where it does
-    not. vllm and sglang: engines' classes of the draft, vllm_main and sglang_main of main models
-    that transformers has none of. whole: fields of the whole config that vLLM's read, where the
-    model's own are a part of it.
+    that of `like`: another model's config, of the same main tensors. mtp_model: fields that
+    transformers' MtpModel needs to load the MTP layers, None where it does not. vllm and sglang:
+    engines' classes of the draft, vllm_main and sglang_main of main models that transformers has
+    none of. whole: fields of the whole config that vLLM's read, where the model's own are a part of
+    it.
     """
 
     config: Config

@@ -11,13 +11,20 @@ from mtp_checkpoints.families.signs import other_draft
 _MTP = "mtp."  # by which DSpark goes too
 # Names by config.json's model_type, with what is known of the release.
 WITHOUT_MTP: dict[str, str] = {
+    "axk1": "A.X-K1: transformers' class knows DeepSeek-V3's layers and none behind the last",
     "deepseek_v41": "DeepSeek-V4.1: tensors named mtp are the stages of DSpark, which no engine"
     " runs as MTP",
     "kimi_k2": "Kimi-K2: num_nextn_predict_layers is 0, and no layer follows the last",
+    "kimi_linear": "Kimi-Linear: num_nextn_predict_layers is 0, and no layer follows the last",
     "kimi_k3": "Kimi-K3: no published weights hold an MTP module, though engines have code for one",
     "minimax_m2": "MiniMax-M2: config.json names MTP modules, and no shard holds any",
     "minimax_m3_vl": "MiniMax-M3: no published weights hold an MTP module, though engines have code"
     " for one",
+    "mistral_large4": "Mistral-Large-4: tensors named mtp_dspark are DSpark's, which no engine runs"
+    " as MTP",
+    "solar_open": "Solar-Open: transformers' class knows GLM-4.5's layers and none behind the last",
+    "youtu": "Youtu-LLM: transformers' class knows DeepSeek-V3's attention and no layer behind the"
+    " last",
 }
 
 
