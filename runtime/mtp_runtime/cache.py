@@ -58,6 +58,10 @@ class Cache(Protocol):
         """Every tensor of every layer with pages, as views [pages, page, ...]."""
 
     @property
+    def blocks(self) -> Iterable[torch.Tensor]:
+        """The same as they lie in memory, [layers, pages, page, ...]."""
+
+    @property
     def states(self) -> Iterable[torch.Tensor]:
         """Every tensor [states, ...] of every layer with a state per sequence."""
 
@@ -74,6 +78,10 @@ class LayerCaches:
         return (tensor for layer in paged for tensor in layer)
 
     @property
+    def blocks(self) -> Iterable[torch.Tensor]:
+        return (tensor[None] for tensor in self.tensors)
+
+    @property
     def states(self) -> Iterable[torch.Tensor]:
         kept = (layer for layer in self.layers if isinstance(layer, DeltaState))
         return (tensor for layer in kept for tensor in layer)
@@ -88,6 +96,10 @@ class JoinedCaches:
     @property
     def tensors(self) -> Iterable[torch.Tensor]:
         return (tensor for part in self.parts for tensor in part.tensors)
+
+    @property
+    def blocks(self) -> Iterable[torch.Tensor]:
+        return (block for part in self.parts for block in part.blocks)
 
     @property
     def states(self) -> Iterable[torch.Tensor]:
@@ -140,7 +152,8 @@ class PageAllocator:
         self._free = list(range(pages - 1, -1, -1))
         self._free_states = list(range(states - 1, -1, -1))
         self._poisoned: list[Cache] = []
-        self._freed: list[int] = []  # slots that are filled with NaN before the next pass
+        # Pages, each from an offset on, that are filled with NaN before the next pass.
+        self._freed: list[tuple[int, int]] = []
 
     @property
     def free_pages(self) -> int:
@@ -174,7 +187,7 @@ class PageAllocator:
     def poison_freed(self, cache: Cache) -> None:
         """Fill a cache with NaN, and from now on, before a pass, every slot of it that was freed: a
         test's way to see that nothing reads such slots."""
-        for tensor in (*cache.tensors, *cache.states):
+        for tensor in (*cache.blocks, *cache.states):
             tensor.fill_(torch.nan)
         self._poisoned.append(cache)
 
@@ -217,7 +230,8 @@ class PageAllocator:
     def truncate(self, sequence: CachedSequence, length: int) -> None:
         """Forget the tokens from length on, and free the pages that hold none of the others."""
         keep = self.pages_for(length)
-        self._poison(self.slots(sequence, length, keep * self.page_size))
+        if length % self.page_size:
+            self._poison(sequence.pages[keep - 1], length % self.page_size)
         for page in reversed(sequence.pages[keep:]):
             self._give_back(page)
         del sequence.pages[keep:]
@@ -275,21 +289,20 @@ class PageAllocator:
 
     def _give_back(self, page: int) -> None:
         """Free a page of a sequence."""
-        self._poison(range(page * self.page_size, (page + 1) * self.page_size))
+        self._poison(page, 0)
         self._free.append(page)
 
-    def _poison(self, slots: Sequence[int]) -> None:
-        """Have slots filled with NaN, all that are freed before a pass at once."""
+    def _poison(self, page: int, first: int) -> None:
+        """Have slots of a page from an offset on filled with NaN before the next pass."""
         if self._poisoned:
-            self._freed += slots
+            self._freed.append((page, first))
 
     def fill_freed(self) -> None:
         """Fill the slots that were freed, before a pass writes some of them."""
-        rows = torch.tensor(self._freed, dtype=torch.long)
-        self._freed.clear()
-        for cache in self._poisoned if len(rows) else ():
-            for tensor in cache.tensors:
-                tensor.flatten(0, 1)[rows] = torch.nan
+        freed, self._freed = self._freed, []
+        for block in (block for cache in self._poisoned if freed for block in cache.blocks):
+            for page, first in freed:
+                block[:, page, first:] = torch.nan
 
 
 def lay_out(

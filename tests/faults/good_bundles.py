@@ -17,7 +17,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,13 @@ from mtp_runtime.models.execution import TorchExecution
 from mtp_runtime.models.load import LoadOptions, open_model
 
 RELEASED = "released"
-# Rows that the runtime runs. Those of w4afp8 have one scale per 128 weights, more than an expert's.
-PAIRS = [RELEASED, *(row for row in ROWS if row != "w4afp8" and "GGUF" not in row)]
+# Rows that the runtime runs, and one more pair. Those of w4afp8 have one scale per 128 weights,
+# more than an expert's.
+SCHEMES: dict[str, tuple[str, ...]] = {
+    **{row: own for row, own in ROWS.items() if row != "w4afp8" and "GGUF" not in row},
+    "nvfp4 with fp8": ("weight_only_nvfp4", "a8w8_fp8"),
+}
+PAIRS = [RELEASED, *SCHEMES]
 DRAFTS = {"parallel_heads": write_fitted_heads, "eagle3": write_fitted_eagle3}
 _LATENT = "deepseek-v3-tiny"  # whose attention the fitted EAGLE-3 draft has
 OF_FILES, OF_TEXT = ("files", "ledger"), ("likelihood",)
@@ -73,7 +78,7 @@ class Bundle:
         if self.row == RELEASED:
             outcome = export(source, folder, *usual)
         else:
-            base, mtp, *more = ROWS[self.row]
+            base, mtp, *more = SCHEMES[self.row]
             schemes = ("--base-quant", base, "--mtp-quant", mtp, *more)
             outcome = quantize(source, folder, *schemes, *usual)
         return outcome.err if outcome.code else ""
@@ -94,8 +99,15 @@ def bundles() -> list[Bundle]:
     ]
 
 
+def first_seeds(found: Iterable[Bundle]) -> dict[Bundle, int]:
+    """The seed, to be taken modulo their number, that each bundle is judged on first: one that is
+    like it for another target begins with the same."""
+    kinds: dict[Bundle, int] = {}
+    return {one: kinds.setdefault(replace(one, target=""), len(kinds)) for one in found}
+
+
 def _targets_of(row: str) -> tuple[str, ...]:
-    options = ROWS.get(row, ())
+    options = SCHEMES.get(row, ())
     if "--target" not in options:
         return SAFETENSORS_TARGETS
     return (options[options.index("--target") + 1],)
@@ -178,13 +190,13 @@ class Record:
         with self.file.open("a") as file:
             file.write(json.dumps({"bundle": bundle.name, **found}) + "\n")
 
-    def missing(self, bundle: Bundle, seeds: int) -> list[Seed]:
+    def missing(self, bundle: Bundle, seeds: Sequence[int]) -> list[Seed]:
         """Return the seeds that a bundle was not judged on, None for itself; none of one that is
         refused. Those on which another one with the same numbers was judged are taken from that."""
         own = [line for line in self.lines if line["bundle"] == bundle.name]
         if any("refused" in line for line in own):
             return []
-        done, wanted = {line["seed"] for line in own}, (TEXT, *range(seeds))
+        done, wanted = {line["seed"] for line in own}, (TEXT, *seeds)
         numbers = {line["numbers"] for line in own}
         for line in self.lines if numbers else []:
             seed = line.get("seed")
@@ -207,7 +219,7 @@ class Record:
         return "\n".join([f"{words}, {seconds:.0f} s, {len(alarms)} false alarms", *alarms])
 
 
-def judge(bundle: Bundle, seeds: int, folder: Path, record: Record) -> None:
+def judge(bundle: Bundle, seeds: Sequence[int], folder: Path, record: Record) -> None:
     """Make a bundle of which anything is missing, and judge that."""
     missing = record.missing(bundle, seeds)
     if not missing:
@@ -244,8 +256,9 @@ def run(arguments: argparse.Namespace) -> None:
     into.mkdir(parents=True, exist_ok=True)
     record, seeds = Record(into / "judged.jsonl"), arguments.seeds
     for most in (*range(min(1, seeds), seeds, _SEEDS_AT_ONCE), seeds):
-        for bundle in bundles():
-            judge(bundle, most, into / "bundle", record)
+        for bundle, first in first_seeds(bundles()).items():
+            some = [(first + more) % seeds for more in range(most)]
+            judge(bundle, some, into / "bundle", record)
     print(record.counted())
 
 

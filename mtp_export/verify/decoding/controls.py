@@ -17,7 +17,6 @@ from mtp_export.verify.diagnosis.alternatives import acceptance, drafts_of
 from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.variants import contract_variants, layout_variants
 from mtp_export.verify.evidence.corpus import Corpus, Drafts
-from mtp_export.verify.evidence.noise import measured_noise
 from mtp_export.verify.evidence.statistics import Estimate, ratio
 from mtp_export.verify.gates import LEAST_LOSS
 from mtp_runtime.layers.norm import RmsNorm
@@ -181,7 +180,7 @@ def _causality(corpus: Corpus) -> Iterator[Item]:
         for text in originals
     ]
     one, other = Texts(tuple(originals)), Texts(tuple(changed))
-    limit = measured_noise(corpus.model, corpus.plain) * 4
+    limit = corpus.noise * 4
     with corpus.show_count("controls, with a later token changed", 4, "passes") as advance:
         first, second, *drafted = _changed(corpus, one, other, advance)
     yield _unmoved(

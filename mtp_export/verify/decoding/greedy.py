@@ -15,6 +15,7 @@ from mtp_export.progress import CountCallback
 from mtp_export.verify.check import Item, failed, judged, not_tested, passed
 from mtp_export.verify.context import Context
 from mtp_export.verify.diagnosis.causes import decoding as causes
+from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.decode import Build, Decoded, decode
 from mtp_export.verify.evidence.extra_drafts import ExtraDraft
 from mtp_export.verify.evidence.noise import measured_noise
@@ -289,7 +290,7 @@ def _in_fp32(context: Context) -> Item:
     """The fast mode on all prompts, from the runs that check `acceptance` uses as well."""
     corpus, k = context.corpus, max(context.options.ks)
     name = f"fast fp32, {corpus.method}, k={k}"
-    return _classified(Reference(corpus.model, corpus.plain), corpus.speculative(k), name)
+    return _classified(corpus, corpus.speculative(k), name)
 
 
 def _in_bf16(context: Context, new_tokens: int) -> Item:
@@ -309,7 +310,7 @@ def _in_bf16(context: Context, new_tokens: int) -> Item:
     return _classified(Reference(corpus.model, plain), other, name)
 
 
-def _classified(reference: Reference, other: Decoded, name: str) -> Item:
+def _classified(reference: Reference | Corpus, other: Decoded, name: str) -> Item:
     """Divergences at near-ties pass, by the measured noise; any other fails."""
     model, plain, noise = reference.model, reference.plain, reference.noise
     bound = f"margins under 2 x the measured noise {noise:.2g}"

@@ -13,6 +13,7 @@ import torch
 from mtp_export.progress import CountCallback, ShowCount, uncounted
 from mtp_export.verify.evidence.decode import Decoded, decode, decode_one_by_one
 from mtp_export.verify.evidence.extra_drafts import ExtraDraft
+from mtp_export.verify.evidence.noise import measured_noise
 from mtp_export.verify.evidence.prompts import Prompt
 from mtp_runtime.models.execution import DraftModule, Head
 from mtp_runtime.models.model import Model, MtpModule
@@ -100,6 +101,11 @@ class Corpus:
         """Plain greedy decoding of all prompts together."""
         with self._shown("plain decoding") as advance:
             return decode(self.model, self.prompts, self.params, advance=advance)
+
+    @cached_property
+    def noise(self) -> float:
+        """Rounding noise of the model's logits, on these texts."""
+        return measured_noise(self.model, self.plain)
 
     def speculative(self, k: int) -> Decoded:
         """Greedy decoding with k drafts."""

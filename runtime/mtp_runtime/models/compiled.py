@@ -53,6 +53,10 @@ class StackedCache:
         return self.stacked.unbind()
 
     @property
+    def blocks(self) -> Iterable[torch.Tensor]:
+        return (self.stacked,)
+
+    @property
     def states(self) -> Iterable[torch.Tensor]:
         return ()
 
@@ -106,6 +110,10 @@ class StackedStates:
 
     @property
     def tensors(self) -> Iterable[torch.Tensor]:
+        return ()
+
+    @property
+    def blocks(self) -> Iterable[torch.Tensor]:
         return ()
 
     @property

@@ -84,6 +84,10 @@ class ModelCache:
         return (tensor for cache in (self.main, *self.mtp) for tensor in cache.tensors)
 
     @property
+    def blocks(self) -> Iterable[torch.Tensor]:
+        return (block for cache in (self.main, *self.mtp) for block in cache.blocks)
+
+    @property
     def states(self) -> Iterable[torch.Tensor]:
         return (tensor for cache in (self.main, *self.mtp) for tensor in cache.states)
 
