@@ -232,6 +232,9 @@ TRAINED_LAYER_FAULTS: tuple[Fault, ...] = (
           partial(changed, "main", "model.layers.3.mlp.gate_proj.weight",
                   lambda w: w.clamp(-0.027, 0.027)),
           "likelihood", "gate_proj of layer 3 does harm", **_qwen),
+    Fault("noise in down_proj of a dense MTP layer",
+          partial(changed, "mtp", "mtp.layers.0.mlp.down_proj.weight", noisy),
+          "likelihood", "down_proj of the MTP layer does harm", **_qwen),
 )  # fmt: skip
 # Of weights whose norms training keeps alike, which files alone show.
 _MLP, _ATTENTION = "model.layers.1.mlp.experts.3.%s.weight", "model.layers.%d.self_attn.%s.weight"

@@ -14,10 +14,13 @@ from faults.fault import Fault
 from faults.suspected_faults import TRAINED_LAYER_FAULTS, noisy
 from mtp_export.verify.check import Status
 from mtp_export.verify.diagnosis.trainable import Trainable
+from mtp_export.verify.diagnosis.trainable_module import INPUTS, TrainableModule
 from mtp_export.verify.diagnosis.trained import Trials
+from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.likelihood import Likelihood
 from mtp_export.verify.evidence.plain_text import JUDGING, TRAINING, PlainTexts
 from mtp_export.verify.gates import LEAST_TRAINED_NATS
+from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.streaming import open_streamed
 from mtp_runtime.tokenizer import Tokenizer
 from verify.test_likelihood import judged
@@ -55,6 +58,26 @@ def test_a_damaged_half_gains_and_stays_as_it_is(tmp_path: Path) -> None:
     before = [leaf.clone() for leaf in parts]
     gain = trials.own.fitted_gain(trials.trained_half((0, "feed_forward"))[1], 0.98)
     assert all(map(torch.equal, before, parts))
+    assert gain is not None and gain.low is not None and gain.low > LEAST_TRAINED_NATS
+
+
+def test_a_module_under_autograd_is_the_one_that_runs_and_gains_where_it_is_damaged(
+    tmp_path: Path,
+) -> None:
+    bundle = tmp_path / "bundle"
+    assert export(FIXTURES / "glm4-moe-tiny", bundle, "--link", "copy", "--quiet").code == 0
+    planting.change(bundle / "mtp", "model.layers.3.eh_proj.weight", noisy)
+    streamed, tokenizer = open_streamed(bundle, "cpu"), Tokenizer.find(bundle / "main")
+    texts = [PlainTexts.of_modules(tokenizer, some[:6], 4) for some in (TRAINING, JUDGING)]
+    trials = Trials.of(Trainable.of(streamed), *texts)
+    of_module = trials.of_module(TrainableModule.of(streamed))
+    given = texts[1].texts
+    corpus = Corpus(load_model(bundle, LoadOptions()).model, (), 0, given=given)
+    wanted = corpus.draft_outputs(1, anchors=given.anchors(0))[0]
+    found = of_module.judged[-1].view(len(given.texts), -1, wanted.shape[1])[:, :-1]
+    torch.testing.assert_close(found.flatten(0, 1), wanted, rtol=1e-3, atol=1e-2)
+    half = (0, INPUTS)
+    gain = of_module.own.fitted_gain(of_module.trained_half(half)[1], 0.98)
     assert gain is not None and gain.low is not None and gain.low > LEAST_TRAINED_NATS
 
 

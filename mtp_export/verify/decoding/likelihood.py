@@ -116,7 +116,7 @@ def run(context: Context) -> Iterator[Item]:
         item = layers.judged(suspects, leanings)
         yield item
         if item.status is not Status.FAIL and streamed.config.layers <= MOST_LAYERS:
-            yield none_gains(streamed, tokenizer, context)
+            yield from none_gains(streamed, tokenizer, context)
 
 
 def _evidence(context: Context, streamed: StreamedModel, leanings: Leanings) -> MainEvidence:

@@ -1,16 +1,17 @@
-"""Parts of a main model of few layers trained on plain code: what was damaged gains on other code
-what nothing of a good model does."""
+"""Parts of a main model of few layers, and of its MTP module, trained on plain code: what was
+damaged gains on other code what nothing of a good model does."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from mtp_checkpoints.errors import UnsupportedError
-from mtp_export.verify.check import Item, not_tested, passed
+from mtp_export.verify.check import Item, Status, not_tested, passed
 from mtp_export.verify.context import Context
 from mtp_export.verify.decoding.changed import Changed, best_first, compared, explained
 from mtp_export.verify.diagnosis.layer_variants import LayerVariant
 from mtp_export.verify.diagnosis.trainable import Spot, Trainable
+from mtp_export.verify.diagnosis.trainable_module import TrainableModule
 from mtp_export.verify.diagnosis.trained import Half, Trials
 from mtp_export.verify.evidence.likelihood import Likelihood
 from mtp_export.verify.evidence.plain_text import (
@@ -25,6 +26,7 @@ from mtp_runtime.streaming import StreamedModel
 from mtp_runtime.tokenizer import Tokenizer
 
 NAME = "no part of the main model gains by training"
+OF_MODULE = "no part of the MTP module gains by training"
 # Of a model that is trained, its stored tensors: in float32, with gradients, eight times as many.
 MOST_BYTES = 256 << 20
 LEAST_TEXTS = 16  # to train on, and to judge by
@@ -32,20 +34,38 @@ MOST_HALVES = 2  # whose tensors are trained each alone
 MOST_UNDONE = 2  # tensors of each, whose changes are undone
 
 
-def none_gains(streamed: StreamedModel, tokenizer: Tokenizer, context: Context) -> Item:
-    """No half of a layer gains by training alone what a good one does not; where some do, tensors
-    of the best are trained each alone, and changes of the best of these undone."""
+def none_gains(streamed: StreamedModel, tokenizer: Tokenizer, context: Context) -> Iterator[Item]:
+    """No half of a main layer, and then none of the MTP module, gains by training alone what a good
+    one does not; where some do, tensors of the best are trained each alone, and changes of the best
+    of these undone."""
     if streamed.opened.size_bytes > MOST_BYTES:
-        return not_tested(NAME, f"models of more than {MOST_BYTES >> 20} MiB are not trained")
+        yield not_tested(NAME, f"models of more than {MOST_BYTES >> 20} MiB are not trained")
+        return
     trained = PlainTexts.of_modules(tokenizer, TRAINING, TRAINING_PASSAGES)
     judging = PlainTexts.of_modules(tokenizer, JUDGING, JUDGING_PASSAGES)
     if min(len(trained.kinds), len(judging.kinds)) < LEAST_TEXTS:
-        return not_tested(NAME, "this Python has no source of its standard library")
+        yield not_tested(NAME, "this Python has no source of its standard library")
+        return
     try:
         trials = Trials.of(Trainable.of(streamed), trained, judging)
     except UnsupportedError as error:
-        return not_tested(NAME, str(error))
-    title = "likelihood, with halves of layers trained"
+        yield not_tested(NAME, str(error))
+        return
+    item = _none_of(trials, NAME, context)
+    yield item
+    if item.status is Status.FAIL or context.why_no_module:  # that is fed what a bad model makes
+        return
+    try:
+        module = TrainableModule.of(streamed)
+    except UnsupportedError as error:
+        yield not_tested(OF_MODULE, str(error))
+    else:
+        yield _none_of(trials.of_module(module), OF_MODULE, context)
+
+
+def _none_of(trials: Trials, name: str, context: Context) -> Item:
+    """No half gains."""
+    title = f"likelihood, with halves of {trials.model.noun} trained"
     with context.show_count(title, len(trials.halves), "halves") as advance:
         found = []
         for half in trials.halves:
@@ -56,10 +76,10 @@ def none_gains(streamed: StreamedModel, tokenizer: Tokenizer, context: Context) 
     far = [one for one in tried if one.gains_by_training]
     if not far:
         figure = f"{tried[0].gain.value:+.3f} nats when {tried[0].variant.change}"
-        return passed(NAME, figure=figure, bound=bound)
+        return passed(name, figure=figure, bound=bound)
     alone = _alone(trials, [_half(one) for one in far[:MOST_HALVES]], context)
     better = [one for one in alone if one.gain.low is not None and one.gain.low > 0]
-    return explained(NAME, [*alone, *tried], better or far, bound)
+    return explained(name, [*alone, *tried], better or far, bound)
 
 
 def _half(one: Changed) -> Half:

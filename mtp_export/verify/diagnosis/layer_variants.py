@@ -203,9 +203,11 @@ def changed_tensors(
     layer: DecoderLayer,
     places: Iterable[Place],
     changes: Sequence[Change] | None = None,
+    where: str = "",
 ) -> Named:
-    """Yield a layer with each change undone, or some, of each of some of its tensors."""
-    where = causes.main_layer(number)
+    """Yield a layer with each change undone, or some, of each of some of its tensors. where: the
+    words for it, where it is not a main one."""
+    where = where or causes.main_layer(number)
     for place, change, other in tensor_variants(layer, places, changes):
         if not change.only_last:
             done = change.done.format(f"{place.name} of {where}")

@@ -27,17 +27,18 @@ from mtp_runtime.models.model import Model, MtpModule
 HALF_FACTORS = (-1.0, 0.25, 0.5, 2.0, 4.0)
 # Those of the fnuz form of fp8, whose codes are half of what the same bits are in the other.
 SIZE_FACTORS = (0.5, 2.0)
-_OWN_NORMS = (
+OWN_NORMS = (
     Place("enorm", ("embedding_norm",)),
     Place("hnorm", ("hidden_norm",)),
     Place("the norm before the draft's head", ("head", "norm")),
 )
+PROJECTION = Place("eh_proj", ("projection",))
 
 
 def norm_exchanges(model: Model, module: MtpModule) -> Iterator[Variant]:
     """The module with two of its norms exchanged; enorm and hnorm, which `layout_variants` has, not
     with each other."""
-    norms = {place.name: place.path for place in _OWN_NORMS}
+    norms = {place.name: place.path for place in OWN_NORMS}
     if module.layer.input_norm is not None:
         norms["input_layernorm"] = ("layer", "input_norm")
     norms["post_attention_layernorm"] = ("layer", "post_norm")
@@ -90,7 +91,7 @@ def size_variants(model: Model, module: MtpModule) -> Iterator[Variant]:
 
 def single_tensor_variants(model: Model, module: MtpModule) -> Iterator[Variant]:
     """The module with one change of one of its tensors undone."""
-    own = (*_OWN_NORMS, Place("eh_proj", ("projection",)))
+    own = (*OWN_NORMS, PROJECTION)
     of_layer = [replace(p, path=("layer", *p.path)) for p in layer_places(module.layer)]
     for places, layer in ((own, ""), (of_layer, causes.MTP_LAYER)):
         for place, change, changed in tensor_variants(module, places):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +13,10 @@ from torch import Tensor
 
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.formats import unquantized
+from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.changed_weight import with_parts
 from mtp_export.verify.diagnosis.experts import SHARED
+from mtp_export.verify.diagnosis.layer_variants import WORDS, half_of
 from mtp_export.verify.diagnosis.tensor_variants import Place, held, layer_places, mlp_places
 from mtp_runtime.layers.decoder_layer import DecoderLayer, PostNormLayer
 from mtp_runtime.layers.gated_delta_net import GatedDeltaNet
@@ -33,58 +35,86 @@ Part = tuple[Tensor, tuple[slice, ...]]
 
 @dataclass(frozen=True, eq=False)
 class Spot:
-    """A tensor of a layer, and the parts of what holds it in memory."""
+    """A tensor of half a layer, and the parts of what holds it in memory."""
 
     layer: int
+    half: str
     place: Place
     parts: tuple[Part, ...]
 
 
 @dataclass(frozen=True)
 class Trainable:
-    """Layers in float32, a head, and the embeddings [vocab, d] of all tokens."""
+    """Layers in float32, a head, and the embeddings [vocab, d] of all tokens. noun: in words, what
+    halves are of."""
 
-    layers: tuple[DecoderLayer, ...]
+    noun: ClassVar[str] = "layers"
+
+    layers: tuple[Any, ...]
     head: Head
     table: Tensor
 
     @classmethod
     def of(cls, streamed: StreamedModel) -> Trainable:
         """Read a model (UnsupportedError for layers that autograd does not follow)."""
-        layers = tuple(_followed(streamed.layer(n)) for n in range(streamed.config.layers))
-        head = streamed.rest().head
-        outputs = Outputs(_dense(head.linear), TorchExecution())
+        layers = tuple(followed(streamed.layer(n)) for n in range(streamed.config.layers))
         every = torch.arange(streamed.config.vocab, device=streamed.device)
-        return cls(layers, replace(head, outputs=outputs), streamed.embedded(every).float())
+        return cls(layers, in_memory(streamed.rest().head), streamed.embedded(every).float())
+
+    def where(self, number: int) -> str:
+        """Return the words for a layer."""
+        return causes.main_layer(number)
+
+    def words(self, half: str) -> str:
+        """Return the words for half a layer."""
+        return WORDS[half]
+
+    def places(self, layer: Any) -> Iterator[tuple[str, Place]]:
+        """Yield the tensors of a layer, each behind its half."""
+        for place in every_place(layer):
+            yield half_of(place), place
 
     def spots(self) -> Iterator[Spot]:
         """Yield the tensors of all layers."""
         for number, layer in enumerate(self.layers):
-            for place in every_place(layer):
-                yield Spot(number, place, tuple(_parts(held(layer, place.path), place)))
+            for half, place in self.places(layer):
+                yield Spot(number, half, place, tuple(_parts(held(layer, place.path), place)))
 
     @torch.no_grad()
     def states(self, tokens: Tensor) -> list[Tensor]:
         """Return the rows [b * s, d] of texts [b, s] before each layer, and behind the last."""
         found = [self.table[tokens.flatten()]]
         for layer in self.layers:
-            found.append(through(layer, found[-1], len(tokens)))
+            found.append(self.through(layer, found[-1], tokens))
         return found
+
+    def through(self, layer: Any, x: Tensor, tokens: Tensor) -> Tensor:
+        """Take rows x [b * s, d] of texts [b, s] through a layer."""
+        return over_texts(layer, x, len(tokens))
+
+    def head_behind(self, layer: Any) -> Head:
+        """Return the head behind the last layer."""
+        return self.head
 
     def loss(self, first: int, x: Tensor, tokens: Tensor) -> Tensor:
         """The mean loss of a token of texts [b, s], given their rows before layer `first`."""
         for layer in self.layers[first:]:
-            x = through(layer, x, len(tokens))
+            x = self.through(layer, x, tokens)
         kept = x.view(*tokens.shape, -1)[:, :-1].flatten(0, 1)
         return F.cross_entropy(
             self.head.logits(self.head.normed(kept)), tokens[:, 1:].flatten().to(x.device)
         )
 
 
-def through(layer: DecoderLayer, x: Tensor, texts: int) -> Tensor:
+def over_texts(layer: DecoderLayer, x: Tensor, texts: int) -> Tensor:
     """Take rows x [b * s, d] of texts of one length through a layer."""
     attended = attend_over(layer.attention, layer.normed(x), texts)
     return layer.fed_forward(layer.with_attended(x, attended))
+
+
+def in_memory(head: Head) -> Head:
+    """The head with a matrix of its own."""
+    return replace(head, outputs=Outputs(_dense(head.linear), TorchExecution()))
 
 
 def every_place(layer: DecoderLayer) -> Iterator[Place]:
@@ -103,7 +133,7 @@ def every_place(layer: DecoderLayer) -> Iterator[Place]:
             yield replace(place, name=f"{place.name} of {name}", path=path)
 
 
-def _followed(layer: DecoderLayer) -> DecoderLayer:
+def followed(layer: DecoderLayer) -> DecoderLayer:
     """The layer with tensors of its own in float32."""
     is_plain = type(layer) in (DecoderLayer, PostNormLayer)
     is_fed = isinstance(layer.feed_forward, Mlp | Moe)
@@ -114,21 +144,21 @@ def _followed(layer: DecoderLayer) -> DecoderLayer:
             expected="latent or grouped-query attention to all tokens, or a gated delta net",
             found=", ".join(kinds),
         )
-    followed: DecoderLayer = with_parts(layer, _own)
-    return followed
+    found: DecoderLayer = with_parts(layer, own)
+    return found
 
 
-def _own(part: Any) -> Any:
+def own(part: Any) -> Any:
     """Return the part that takes a part's place; None for one whose parts are looked into."""
     if isinstance(part, Linear):
         return _dense(part)
     if isinstance(part, Rope):
         return part
     if isinstance(part, StoredHalves):
-        return with_parts(part.dense, _own)
+        return with_parts(part.dense, own)
     if isinstance(part, Moe):
-        held_experts = tuple(with_parts(one, _own) for one in part.experts.every())
-        router, gate = (with_parts(one, _own) for one in (part.router, part.shared_gate))
+        held_experts = tuple(with_parts(one, own) for one in part.experts.every())
+        router, gate = (with_parts(one, own) for one in (part.router, part.shared_gate))
         experts = HeldExperts(held_experts)
         return replace(part, router=router, shared_gate=gate, experts=experts)
     if isinstance(part, Tensor) and part.is_floating_point():

@@ -8,27 +8,23 @@ was changed since gains a share of what the change cost, whatever the change was
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mtp_export.verify.diagnosis.causes import decoding as causes
-from mtp_export.verify.diagnosis.layer_variants import (
-    WORDS,
-    LayerVariant,
-    changed_tensors,
-    half_of,
-)
-from mtp_export.verify.diagnosis.trainable import Spot, Trainable, through
+from mtp_export.verify.diagnosis.layer_variants import LayerVariant, changed_tensors
+from mtp_export.verify.diagnosis.trainable import Spot, Trainable
+from mtp_export.verify.diagnosis.trainable_module import TrainableModule
 from mtp_export.verify.evidence.likelihood import Likelihood
 from mtp_export.verify.evidence.plain_text import PlainTexts
-from mtp_runtime.layers.decoder_layer import DecoderLayer
 
 STEPS, STEP_TEXTS = 12, 8
 # Of the first step, as a share of a tensor's root mean square; that of a tensor of zeros is one.
-_RATE, _LEAST_SIZE = 0.05, 1e-3
+_RATE, _LEAST_SIZE = 0.02, 1e-3
 _MEMORIES = 0.8, 0.95  # of the means of gradients, and of those of their squares
 _DAMPING = 0.1  # of the mean square of all elements, beside each one's
 
@@ -53,32 +49,43 @@ class Trials:
         read, judged = (model.states(texts.table) for texts in (code, judging))
         return cls(model, code, read, judging, judged)
 
+    @torch.no_grad()
+    def of_module(self, module: TrainableModule) -> Trials:
+        """Take the main model's last rows of the texts, which lose their first tokens, through its
+        module."""
+        texts, rows = [], []
+        for some, states in ((self.code, self.read), (self.judging, self.judged)):
+            fed = module.fed(self.model, states[-1], len(some.kinds))
+            texts.append(some.without_first())
+            rows.append([fed, module.through(module.layers[0], fed, texts[-1].table)])
+        return Trials(module, texts[0], rows[0], texts[1], rows[1])
+
     @cached_property
     def own(self) -> Likelihood:
         """The judging texts under the model as it is."""
-        return self._scored(self.judged[-1])
+        return Likelihood.of_states(self.judged[-1], self.model.head, self.judging)
 
     @cached_property
     def halves(self) -> dict[Half, list[Spot]]:
         """The tensors of each half of each layer."""
         found: dict[Half, list[Spot]] = {}
         for spot in self.model.spots():
-            found.setdefault((spot.layer, half_of(spot.place)), []).append(spot)
+            found.setdefault((spot.layer, spot.half), []).append(spot)
         return found
 
     def trained_half(self, half: Half) -> Tried:
         """Return half a layer trained alone, with the judging texts under it."""
         layer, part = half
-        words = f"{WORDS[part]} of {causes.main_layer(layer)}"
-        cause = causes.of_tensor(WORDS[part], causes.main_layer(layer), causes.DOES_HARM)
-        variant = LayerVariant(layer, _trained(words), cause, part, is_trained=True)
+        words, where = self.model.words(part), self.model.where(layer)
+        cause = causes.of_tensor(words, where, causes.DOES_HARM)
+        variant = LayerVariant(layer, _trained(f"{words} of {where}"), cause, part, is_trained=True)
         return variant, self._trained_alone(self.halves[half])
 
     def trained(self, spot: Spot) -> Tried:
         """Return a tensor trained alone, with the judging texts under it."""
-        where = causes.main_layer(spot.layer)
+        where = self.model.where(spot.layer)
         cause = causes.of_tensor(spot.place.name, where, causes.DOES_HARM)
-        change, half = _trained(f"{spot.place.name} of {where}"), half_of(spot.place)
+        change, half = _trained(f"{spot.place.name} of {where}"), spot.half
         variant = LayerVariant(spot.layer, change, cause, half, is_trained=True)
         return variant, self._trained_alone([spot])
 
@@ -86,8 +93,9 @@ class Trials:
     def undone(self, spot: Spot) -> Iterator[Tried]:
         """Yield a tensor with each change of one undone, with the judging texts under it."""
         layer = self.model.layers[spot.layer]
-        for variant, other in changed_tensors(spot.layer, layer, [spot.place]):
-            yield variant, self._under(spot.layer, other)
+        where = self.model.where(spot.layer)
+        for variant, other in changed_tensors(spot.layer, layer, [spot.place], where=where):
+            yield replace(variant, half=spot.half), self._under(spot.layer, other)
 
     def _trained_alone(self, spots: Sequence[Spot]) -> Likelihood:
         """Return the judging texts with some tensors of a layer trained, which are then as they
@@ -103,15 +111,12 @@ class Trials:
         return under
 
     @torch.no_grad()
-    def _under(self, number: int, layer: DecoderLayer) -> Likelihood:
+    def _under(self, number: int, layer: Any) -> Likelihood:
         """The judging texts with another layer in the place of one."""
         x = self.judged[number]
         for one in (layer, *self.model.layers[number + 1 :]):
-            x = through(one, x, len(self.judging.kinds))
-        return self._scored(x)
-
-    def _scored(self, states: Tensor) -> Likelihood:
-        return Likelihood.of_states(states, self.model.head, self.judging)
+            x = self.model.through(one, x, self.judging.table)
+        return Likelihood.of_states(x, self.model.head_behind(one), self.judging)
 
 
 def _trained(what: str) -> str:

@@ -75,6 +75,11 @@ class PlainTexts:
         """Their tokens [b, s], where all have one length."""
         return self.texts.tokens.view(len(self.kinds), -1)
 
+    def without_first(self) -> PlainTexts:
+        """The texts without the first token of each."""
+        texts = (Text(text.tokens[1:], text.prompt_size) for text in self.texts.texts)
+        return PlainTexts(Texts(tuple(texts)), self.kinds)
+
     def code(self) -> PlainTexts:
         """The code, on which many variants of a model are compared."""
         code = [one for one, kind in zip(self.texts.texts, self.kinds, strict=True) if kind == CODE]

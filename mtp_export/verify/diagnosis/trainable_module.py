@@ -1,0 +1,80 @@
+"""An MTP module in memory, whose tensors autograd follows: a model of one layer, of texts without
+their first tokens, that is fed the main model's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from mtp_checkpoints.families.contract import Hidden
+from mtp_export.verify.diagnosis.causes import decoding as causes
+from mtp_export.verify.diagnosis.changed_weight import with_parts
+from mtp_export.verify.diagnosis.layer_variants import WORDS, half_of
+from mtp_export.verify.diagnosis.scaled_variants import OWN_NORMS, PROJECTION
+from mtp_export.verify.diagnosis.tensor_variants import Place
+from mtp_export.verify.diagnosis.trainable import (
+    Trainable,
+    every_place,
+    followed,
+    in_memory,
+    over_texts,
+    own,
+)
+from mtp_runtime.models.execution import Head
+from mtp_runtime.models.model import MtpModule
+from mtp_runtime.streaming import StreamedModel
+
+INPUTS, HEAD = "inputs", "head"
+_WORDS = WORDS | {INPUTS: "eh_proj, enorm and hnorm", HEAD: OWN_NORMS[-1].name}
+
+
+class TrainableModule(Trainable):
+    """A module in the place of layers, which joins embeddings itself."""
+
+    noun: ClassVar[str] = causes.MTP_LAYER
+
+    @classmethod
+    def of(cls, streamed: StreamedModel) -> TrainableModule:
+        """Read the first module of a model (UnsupportedError for one that autograd does not
+        follow)."""
+        module = streamed.rest().mtp
+        assert module is not None, "a model with a module"
+        parts = ("embedding_norm", "hidden_norm", "projection")
+        found = {name: with_parts(getattr(module, name), own) for name in parts}
+        head = replace(in_memory(module.head), norm=with_parts(module.head.norm, own))
+        module = replace(module, **found, layer=followed(module.layer), head=head)
+        return cls((module,), head, torch.empty(0))
+
+    def where(self, number: int) -> str:
+        return causes.MTP_LAYER
+
+    def words(self, half: str) -> str:
+        return _WORDS[half]
+
+    def places(self, layer: Any) -> Iterator[tuple[str, Place]]:
+        yield HEAD, OWN_NORMS[-1]
+        for place in (*OWN_NORMS[:-1], PROJECTION):
+            yield INPUTS, place
+        for place in every_place(layer.layer):
+            yield half_of(place), replace(place, path=("layer", *place.path))
+
+    def fed(self, main: Trainable, states: Tensor, texts: int) -> Tensor:
+        """Return the rows that the module is fed at texts without their first tokens, of the main
+        model's last rows [b * s, d] of the texts."""
+        module: MtpModule = self.layers[0]
+        if module.contract.target_hidden is Hidden.AFTER_NORM:
+            states = main.head.normed(states)
+        return states.view(texts, -1, states.shape[1])[:, :-1].flatten(0, 1)
+
+    def through(self, layer: Any, x: Tensor, tokens: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=x.device).repeat(len(tokens))
+        joined, _ = layer.joined(tokens.flatten().to(x.device), x, positions)
+        return over_texts(layer.layer, joined, len(tokens))
+
+    def head_behind(self, layer: Any) -> Head:
+        found: Head = layer.head
+        return found
