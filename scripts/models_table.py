@@ -82,11 +82,11 @@ def _oracles(model_type: str) -> tuple[str, str]:
         main = "SGLang's class"
     if model_type in names.OTHER_CLASS or EXAMPLES[model_type].like:
         main = "transformers' class of the same layers"
-    mtp = "no class loads them"
-    if model_type in family_drafts.SGLANG:
-        mtp = "SGLang's loader"
-    if model_type in family_drafts.VLLM:
-        mtp = "vLLM's loader"
+    readers = {"vLLM's": family_drafts.VLLM, "SGLang's": family_drafts.SGLANG}
+    loaders = [whose for whose, drafts in readers.items() if model_type in drafts]
+    mtp = f"{' and '.join(loaders)} loader{'s' * (len(loaders) > 1)}"
+    if not loaders:
+        mtp = "no class loads them"
     if model_type in family_drafts.RUN:
         mtp = "vLLM's module, run"
     if model_type in MTP_MODEL:

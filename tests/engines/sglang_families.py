@@ -29,7 +29,8 @@ _MODELS = "sglang.srt.models"
 _REAL = {
     f"{_MODELS}.{name}"
     for name in (
-        *("bailing_moe", "bailing_moe_nextn", "deepseek_nextn", "deepseek_v2"),
+        *("bailing_moe", "bailing_moe_linear", "bailing_moe_nextn", "bailing_moe_v3"),
+        *("deepseek_nextn", "deepseek_v2", "glm4", "glm4v", "glm_ocr", "glm_ocr_nextn"),
         *("deepseek_common.deepseek_weight_loader", "deepseek_common.utils"),
         *("ernie4", "ernie45_moe_vl", "ernie4_eagle", "exaone_moe", "exaone_moe_mtp"),
         *("gigachat35", "gigachat35_mtp", "glm4_moe", "glm4_moe_nextn", "glm4_moe_lite"),

@@ -115,5 +115,12 @@ EXAMPLES = {
             }
             | {"use_bias": False},
         ),
+        sglang=Reader(
+            "BailingMoeForCausalLMNextN",
+            {"use_kda": True, "use_bias": False, "use_qkv_bias": False, "use_qk_norm": False}
+            | {"gated_attention_proj_granularity_type": "head_wise"}
+            | {"moe_router_enable_expert_bias": True, "moe_shared_expert_intermediate_size": 64},
+            module="bailing_moe_nextn",
+        ),
     ),
 }

@@ -49,6 +49,11 @@ EXAMPLES = {
             "BailingMoeV25MTPModel",
             _READ,
         ),
+        sglang=Reader(
+            "BailingMoeForCausalLMNextN",
+            {"use_kda": False, "use_bias": False, "use_qkv_bias": False},
+            module="bailing_moe_nextn",
+        ),
         vllm_main=Reader("BailingMoeV25ForCausalLM", _READ | {"use_qkv_bias": False}),
     ),
 }

@@ -65,5 +65,10 @@ EXAMPLES = {
     "glm_ocr": Example(
         _GLM_OCR,
         vllm=Reader("GlmOcrMTP"),
+        sglang=Reader(
+            "GlmOcrForConditionalGenerationNextN",
+            {"attention_bias": False},
+            module="glm_ocr_nextn",
+        ),
     ),
 }

@@ -27,9 +27,13 @@ _INTERN_S2_PREVIEW: Config = QWEN3_5_MOE | {
     "architectures": ["InternS2PreviewForConditionalGeneration"],
     "model_type": "intern_s2_preview",
 }
+# Those of an MTP layer of Qwen3.5 with a mixture of experts.
+SGLANG_FIELDS = {"full_attention_interval": 1, "layers_block_type": ["attention"]}
+SGLANG_FIELDS |= {"norm_topk_prob": True}
 EXAMPLES = {
     "intern_s2_preview": Example(
         _INTERN_S2_PREVIEW,
         vllm=Reader("Qwen3_5MoeMTP", needs_gpu=True),
+        sglang=Reader("Qwen3_5ForCausalLMMTP", SGLANG_FIELDS, module="qwen3_5_mtp"),
     ),
 }

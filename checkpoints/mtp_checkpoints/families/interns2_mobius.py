@@ -12,7 +12,7 @@ from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.families.examples import QWEN3_5_MOE, Config, Example, Reader
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.gated_delta_decoder import gated_delta_decoder
-from mtp_checkpoints.families.intern_s2_preview import TOWERS
+from mtp_checkpoints.families.intern_s2_preview import SGLANG_FIELDS, TOWERS
 from mtp_checkpoints.families.moe_decoder import check_expert_count
 from mtp_checkpoints.families.parts.feed_forward import Moe
 from mtp_checkpoints.families.parts.listed import Entry, Listed, gated_mlp, matrix
@@ -90,6 +90,11 @@ EXAMPLES = {
         in_transformers=False,
         # Without it vLLM's has vectors of the MTP layer's own, which it does not ask for.
         vllm=Reader("InternS2MobiusMTP", {"layer_scale": False}, needs_gpu=True),
+        sglang=Reader(
+            "Qwen3_5ForCausalLMMTP",
+            SGLANG_FIELDS | {"num_experts": 4, "num_experts_per_tok": 2},
+            module="qwen3_5_mtp",
+        ),
         vllm_main=Reader(
             "InternS2MobiusForConditionalGeneration", needs_gpu=True, left=(".time_series.",)
         ),

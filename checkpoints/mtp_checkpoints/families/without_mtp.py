@@ -15,8 +15,9 @@ WITHOUT_MTP: dict[str, str] = {
     "deepseek_v41": "DeepSeek-V4.1: tensors named mtp are the stages of DSpark, which no engine"
     " runs as MTP",
     "kimi_k2": "Kimi-K2: num_nextn_predict_layers is 0, and no layer follows the last",
-    "kimi_linear": "Kimi-Linear: num_nextn_predict_layers is 0, and no layer follows the last",
     "kimi_k3": "Kimi-K3: no published weights hold an MTP module, though engines have code for one",
+    "kimi_linear": "Kimi-Linear: SGLang's config counts no MTP layer, and transformers' class knows"
+    " none",
     "minimax_m2": "MiniMax-M2: config.json names MTP modules, and no shard holds any",
     "minimax_m3_vl": "MiniMax-M3: no published weights hold an MTP module, though engines have code"
     " for one",
