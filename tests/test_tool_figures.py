@@ -29,15 +29,18 @@ def cells(run: dict[str, Any]) -> list[str]:
     verdict = run["verify"]
     items = "; ".join(f"{words(name)}: {found}" for name, found in verdict["failed"].items())
     written = share(run["run"]) if "run" in run else ""
-    graft = run["graft"]
-    after = share(graft["verify"]) if "verify" in graft else refused(graft)
-    return [*started, layer(run["layer"]), f"exit {verdict['code']}: {items}", written, after]
+    graft = run.get("graft")
+    after = "" if graft is None else share(graft["verify"]) if "verify" in graft else refused(graft)
+    said = f"exit {verdict['code']}" + (items and f": {items}")
+    return [*started, layer(run["layer"]), said, written, after]
 
 
 def layer(facts: dict[str, Any]) -> str:
     tensors, original = facts["tensors"], sum(facts["of"].values())
     if not tensors:
         return f"lost: 0 of {original} tensors, {facts['announced']} layer announced"
+    if tensors == facts["of"]:
+        return f"kept: {original} of {original} tensors, unquantized"
     return f"kept: {tensors[INT4_WORDS] // 2} linears in int4, in {len(facts['files'])} file(s)"
 
 

@@ -83,6 +83,7 @@ SCHEMES: dict[tuple[str, str], tuple[str, ...]] = {
     ("ModelOpt", GLM): ("FP8", "NVFP4"),
     ("ModelOpt", DEEPSEEK): ("FP8",),
     ("Quark", GLM): ("INT4", "MXFP4"),
+    ("Quark", DEEPSEEK): ("INT4",),
 }
 RUNS = tuple(
     Run(tool, scheme, family) for (tool, family), schemes in SCHEMES.items() for scheme in schemes
@@ -149,7 +150,7 @@ def _header(path: Path) -> dict[str, Any]:
 
 def facts_of(written: Written, original: Path, bundle: Path) -> Facts:
     """Judge what a tool wrote, graft the original's layer, and judge again. A graft replaces a
-    layer that is there."""
+    layer that is there; one that is kept as it was needs none."""
     facts: Facts = {"code": written.code}
     if written.code or written.folder is None:
         return facts | {"message": written.log.strip().splitlines()[-1]}
@@ -159,7 +160,8 @@ def facts_of(written: Written, original: Path, bundle: Path) -> Facts:
     facts["repair"] = repair.split(" --")[0]
     if facts["layer"]["tensors"]:
         facts["run"] = ran(written.folder)
-    facts["graft"] = _grafted(written.folder, original, repair, bundle)
+    if facts["verify"]["code"]:
+        facts["graft"] = _grafted(written.folder, original, repair, bundle)
     return facts
 
 

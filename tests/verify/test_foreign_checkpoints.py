@@ -252,7 +252,6 @@ def test_a_file_outside_the_index_is_named(tmp_path: Path) -> None:
             "ModelOpt 0.47.0",
         ),
         ({"quant_method": "quark", "version": "0.9"}, {}, "Quark 0.9"),
-        ({"quant_method": "quark", "version": "0.13"}, {}, "Quark 0.13"),
         ({"quant_method": "bitsandbytes"}, {}, "bitsandbytes"),
     ],
 )
@@ -263,7 +262,7 @@ def test_the_tool_that_wrote_it_is_named(
     folder = headers(tmp_path / "written", config, dict.fromkeys(MAIN), **files)
     _, items = verified(folder)
     assert items["written by"]["figure"].startswith(f"{words}, quantization")
-    known = words in ("llm-compressor 0.20.0", "GPTQModel 7.7.0", "ModelOpt 0.47.0", "Quark 0.13")
+    known = words in ("llm-compressor 0.20.0", "GPTQModel 7.7.0", "ModelOpt 0.47.0")
     assert ("saves no MTP layer" in items[PRESENCE]["cause"]) == known
 
 

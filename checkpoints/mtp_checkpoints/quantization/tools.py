@@ -39,7 +39,6 @@ LOSSES: dict[str, Loss] = {
     "llm-compressor": Loss(("0.19.0", "0.20.0"), "0.14"),
     "GPTQModel": Loss(("7.7.0",), "7.7"),
     "ModelOpt": Loss(("0.47.0",), "0.47"),
-    "Quark": Loss(("0.13",), "0.13"),
 }
 
 
