@@ -26,32 +26,34 @@ import shutil
 import subprocess
 import sys
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from benchmarks.common.gguf_peer import drafted_speed, speeds, write_gguf
 from benchmarks.common.given_acceptance import accept_at
 from benchmarks.common.measure import machine
-from benchmarks.common.real_runs import CACHE_TOKENS, TOKENS, read_seconds, stored_bytes
+from benchmarks.common.real_runs import (
+    CACHE_TOKENS,
+    TOKENS,
+    random_content,
+    read_bandwidth,
+    read_seconds,
+    stored_bytes,
+)
 from benchmarks.common.transformers_peer import speeds as speeds_of_transformers
 from benchmarks.make_bundle import make_bundle
 from benchmarks.make_checkpoint import make_checkpoint
 from benchmarks.released import RELEASED
-from mtp_checkpoints.dtypes import OutputTensor
 from mtp_runtime import LLM, SamplingParams
 
 BATCHES = (1, 4, 16)
 PROMPT = 512
 # Of two drafts of a step, those of which the first is accepted, and both.
 RATES, DRAFTED_TOKENS = (0.8, 0.6), 128
-READ_ELEMENTS = 1 << 27
-POOL_BYTES = 64 << 20
 ACTIVATIONS = ("float32", "bfloat16", "int8")
 # By model ours, and what llama.cpp has beside it.
 PAIRS = {
@@ -62,41 +64,6 @@ PAIRS = {
 
 Run = Callable[[], dict[str, Any]]
 Case = tuple[str, Path | None, Run]  # a row's name, its model's folder or file, and what runs it
-
-
-def random_content(tensor: OutputTensor) -> Iterator[memoryview]:
-    """Yield random codes, and scales and weights with which a stream keeps its size."""
-    if tensor.name.endswith("_scale"):
-        kind = "scales of groups" if tensor.shape[1] > 1 else "scales of rows"
-    elif len(tensor.shape) == 1:
-        kind = "norm" if tensor.dtype == "BF16" else "bias"
-    else:
-        kind = "weight" if tensor.dtype == "BF16" else "codes"
-    pool = _pool(kind)
-    start = zlib.crc32(tensor.name.encode()) % (len(pool) // 2) // 64 * 64
-    left = tensor.size_bytes
-    while left:
-        piece = pool[start : start + left]
-        yield memoryview(piece)
-        left, start = left - len(piece), 0
-
-
-@cache
-def _pool(kind: str) -> np.ndarray[Any, Any]:
-    """Return the bytes of random values of a kind."""
-    generator = torch.Generator().manual_seed(0)
-    if kind == "codes":
-        return torch.randint(0, 256, (POOL_BYTES,), dtype=torch.uint8, generator=generator).numpy()
-    values = torch.randn(POOL_BYTES // 4, generator=generator)
-    if kind == "bias":
-        return (0.1 * values).view(torch.uint8).numpy()
-    middle, width = {
-        "scales of groups": (0.005, 0.0002),
-        "scales of rows": (0.0003, 0.00001),
-        "norm": (1.0, 0.1),
-        "weight": (0.0, 0.02),
-    }[kind]
-    return (middle + width * values).bfloat16().view(torch.uint8).numpy()
 
 
 def config_of(model: str, layers: int | None) -> dict[str, Any]:
@@ -176,16 +143,6 @@ def _seconds(llm: LLM, prompts: list[list[int]], tokens: int) -> float:
     begun = time.perf_counter()
     llm.generate(prompts, SamplingParams(max_tokens=tokens, ignore_eos=True))
     return time.perf_counter() - begun
-
-
-def read_bandwidth() -> float:
-    """Return the bytes per second of torch's sum of integers by all threads, the best of five."""
-    numbers, best = torch.ones(READ_ELEMENTS, dtype=torch.int64), 0.0
-    for _ in range(5):
-        begun = time.perf_counter()
-        numbers.sum()
-        best = max(best, numbers.nbytes / (time.perf_counter() - begun))
-    return best
 
 
 def product_flops() -> float:

@@ -5,7 +5,7 @@ The places of all tensors are known before one is read; nothing is mapped.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -71,12 +71,11 @@ class Checkpoint(Opened):
         """Return the checkpoint with the tensors of further shards."""
         return replace(self, shards=(*self.shards, *shards))
 
-    def of_tensors(self, names: Collection[str]) -> Self:
+    def of_tensors(self, names: Iterable[str]) -> Self:
         """Return the checkpoint as if it held some of its tensors alone."""
+        own = set(names)
         kept = (
-            replace(
-                shard, tensors=tuple(tensor for tensor in shard.tensors if tensor.name in names)
-            )
+            replace(shard, tensors=tuple(tensor for tensor in shard.tensors if tensor.name in own))
             for shard in self.shards
         )
         return replace(self, shards=tuple(shard for shard in kept if shard.tensors))

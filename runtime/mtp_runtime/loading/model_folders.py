@@ -81,7 +81,7 @@ def _apart(main: Checkpoint, mtp: Checkpoint) -> list[ModelFolder]:
     spec = family_of(main.config)
     target = likely_target(mtp.config, mtp.tensors.keys(), len(spec.layers))
     if target.name == RELEASED:
-        mtp = mtp.of_tensors([name for name in mtp.tensors if spec.mtp_layer_of(name) is not None])
+        mtp = mtp.of_tensors(name for name in mtp.tensors if spec.mtp_layer_of(name) is not None)
     taken = as_engines_take(main.config, main.tensors, experts=True)
     stored = stored_model(taken, main.tensors).main
     return [ModelFolder(_main_part(main, spec), stored), _draft(mtp, main, target)]
@@ -89,7 +89,7 @@ def _apart(main: Checkpoint, mtp: Checkpoint) -> list[ModelFolder]:
 
 def _main_part(checkpoint: Checkpoint, family: ModelSpec) -> Checkpoint:
     return checkpoint.of_tensors(
-        [name for name in checkpoint.tensors if family.mtp_layer_of(name) is None]
+        name for name in checkpoint.tensors if family.mtp_layer_of(name) is None
     )
 
 

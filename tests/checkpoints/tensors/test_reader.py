@@ -313,6 +313,14 @@ def test_a_stale_file_of_mtp_modules(folder: Path) -> None:
         (folder / name).unlink()
 
 
+def test_some_tensors_are_named_in_any_order(folder: Path) -> None:
+    """By an iterator, which nobody can search for each of 100,000 tensors."""
+    found = Checkpoint.open(folder)
+    names = list(found.tensors)
+    assert len(names) > 2
+    assert list(found.of_tensors(reversed(names[1:])).tensors) == names[1:]
+
+
 @pytest.mark.parametrize("index", [True, False])
 def test_a_file_that_repeats_equal_tensors_is_passed_over(index: bool, folder: Path) -> None:
     tensors = TENSORS["one.safetensors"]
