@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cases import TARGET_OPTIONS, Outcome, edit_json, export, run_program, tree
+from decoded_mains import write_mlx
 from hub_server import HubServer
 from mtp_checkpoints.families.base import TensorSpec
 from mtp_checkpoints.families.spec import ModelSpec
@@ -20,6 +21,7 @@ from mtp_checkpoints.layouts import TARGETS
 from quantized_by_others import read_all
 from verify.foreign import (
     DEEPSEEK,
+    FIXTURES,
     GLM,
     GLM_MTP,
     INDEX,
@@ -270,6 +272,18 @@ def test_mlx_is_named(tmp_path: Path) -> None:
     config = QWEN | {"quantization": {"group_size": 64, "bits": 4}}
     _, items = verified(headers(tmp_path / "mlx", config, dict.fromkeys((*MAIN, *QWEN_MTP))))
     assert items["written by"]["figure"] == "mlx-lm, quantization MLX affine"
+
+
+@pytest.mark.parametrize(("source", "layer"), [(GLM, GLM_MTP), (FIXTURES / "qwen3-5-tiny", "mtp.")])
+def test_mlx_tells_an_unquantized_module_by_its_tensors(
+    tmp_path: Path, source: Path, layer: str
+) -> None:
+    """As mlx-lm's `load_model`, which asks for scales where its config names no module."""
+    folder = write_mlx(source, tmp_path / "mlx", layer)
+    mtp = {name: one for name, one in read_all(source).items() if name.startswith(layer)}
+    save_file(load_file(folder / "model.safetensors") | mtp, folder / "model.safetensors")
+    outcome, items = verified(folder)
+    assert (outcome.code, failures(items)) == (0, set())
 
 
 def test_a_broken_index_is_a_failed_item_not_an_error(tmp_path: Path) -> None:

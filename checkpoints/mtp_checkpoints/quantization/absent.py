@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families import family_of
 from mtp_checkpoints.families.base import Role, TensorSpec, weight_name
 from mtp_checkpoints.quantization.method import QuantConfig, modules_of
-from mtp_checkpoints.quantization.methods import METHODS, quant_config_of, undecoded_of
+from mtp_checkpoints.quantization.methods import METHODS, quant_config_of
 from mtp_checkpoints.quantization.native import (
     Config,
     method_of,
@@ -55,10 +56,18 @@ def _with_uncoded_listed(config: Mapping[str, Any], tensors: Collection[str]) ->
     tensors alone."""
     quantization = quantization_of(config)
     method = METHODS.get(method_of(quantization))
-    if method is None or not method.coded_by or undecoded_of(config) is not None:
+    if method is None or not method.coded_by or not _is_understood(quantization):
         return dict(config)
     every = family_of(config, tensors).tensors.values()
     return _listed(config, uncoded(quantization, every, tensors))
+
+
+def _is_understood(quantization: Mapping[str, Any]) -> bool:
+    try:
+        quant_config_of(quantization)
+    except UnsupportedError:
+        return False
+    return True
 
 
 def with_projection_listed(config: Mapping[str, Any], tensors: Collection[str]) -> Config:

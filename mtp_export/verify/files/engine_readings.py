@@ -17,7 +17,7 @@ from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.formats import NvFp4, NvFp4A16, mixes_groups_with_fp8
 from mtp_checkpoints.layouts.base import DraftReading, Engine
 from mtp_checkpoints.quantization.absent import with_projection_listed
-from mtp_checkpoints.quantization.methods import quant_config_of
+from mtp_checkpoints.quantization.methods import quant_config_of, undecoded_of
 from mtp_checkpoints.quantization.mismatches import is_recomputed
 from mtp_checkpoints.quantization.native import method_of, quantization_of
 from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight
@@ -52,6 +52,9 @@ def draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
     tensors = layout.checkpoint.tensors
     mains = (one.stored.kinds for one in context.layouts if one.name == MAIN)
     of_main = {kind.format.storage for kinds in mains for kind in kinds}
+    known = undecoded_of(context.main.config) if context.main is not None else None
+    if known is not None and known.renames:  # which no layout of the main part says
+        of_main.add(known.title)
     for engine in _readers(context, layout.stored.family):
         assert engine.draft_reading is not None, f"_readers returned {engine.name}"
         method = engine.draft_reading.method
