@@ -50,11 +50,7 @@ _NVFP4_OF_MODELOPT = {NvFp4.storage, NvFp4A16.storage}  # beside which drafts ar
 def draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
     """The draft compared with what each engine that reads it expects."""
     tensors = layout.checkpoint.tensors
-    mains = (one.stored.kinds for one in context.layouts if one.name == MAIN)
-    of_main = {kind.format.storage for kinds in mains for kind in kinds}
-    known = undecoded_of(context.main.config) if context.main is not None else None
-    if known is not None and known.renames:  # which no layout of the main part says
-        of_main.add(known.title)
+    of_main = _storages_of_main(context)
     for engine in _readers(context, layout.stored.family):
         assert engine.draft_reading is not None, f"_readers returned {engine.name}"
         method = engine.draft_reading.method
@@ -100,6 +96,14 @@ def draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
         quantization = None if unquantized else quantization_of(config)
         item = _as_read(name, layout, quantization, reading)
         yield replace(item, data={**item.data, ENGINE: engine.name})
+
+
+def _storages_of_main(context: Context) -> set[str]:
+    """How the main part is stored; by the title of a method whose models have no layout here."""
+    mains = (one.stored.kinds for one in context.layouts if one.name == MAIN)
+    known = undecoded_of(context.main.config) if context.main is not None else None
+    titles = {known.title} if known is not None and known.renames else set()
+    return {kind.format.storage for kinds in mains for kind in kinds} | titles
 
 
 def with_lacks(item: Item, listed: ListedDraft) -> Item:
