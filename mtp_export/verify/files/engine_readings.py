@@ -99,7 +99,7 @@ def draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
 
 
 def _storages_of_main(context: Context) -> set[str]:
-    """How the main part is stored; by the title of a method whose models have no layout here."""
+    """Storages of the main part; the title of a method whose models have no layout here."""
     mains = (one.stored.kinds for one in context.layouts if one.name == MAIN)
     known = undecoded_of(context.main.config) if context.main is not None else None
     titles = {known.title} if known is not None and known.renames else set()
