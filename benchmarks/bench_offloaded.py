@@ -5,9 +5,9 @@
     python -m benchmarks.bench_offloaded SCRATCH OUTPUT.json --model deepseek_v3
 
 Writes a bundle of released shapes to SCRATCH, every linear in int4 and the head in int8, of random
-weights: GLM-4.5-Air's whole main model takes 57 GB. DeepSeek-V3's routed experts, 340 GB, are holes
-in sparse files: zeros that the file system makes, so that its tokens are none, and its reading is
-not the disk's. The MTP layer is a hole too, and not loaded. A process decodes one request within
+weights: GLM-4.5-Air's whole main model takes 57 GB. The codes of DeepSeek-V3's routed experts, 327
+GB, are holes in sparse files: zeros that the file system makes, so that it reads them faster than a
+disk. The MTP layer is a hole too, and not loaded. A process decodes one request within
 --max-memory; beside it torch's sum says how fast memory is read, and the dry run how fast the disk
 is. Nothing can be faster than reading what was read and touching what was touched.
 """
@@ -50,7 +50,7 @@ CONFIGS = {
     "glm4_5_air": RELEASED["glm4_moe"].config | _AIR,
     "deepseek_v3": RELEASED["deepseek_v3"].config,
 }
-HOLES = {"deepseek_v3"}  # whose routed experts have no weights
+HOLES = {"deepseek_v3"}  # whose routed experts have no codes
 
 
 def make(scratch: Path, model: str) -> Path:
@@ -63,8 +63,8 @@ def make(scratch: Path, model: str) -> Path:
     family = family_of(config)
 
     def content(tensor: OutputTensor) -> Iterable[memoryview]:
-        routed = ".mlp.experts." in tensor.name and model in HOLES
-        if routed or family.mtp_layer_of(tensor.name) is not None:
+        routed = ".mlp.experts." in tensor.name and tensor.name.endswith("_packed")
+        if (routed and model in HOLES) or family.mtp_layer_of(tensor.name) is not None:
             return ()
         return random_content(tensor)
 

@@ -5,16 +5,17 @@ holds the terms of 16 sums that meet entry k of a row of the first operand's; th
 row for each of these. A thread sets its tiles up by `configure`, and gives them back by `release`.
 Addresses are int64, and strides and steps are bytes.
 
-Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18.
+Sources: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18; Linux's
+Documentation/arch/x86/xstate.rst on the permission that a process asks for.
 """
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -26,7 +27,20 @@ ROW_BYTES = 64
 TILE_BYTES = TILE * ROW_BYTES
 ENTRY_BYTES = 4
 
-HAS_TILES = bool(torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx())
+_ARCH_PRCTL, _ASK_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # numbers of Linux on x86-64
+
+
+def _tiles_permitted() -> bool:
+    """Return True where this CPU has tiles of bytes and of bf16, and Linux lets this process have
+    them."""
+    features = binding.get_host_cpu_features()
+    if not all(features.get(name) for name in ("amx-tile", "amx-int8", "amx-bf16")):
+        return False
+    answer: int = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ASK_PERMISSION, _TILE_DATA)
+    return answer == 0
+
+
+HAS_TILES = _tiles_permitted()
 
 _TILES = 8
 _BYTE = ir.IntType(8)

@@ -9,6 +9,7 @@ from mtp_checkpoints.errors import UnsupportedError
 from mtp_export.verify.check import Item, Status, not_tested, passed
 from mtp_export.verify.context import Context
 from mtp_export.verify.decoding.changed import Changed, best_first, compared, explained
+from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.layer_variants import LayerVariant
 from mtp_export.verify.diagnosis.trainable import Spot, Trainable
 from mtp_export.verify.diagnosis.trainable_module import TrainableModule
@@ -54,6 +55,9 @@ def none_gains(streamed: StreamedModel, tokenizer: Tokenizer, context: Context) 
     item = _none_of(trials, NAME, context)
     yield item
     if item.status is Status.FAIL or context.why_no_module:  # that is fed what a bad model makes
+        return
+    if context.named_damage:
+        yield not_tested(OF_MODULE, causes.damaged(context.named_damage))
         return
     try:
         module = TrainableModule.of(streamed)
