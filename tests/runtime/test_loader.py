@@ -22,6 +22,7 @@ from mtp_checkpoints.formats import (
 from mtp_export.bundle.build import run_bundle
 from mtp_export.bundle.export import plan_export
 from mtp_export.bundle.options import BundleOptions
+from mtp_kernels.cpu import matrix_units
 from mtp_runtime.layers.linear import Linear, Stacked
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.sampling import SamplingParams
@@ -114,6 +115,17 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     for options in ({"device": "cuda"}, {"dequantize_at_load": False}):
         with pytest.raises(UnsupportedError, match="deterministic"):
             LoadOptions(deterministic=True, **options)  # type: ignore[arg-type]
+
+
+def test_activations_that_go_by_batches_are_not_deterministic(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(matrix_units, "HAS_TILES", False)
+    LoadOptions(deterministic=True, activations="bfloat16")
+    monkeypatch.setattr(matrix_units, "HAS_TILES", True)
+    LoadOptions(deterministic=True, activations="int8")
+    with pytest.raises(UnsupportedError, match="not deterministic on this CPU"):
+        LoadOptions(deterministic=True, activations="bfloat16")
 
 
 @pytest.mark.parametrize("key", ["scoring_func", "topk_method", "hidden_act"])

@@ -253,6 +253,19 @@ class CompiledExecution:
         return self.backend.recursion(parts)
 
 
+def refuse_matrix_units() -> None:
+    """Raise UnsupportedError where activations of bf16 go through matrix units in some batches."""
+    from mtp_kernels.cpu import matrix_units  # which needs numba
+
+    if matrix_units.HAS_TILES:
+        raise UnsupportedError(
+            "Activations of bfloat16 are not deterministic on this CPU",
+            expected="activations float32 or int8, or a CPU without matrix units (AMX)",
+            found="matrix units, which multiply 16 rows and more in another order",
+            todo="Load the model without deterministic, or with other activations",
+        )
+
+
 def refuse_torch_layers(model: Model, folder: Path) -> None:
     """Raise UnsupportedError if torch runs a layer of the model that was loaded from a folder."""
     parts = (model.layers, *(module.layers for module in model.mtp_modules))

@@ -34,7 +34,7 @@ from mtp_runtime.loading.progress import show_loading
 from mtp_runtime.loading.same_files import require_same_files
 from mtp_runtime.loading.weight_source import WeightSource
 from mtp_runtime.models.around_layers import load_embedding, load_head, load_per_layer
-from mtp_runtime.models.compiled import CompiledExecution, refuse_torch_layers
+from mtp_runtime.models.compiled import CompiledExecution, refuse_matrix_units, refuse_torch_layers
 from mtp_runtime.models.execution import Execution, Head, Outputs, TorchExecution
 from mtp_runtime.models.layer_loader import LayerLoader
 from mtp_runtime.models.layer_types import config_for, load_layer
@@ -106,6 +106,8 @@ class LoadOptions:
                 found=self.parallel_mode,
             )
         check_flag("deterministic", self.deterministic)
+        if self.deterministic and self.activations == "bfloat16":
+            refuse_matrix_units()
         if self.dequantize_at_load is not None:
             check_flag("dequantize_at_load", self.dequantize_at_load)
         if self.max_model_len is not None:
