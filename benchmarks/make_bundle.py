@@ -39,6 +39,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "int4": _INT4,
     "int4-all": _INT4 | {"int4_scope": Int4Scope.ALL},
     "int4-linears": _INT4 | {"int4_scope": Int4Scope.LINEARS} | _HEAD,
+    "int4-linears-64": _INT4 | {"int4_scope": Int4Scope.LINEARS, "group_size": 64} | _HEAD,
     "wint4": _WINT4,
     "w4afp8": _WINT4 | {"format": Format.W4AFP8},
 }

@@ -98,6 +98,7 @@ def test_tokens_are_those_of_the_whole_model(
         assert torch.equal(ours, theirs)
     counts = cache_of(loaded).counts
     assert counts.requested > 0 and (slots < 16) == (counts.held < counts.requested - 16)
+    assert counts.read_bytes == (counts.requested - counts.held) * slot_bytes(GLM)
 
 
 def test_layers_are_cut_at_taps(whole: Loaded) -> None:

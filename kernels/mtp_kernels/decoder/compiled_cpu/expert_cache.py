@@ -114,7 +114,8 @@ class ExpertCache:
         slots; those that are held already are given up last."""
         pool = self._pool_of(layer)
         self.counts.requested += len(numbers)
-        self.counts.held += sum(pool.touch((layer.layer, number)) for number in numbers)
+        for number in numbers:
+            pool.touch((layer.layer, number))
         for first in range(0, len(numbers), pool.size):
             yield numbers[first : first + pool.size]
 
@@ -127,6 +128,7 @@ class ExpertCache:
         pool = self._pool_of(layer)
         keys = {number: (layer.layer, number) for number in wave}
         held = [number for number, key in keys.items() if pool.touch(key)]
+        self.counts.held += len(held)
         for number in sorted(keys.keys() - set(held)):
             slot = pool.take(keys[number], keys.values())
             reading.append(self._read(layer, number, slot))
