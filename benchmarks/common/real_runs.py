@@ -49,8 +49,10 @@ def random_content(tensor: OutputTensor) -> Iterator[memoryview]:
     """Yield random codes, and scales and weights with which a stream keeps its size."""
     if tensor.name.endswith("_scale"):
         kind = "scales of groups" if tensor.shape[1] > 1 else "scales of rows"
-    elif len(tensor.shape) == 1:
-        kind = "norm" if tensor.dtype == "BF16" else "bias"
+    elif len(tensor.shape) == 1 and tensor.dtype != "BF16":
+        kind = "bias"
+    elif len(tensor.shape) == 1 and not tensor.name.endswith("bias"):
+        kind = "norm"
     else:
         kind = "weight" if tensor.dtype == "BF16" else "codes"
     pool = _pool(kind)

@@ -69,7 +69,8 @@ def area(typing: Any) -> Any:
 
 def _on_stack(builder: Any, lines: int) -> Any:
     """The address of so many lines of two vectors."""
-    memory = cgutils.alloca_once(builder, ir.ArrayType(ir.IntType(8), lines * SCALE_BYTES))
+    with builder.goto_entry_block():  # numba's alloca_once would fill it with zeros each time
+        memory = builder.alloca(ir.ArrayType(ir.IntType(8), lines * SCALE_BYTES))
     memory.align = ROW_BYTES
     return builder.ptrtoint(memory, INT)
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
+from mtp_checkpoints.families.signs import experts_of
 from mtp_export.progress import CountCallback
 from mtp_export.verify.check import Item, judged, not_tested
 from mtp_export.verify.context import Context
@@ -73,6 +73,7 @@ def _parallel(
         options = LoadOptions(context.options.device, with_mtp=False, parallel_mode=mode)
         found = group.everywhere(_divided_logits, context.folder, options, texts)
         yield _close_but_for_ties(
+            context,
             f"tensor parallel 1 or {group.size}, {mode}",
             wanted=whole,
             found=found,
@@ -105,7 +106,9 @@ def _attention(
     tokens = sum(map(len, texts))
     with context.show_count("paths, attention by its reference", tokens, "tokens") as advance:
         found = _logits(other, texts, advance)
-    return _close_but_for_ties(name, wanted=whole, found=found, cause=causes.BACKEND_DIFFERS)
+    return _close_but_for_ties(
+        context, name, wanted=whole, found=found, cause=causes.BACKEND_DIFFERS
+    )
 
 
 def _speculation(corpus: Corpus, k: int) -> Item:
@@ -138,12 +141,20 @@ def _close(
 
 
 def _close_but_for_ties(
-    name: str, *, wanted: Sequence[torch.Tensor], found: Sequence[torch.Tensor], cause: str
+    context: Context,
+    name: str,
+    *,
+    wanted: Sequence[torch.Tensor],
+    found: Sequence[torch.Tensor],
+    cause: str,
 ) -> Item:
-    """As `_close`, for paths that add in another order: where two experts tie, one text may go by
-    another one from a token on. So of the texts that have a token at a place the closest counts."""
-    apart = pad_sequence(_apart(wanted, found), batch_first=True, padding_value=torch.inf)
-    return _judged(name, [apart.amin(dim=0)], wanted, cause)
+    """As `_close`, for a path that adds in another order: where two experts tie, one text may go by
+    another one from a token on. So of a model with experts all texts but one count."""
+    apart = sorted(_apart(wanted, found), key=lambda text: float(text.max()))
+    assert context.main is not None, "a model that runs has main layers"
+    if len(apart) > 1 and experts_of(context.main.config):
+        del apart[-1]
+    return _judged(name, apart, wanted, cause)
 
 
 def _apart(wanted: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> list[torch.Tensor]:
