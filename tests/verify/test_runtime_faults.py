@@ -237,3 +237,14 @@ def test_experts_of_one_text_that_tie_are_no_fault(experts: int) -> None:
     ]
     one = Status.PASS if experts else Status.FAIL
     assert statuses == [Status.PASS, one, Status.FAIL]
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+@pytest.mark.parametrize("text", [0, 1, 2])
+def test_no_tie_makes_numbers_that_are_not_finite(text: int, wrong: float) -> None:
+    wanted = [torch.ones(length, 5) for length in (9, 6, 7)]
+    found = [one.clone() for one in wanted]
+    found[text][3, 2] = wrong
+    context: Any = SimpleNamespace(main=SimpleNamespace(config={"n_routed_experts": 8}))
+    item = paths._close_but_for_ties(context, "a path", wanted=wanted, found=found, cause="cause")
+    assert item.status is Status.FAIL
