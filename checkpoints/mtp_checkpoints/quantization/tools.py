@@ -42,7 +42,7 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-def habit_of(tool: Tool) -> str:
+def known_loss(tool: Tool) -> str:
     """Return what a tool in this version is known to do with MTP modules; "" for nothing known."""
     loss = LOSSES.get(tool.name)
     if loss is None or tool.version not in loss.versions:

@@ -12,7 +12,6 @@ from numba.extending import intrinsic
 from mtp_kernels.cpu.code import (
     FLOAT,
     INT,
-    LANES,
     PAIRS,
     VECTOR,
     by_count,
@@ -21,7 +20,6 @@ from mtp_kernels.cpu.code import (
     integer,
     load,
     loop,
-    row_at,
     splat,
     store,
 )
@@ -115,9 +113,9 @@ def _tile_product(
         def finish(row: Any, nothing: list[Any]) -> list[Any]:
             made = builder.add(sums, builder.mul(row, line))
             to = builder.add(out, builder.mul(row, out_bytes))
-            outs = [row_at(builder, to, integer(0), 0, c * LANES) for c in WHOLE]
+            outs = _columns(builder, to)
             old = old_or_zeros(builder, outs, adds)
-            parts = [row_at(builder, made, integer(0), 0, c * LANES) for c in WHOLE]
+            parts = _columns(builder, made)
             if kind == _CODES:
                 at = builder.add(x[2], builder.mul(row, x[3]))
                 factor = splat(builder, load(builder, at, FLOAT))
@@ -143,8 +141,12 @@ def _lines(builder: Any, kind: Any, scales: Any) -> list[Any]:
     if kind != _CODES and not STORED[kind].has_scales:
         return []
     factor = 1.0 if kind == _CODES else STORED[kind].factor
-    places = [row_at(builder, scales, integer(0), 0, c * LANES) for c in WHOLE]
-    return scales_at(builder, factor, places)
+    return scales_at(builder, factor, _columns(builder, scales))
+
+
+def _columns(builder: Any, at: Any) -> list[Any]:
+    """Addresses of both vectors of a line."""
+    return [builder.add(at, integer(c * ROW_BYTES)) for c in WHOLE]
 
 
 @intrinsic
@@ -158,8 +160,8 @@ def expand_int4(typing: Any, w: Any, rows: Any, out: Any) -> Any:
         def step(number: Any, nothing: list[Any]) -> list[Any]:
             at = builder.add(w, builder.mul(number, integer(SCALE_BYTES)))
             to = builder.add(out, builder.mul(number, integer(2 * SCALE_BYTES)))
-            for c in WHOLE:
-                word = load(builder, row_at(builder, at, integer(0), 0, c * LANES), PAIRS)
+            for c, column in enumerate(_columns(builder, at)):
+                word = load(builder, column, PAIRS)
                 for odd, unsigned in enumerate(int4_bytes(builder, word)):
                     codes = builder.sub(builder.bitcast(unsigned, _BYTES), eights)
                     place = integer(odd * SCALE_BYTES + c * ROW_BYTES)

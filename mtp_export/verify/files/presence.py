@@ -37,7 +37,7 @@ from mtp_checkpoints.families.signs import (
 from mtp_checkpoints.formats.base import SCALES_OF_CODES
 from mtp_checkpoints.quantization.native import describe, quantization_of
 from mtp_checkpoints.quantization.stored import stored_model
-from mtp_checkpoints.quantization.tools import Tool, habit_of, tool_of
+from mtp_checkpoints.quantization.tools import Tool, known_loss, tool_of
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_export.inspection import shared_tensors
 from mtp_export.progress import counted
@@ -205,11 +205,11 @@ def _none_there(name: str, found: Found, wanted: Announced) -> Item:
     if (draft := found.draft_beside) is not None:
         words = causes.lost_beside(str(wanted), draft.kind, draft.sign)
         return failed(name, words, figure=figure, subject="config.json", repair=found.repair)
-    habit = habit_of(found.tool) if found.tool else ""
+    loss = known_loss(found.tool) if found.tool else ""
     writer = str(found.tool or "")
     pickled = next(filter(_is_pickled_module, sorted(found.context.files.names())), "")
     by_hand = "" if found.repair else unlike_source(found.context) or causes.BY_HAND
-    words = causes.lost(str(wanted), writer, habit, pickled, by_hand)
+    words = causes.lost(str(wanted), writer, loss, pickled, by_hand)
     return failed(name, words, figure=figure, subject="config.json", repair=found.repair)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mtp_checkpoints.quantization.absent import as_engines_take, with_absent_listed
-from mtp_checkpoints.quantization.tools import LOSSES, Tool, habit_of, tool_of
+from mtp_checkpoints.quantization.tools import LOSSES, Tool, known_loss, tool_of
 
 WRITTEN: list[tuple[str, dict[str, Any]]] = [
     ("compressed-tensors 0.12.2", {"quant_method": "compressed-tensors", "version": "0.12.2"}),
@@ -59,12 +59,12 @@ def test_a_release_tells_no_tool(config: dict[str, Any]) -> None:
     assert tool_of(config, ["recipe.yaml"]) is None
 
 
-def test_habits_are_those_of_the_versions_that_were_run() -> None:
+def test_losses_are_those_of_the_versions_that_were_run() -> None:
     for name, loss in LOSSES.items():
         for version in loss.versions:
-            assert habit_of(Tool(name, version)).startswith(f"{name} {loss.shown} saves no MTP")
-        assert habit_of(Tool(name, "99")) == habit_of(Tool(name)) == ""
-    assert habit_of(Tool("AutoRound", "0.47.0")) == ""
+            assert known_loss(Tool(name, version)).startswith(f"{name} {loss.shown} saves no MTP")
+        assert known_loss(Tool(name, "99")) == known_loss(Tool(name)) == ""
+    assert known_loss(Tool("AutoRound", "0.47.0")) == ""
 
 
 @pytest.mark.parametrize("quantization", [None, {}, "text", {"quant_method": "fp8"}])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ from llvmlite import binding, ir
 from numba import njit, types
 from numba.extending import intrinsic
 
+from kernels.compiled_apart import run_apart
 from kernels.cpu import tile_emulator
 from mtp_kernels.cpu import matrix_units
 from mtp_kernels.cpu.code import INT, integer
@@ -121,11 +119,4 @@ def test_stored_products_on_matrix_units(module: str, tmp_path: Path) -> None:
         "print(f'products: {tile_emulator.products}')\n"
         "sys.exit(failed or not tile_emulator.products)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_apart(code, tmp_path)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +12,7 @@ from attention_cases import Case, build, check, expanded, lengths_around, rearra
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels.compiled_apart import run_apart
 from mtp_kernels.verify_attention import make_workspace, verify_attention
 from mtp_kernels.verify_attention.bf16_units import units_here
 from mtp_kernels.verify_attention.compiled_bf16 import STEP_TOKENS
@@ -137,14 +135,7 @@ def test_the_other_units_of_this_cpu(unit: str, tmp_path: Path) -> None:
         "chosen = 'threads_share or around_steps or fused_equals'\n"
         f"sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', '-k', chosen, {__file__!r}]))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_apart(code, tmp_path)
 
 
 def test_what_fills_no_whole_tiles_is_refused() -> None:

@@ -33,12 +33,12 @@ def none_at_all(*, of_family: bool) -> str:
     return f"{words}; models of this type are released with one, which a graft gives back"
 
 
-def lost(wanted: str, writer: str, habit: str, pickled: str, by_hand: str) -> str:
-    """writer: the tool that wrote the folder; habit: what is known of it; pickled: a file that is
+def lost(wanted: str, writer: str, loss: str, pickled: str, by_hand: str) -> str:
+    """writer: the tool that wrote the folder; loss: what is known of it; pickled: a file that is
     the module's by its name, and a pickle; "" for unknown or none. by_hand: what to do where no
     graft gives the module back, "" where one does."""
     wrote = f"{writer}, which wrote this folder," if writer else "whatever wrote this folder"
-    known = f" {habit[0].upper()}{habit[1:]}." if habit else ""
+    known = f" {loss[0].upper()}{loss[1:]}." if loss else ""
     by_hand = f". {by_hand}" if by_hand else ""
     if pickled:
         return (
