@@ -19,15 +19,6 @@ from runtime.checkpoints import EXAMPLES
 
 Config = dict[str, Any]
 
-_VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
-
 
 def _like(model_type: str, architecture: str) -> Callable[[Config], Config]:
     """Another model of the same main tensors."""
@@ -40,7 +31,7 @@ def _step(config: Config) -> Config:
         "model_type": "step3p7",
         "architectures": ["Step3p7ForConditionalGeneration"],
         "text_config": config,
-        "vision_config": _VISION,
+        "vision_config": EXAMPLES["step3p7"].config["vision_config"],
     }
 
 
