@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from cases import edit_json, run_program
+from mtp_checkpoints.families.released import released_values, with_value
+from runtime.checkpoints import SMALL_CONFIGS, write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 ITEM = "config values of the releases"
@@ -60,3 +62,44 @@ def test_miniatures_pass() -> None:
     scaling = '{"factor": 4.0, "original_max_position_embeddings": 1024}'
     assert figures["deepseek-v3-tiny"].startswith(f"rope_scaling {scaling} (releases: ")
     assert figures["qwen3-5-tiny"] == "4 values"
+
+
+def miniature(name: str, folder: Path) -> dict[str, Any]:
+    """Write a family's miniature with a release's values; return its config.json."""
+    config = SMALL_CONFIGS[name]
+    for field, values in released_values(config).items():
+        if field not in ("n_group", "topk_group"):
+            config = with_value(config, field, values[0])
+    write_checkpoint(folder, config)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value", "words"),
+    [
+        ("hy_v3", "router_scaling_factor", 1.0, "1.0 (releases: 2.826)"),
+        ("mimo_v2_flash", "attention_value_scale", 1.0, "1.0 (releases: 0.707)"),
+        ("nemotron_h", "routed_scaling_factor", 1.0, "1.0 (releases: 2.5 or 5.0)"),
+        ("glm_ocr", "rope_theta", 1e6, "1000000.0 (releases: 10000.0)"),
+        ("glm5_next", "swiglu_limit", 7.0, "7.0 (releases: 10.0)"),
+    ],
+)
+def test_values_of_other_families(
+    tmp_path: Path, name: str, field: str, value: float, words: str
+) -> None:
+    config = miniature(name, tmp_path)
+    code, item = judged(tmp_path, "--strict-config")
+    assert (code, item["status"]) == (0, "pass")
+    changed = with_value(config, field, value)
+    edit_json(tmp_path / "config.json", lambda c: c.update(changed))
+    code, item = judged(tmp_path)
+    assert (code, item["status"], item["figure"]) == (0, "pass", f"{field} {words}")
+    code, item = judged(tmp_path, "--strict-config")
+    assert (code, item["status"]) == (7, "fail") and f"{field} {words}" in item["cause"]
+
+
+def test_a_family_of_which_no_release_was_read_says_so(tmp_path: Path) -> None:
+    miniature("gigachat3_5", tmp_path)
+    code, item = judged(tmp_path, "--strict-config")
+    assert (code, item["status"]) == (0, "not tested")
+    assert item["cause"] == "no release of gigachat3_5 was read"

@@ -118,7 +118,15 @@ SEPARATE_DRAFTS: dict[str, Callable[[Fields], ModelSpec]] = {
     "gemma4_assistant": gemma4_assistant.spec,
     "gemma4_unified_assistant": gemma4_assistant.spec,
 }
-_EVERY = ChainMap(FAMILIES, DRAFTED_APART, SEPARATE_DRAFTS)
+EVERY = ChainMap(FAMILIES, DRAFTED_APART, SEPARATE_DRAFTS)
+
+
+def name_of(config: Mapping[str, Any]) -> str | None:
+    """Return the name of a config.json's family: its architecture's, or else its model_type; None
+    where it is of no family."""
+    architectures = config.get("architectures")
+    known = [*(architectures if isinstance(architectures, list) else ()), config.get("model_type")]
+    return next((name for name in known if isinstance(name, str) and name in EVERY), None)
 
 
 def family_of(config: Mapping[str, Any], names: Collection[str] = ()) -> ModelSpec:
@@ -128,11 +136,9 @@ def family_of(config: Mapping[str, Any], names: Collection[str] = ()) -> ModelSp
     UnsupportedError for a model_type without a family, and what the family raises.
     """
     refuse_without_mtp(config, names)
-    architectures = config.get("architectures")
-    known = [*(architectures if isinstance(architectures, list) else ()), config.get("model_type")]
-    for name in known:
-        if isinstance(name, str) and name in _EVERY:
-            return _EVERY[name](Fields(config)).as_stored(names)
+    name = name_of(config)
+    if name is not None:
+        return EVERY[name](Fields(config)).as_stored(names)
     raise UnsupportedError(
         "This model type is not supported",
         expected=f"model_type {' or '.join(sorted(FAMILIES))} in config.json",

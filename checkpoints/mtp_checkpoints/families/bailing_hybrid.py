@@ -16,6 +16,7 @@ from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.moe_decoder import main_layers
 from mtp_checkpoints.families.parts.listed import Entry, Listed, matrix, norm
 from mtp_checkpoints.families.parts.mla import Mla
+from mtp_checkpoints.families.releases import Releases
 from mtp_checkpoints.families.spec import ModelSpec
 
 _CONTRACT = MtpContract(source="vLLM")
@@ -123,4 +124,15 @@ EXAMPLES = {
             module="bailing_moe_nextn",
         ),
     ),
+}
+# Ling-3.0-flash and Ling-3.0-tiny: their config.json in tests of two engines.
+RELEASES: Releases = {
+    "bailing_hybrid": {
+        "rms_norm_eps": (1e-6,),
+        "rope_theta": (6e6,),
+        "norm_topk_prob": (True,),
+        "routed_scaling_factor": (2.5,),
+        "n_group": (8,),
+        "topk_group": (4,),
+    }
 }

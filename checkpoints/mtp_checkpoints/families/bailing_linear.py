@@ -14,6 +14,7 @@ from mtp_checkpoints.families.examples import BAILING_MOE_V2, SMALL, Config, Exa
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.moe_decoder import main_layers
 from mtp_checkpoints.families.parts.listed import matrix, norm
+from mtp_checkpoints.families.releases import Releases
 from mtp_checkpoints.families.spec import ModelSpec
 
 _CONTRACT = MtpContract(zero_first_embedding=True, source="vLLM. SGLang keeps position 0")
@@ -57,3 +58,4 @@ EXAMPLES = {
         vllm_main=Reader("BailingMoeV25ForCausalLM", _READ | {"use_qkv_bias": False}),
     ),
 }
+RELEASES: Releases = {"BailingMoeV2_5ForCausalLM": None}  # no release read

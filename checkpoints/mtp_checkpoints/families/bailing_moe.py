@@ -20,6 +20,7 @@ from mtp_checkpoints.families.listed_decoder import listed_decoder
 from mtp_checkpoints.families.moe_decoder import check_expert_count, main_layers
 from mtp_checkpoints.families.parts.feed_forward import BIASED, GREEDY, GatedMlp, Moe, MoeNames
 from mtp_checkpoints.families.parts.listed import Entry, Listed, matrix, norm, with_bias
+from mtp_checkpoints.families.releases import Releases
 from mtp_checkpoints.families.spec import LayerSpec, ModelSpec, MtpModules, MtpSpec
 from mtp_checkpoints.families.text_part import TextPart
 
@@ -113,4 +114,16 @@ EXAMPLES = {
         vllm_main=Reader("BailingMoeV2ForCausalLM", _READ),
         sglang=Reader("BailingMoeForCausalLMNextN", _READ, module="bailing_moe_nextn"),
     ),
+}
+# Ling-mini-2.0: the class of its config.json, as NeMo-AutoModel has it. Of bailing_moe_v2 no
+# release was read.
+RELEASES: Releases = {
+    "bailing_moe": {
+        "rms_norm_eps": (1e-6,),
+        "rope_theta": (600000.0,),
+        "norm_topk_prob": (True,),
+        "n_group": (8,),
+        "topk_group": (4,),
+    },
+    "bailing_moe_v2": None,
 }

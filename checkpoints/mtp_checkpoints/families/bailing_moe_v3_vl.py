@@ -10,6 +10,7 @@ from dataclasses import replace
 from mtp_checkpoints.families import bailing_hybrid
 from mtp_checkpoints.families.examples import VISION, Example
 from mtp_checkpoints.families.fields import Fields
+from mtp_checkpoints.families.releases import Releases
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.families.text_part import TextPart
 
@@ -36,3 +37,4 @@ EXAMPLES = {
         vllm=_TEXT.vllm,
     ),
 }
+RELEASES: Releases = {"bailing_moe_v3_vl": None}  # no release read

@@ -10,6 +10,7 @@ from mtp_checkpoints.families.examples import SMALL, Example, Reader
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.moe_decoder import moe_decoder
 from mtp_checkpoints.families.parts.mla import Mla
+from mtp_checkpoints.families.releases import DEEPSEEK, Releases
 from mtp_checkpoints.families.spec import ModelSpec
 
 # It shifts the positions of MTP rows by one throughout, which relative ones do not see.
@@ -37,3 +38,4 @@ EXAMPLES = {
         sglang=Reader("DeepseekV3ForCausalLMNextN", module="deepseek_nextn"),
     ),
 }
+RELEASES: Releases = {"deepseek_v3": DEEPSEEK}

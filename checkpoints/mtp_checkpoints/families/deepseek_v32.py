@@ -14,6 +14,7 @@ from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.moe_decoder import attention_of, moe_decoder
 from mtp_checkpoints.families.parts.mla import Mla
 from mtp_checkpoints.families.parts.sparse_mla import Indexer, SparseMla
+from mtp_checkpoints.families.releases import DEEPSEEK, Releases
 from mtp_checkpoints.families.spec import ModelSpec
 
 # vLLM alone zeroes position 0.
@@ -71,3 +72,4 @@ EXAMPLES = {
         _DEEPSEEK_V32,
     ),
 }
+RELEASES: Releases = {"deepseek_v32": DEEPSEEK}

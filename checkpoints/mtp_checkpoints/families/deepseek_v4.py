@@ -21,6 +21,7 @@ from mtp_checkpoints.families.listed_decoder import listed_decoder, listed_layer
 from mtp_checkpoints.families.moe_decoder import check_expert_count, main_layers, mtp_count
 from mtp_checkpoints.families.parts.feed_forward import Router
 from mtp_checkpoints.families.parts.listed import Entry, Listed, matrix, norm
+from mtp_checkpoints.families.releases import Releases
 from mtp_checkpoints.families.spec import LayerSpec, ModelSpec, MtpModules, MtpSpec
 from mtp_checkpoints.families.text_part import TextPart
 
@@ -268,4 +269,28 @@ EXAMPLES = {
             needs_gpu=True,
         ),
     ),
+}
+# V4-Flash, then V4-Pro: their config.json in NVIDIA's aiconfigurator.
+RELEASES: Releases = {
+    "deepseek_v4": {
+        "rms_norm_eps": (1e-6,),
+        "hc_eps": (1e-6,),
+        "rope_theta": (10000.0,),
+        "compress_rope_theta": (160000.0,),
+        "rope_scaling": (
+            {
+                "type": "yarn",
+                "factor": 16,
+                "original_max_position_embeddings": 65536,
+                "beta_fast": 32,
+                "beta_slow": 1,
+            },
+        ),
+        "scoring_func": ("sqrtsoftplus",),
+        "topk_method": ("noaux_tc",),
+        "norm_topk_prob": (True,),
+        "routed_scaling_factor": (1.5, 2.5),
+        "swiglu_limit": (10.0,),
+        "sliding_window": (128,),
+    }
 }

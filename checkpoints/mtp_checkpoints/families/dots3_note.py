@@ -22,6 +22,7 @@ from mtp_checkpoints.families.moe_decoder import check_expert_count, main_layers
 from mtp_checkpoints.families.parts.feed_forward import GatedMlp, Moe
 from mtp_checkpoints.families.parts.listed import Entry, Listed, matrix, norm
 from mtp_checkpoints.families.parts.mla import Mla
+from mtp_checkpoints.families.releases import PLAIN_GROUPS, Releases
 from mtp_checkpoints.families.signs import USUAL_COUNTS
 from mtp_checkpoints.families.spec import LayerSpec, ModelSpec, MtpModules, MtpSpec
 from mtp_checkpoints.families.text_part import TextPart
@@ -144,3 +145,5 @@ EXAMPLES = {
         ),
     ),
 }
+# dots3-note-prev: what vLLM's configs/dots3_note says of its router.
+RELEASES: Releases = {"dots3_note": {**PLAIN_GROUPS, "topk_method": ("noaux_tc",)}}

@@ -14,6 +14,7 @@ from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.listed_decoder import listed_decoder, listed_layer
 from mtp_checkpoints.families.moe_decoder import check_expert_count, main_layers, mtp_count
 from mtp_checkpoints.families.parts.listed import Entry, Listed, gated_mlp, grouped, matrix
+from mtp_checkpoints.families.releases import Releases
 from mtp_checkpoints.families.spec import ModelSpec, MtpModules, MtpSpec
 from mtp_checkpoints.families.text_part import TextPart
 
@@ -103,3 +104,5 @@ EXAMPLES = {
         sglang=Reader("Ernie4_5_MoeForCausalLMMTP", {"use_bias": False}, module="ernie4_eagle"),
     ),
 }
+# ERNIE-4.5-21B-A3B: transformers' ernie4_5_moe, and its config.json in a test of mlx-swift-lm.
+RELEASES: Releases = {"ernie4_5_moe": {"rms_norm_eps": (1e-5,), "rope_theta": (500000.0,)}}

@@ -17,6 +17,7 @@ from mtp_checkpoints.families.listed_decoder import listed_decoder
 from mtp_checkpoints.families.moe_decoder import main_layers
 from mtp_checkpoints.families.parts.feed_forward import GatedMlp
 from mtp_checkpoints.families.parts.gqa import Gqa
+from mtp_checkpoints.families.releases import Releases
 from mtp_checkpoints.families.spec import LayerSpec, ModelSpec, MtpModules, MtpSpec
 from mtp_checkpoints.families.text_part import TextPart
 
@@ -65,4 +66,12 @@ EXAMPLES = {
         _EXAONE4_5,
         mtp_model={"mtp_layer_types": ["sliding_attention"]},
     ),
+}
+# EXAONE-4.5-33B: the text part of its config.json in a test of ollama.
+RELEASES: Releases = {
+    "exaone4_5": {
+        "rms_norm_eps": (1e-5,),
+        "rope_theta": (1e6,),
+        "sliding_window": (4096,),
+    }
 }

@@ -15,6 +15,7 @@ from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.gated_delta_decoder import at_most_one_mtp_layer
 from mtp_checkpoints.families.moe_decoder import DecoderNames, main_layers, moe_decoder
 from mtp_checkpoints.families.parts.feed_forward import GatedMlp, MoeNames
+from mtp_checkpoints.families.releases import BIASED, PLAIN_GROUPS, Releases
 from mtp_checkpoints.families.spec import LayerSpec, ModelSpec, MtpModules, MtpSpec
 
 _CONTRACT = MtpContract(source="transformers, generate(use_mtp=True), vLLM and SGLang")
@@ -73,4 +74,15 @@ EXAMPLES = {
             module="exaone_moe_mtp",
         ),
     ),
+}
+# K-EXAONE-236B-A23B: transformers' exaone_moe, and its config.json in a test of TensorRT-LLM.
+RELEASES: Releases = {
+    "exaone_moe": {
+        **BIASED,
+        **PLAIN_GROUPS,
+        "rms_norm_eps": (1e-5,),
+        "rope_theta": (1e6,),
+        "rope_scaling": (None,),
+        "routed_scaling_factor": (2.5,),
+    }
 }

@@ -21,6 +21,7 @@ from mtp_checkpoints.families.parts.listed import Entry, matrix
 from mtp_checkpoints.families.parts.normed_moe import NormedMoe
 from mtp_checkpoints.families.parts.rope import Rope
 from mtp_checkpoints.families.parts.shared_gqa import SharedGqa
+from mtp_checkpoints.families.releases import Releases, Values
 from mtp_checkpoints.families.sandwich_layer import PerLayerInput, SandwichLayerSpec
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.families.text_part import TextPart
@@ -194,3 +195,17 @@ def _entries(fields: Fields, prefix: str, layers: int) -> Iterator[Entry]:
     yield matrix(f"{prefix}.embed_tokens_per_layer", rows, layers * size, role)
     yield matrix(f"{prefix}.per_layer_model_projection", layers * size, hidden, role)
     yield Entry(f"{prefix}.per_layer_projection_norm.weight", (size,), role)
+
+
+# Gemma-4-26B-A4B and 31B: config.json in NVIDIA's aiconfigurator.
+_VALUES: Values = {
+    "rms_norm_eps": (1e-6,),
+    "rope_theta": (1e6, 10000.0),
+    "final_logit_softcapping": (30.0,),
+}
+RELEASES: Releases = {
+    "gemma4": _VALUES,
+    "gemma4_text": _VALUES,
+    "gemma4_unified": None,  # no release read
+    "gemma4_unified_text": None,
+}

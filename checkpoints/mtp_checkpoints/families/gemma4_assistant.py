@@ -20,6 +20,7 @@ from mtp_checkpoints.families.gemma4 import ASSISTANT, sandwich_layers, usual_fi
 from mtp_checkpoints.families.listed_decoder import listed_decoder
 from mtp_checkpoints.families.parts.listed import Entry, matrix
 from mtp_checkpoints.families.parts.shared_gqa import SharedGqa
+from mtp_checkpoints.families.releases import Releases
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.families.text_part import TextPart
 
@@ -124,3 +125,6 @@ def _around(hidden: int, vocab: int, target_hidden: int, clusters: int) -> Itera
     if clusters:
         yield Entry(weight_name(AssistantSpec.centroids), (clusters, hidden), Role.VOCABULARY)
         yield Entry(AssistantSpec.ordering, (vocab,), Role.VOCABULARY, (DType.I64,))
+
+
+RELEASES: Releases = {"gemma4_assistant": None, "gemma4_unified_assistant": None}  # none read

@@ -21,6 +21,7 @@ from mtp_checkpoints.families.parts.feed_forward import GatedMlp, Moe
 from mtp_checkpoints.families.parts.gated_delta import GatedDeltaNet
 from mtp_checkpoints.families.parts.listed import Entry, Listed, matrix
 from mtp_checkpoints.families.parts.mla import Mla
+from mtp_checkpoints.families.releases import Releases
 from mtp_checkpoints.families.spec import LayerSpec, ModelSpec, MtpModules, MtpSpec
 from mtp_checkpoints.families.text_part import TextPart
 
@@ -149,3 +150,4 @@ EXAMPLES = {
         sglang_main=Reader("GigaChat35ForCausalLM", module="gigachat35"),
     ),
 }
+RELEASES: Releases = {"gigachat3_5": None}  # no release read

@@ -11,6 +11,7 @@ from mtp_checkpoints.families.examples import GLM4_MOE, Example, Reader
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.moe_decoder import moe_decoder
 from mtp_checkpoints.families.parts.gqa import Gqa
+from mtp_checkpoints.families.releases import GLM, Releases
 from mtp_checkpoints.families.spec import ModelSpec
 
 # vLLM alone recycles before the norm and zeroes position 0.
@@ -29,4 +30,12 @@ EXAMPLES = {
         mtp_model={},
         sglang=Reader("Glm4MoeForCausalLMNextN", module="glm4_moe_nextn"),
     ),
+}
+# Air has 1.0.
+RELEASES: Releases = {
+    "glm4_moe": {
+        **GLM,
+        "routed_scaling_factor": (2.5, 1.0),
+        "partial_rotary_factor": (0.5,),
+    }
 }

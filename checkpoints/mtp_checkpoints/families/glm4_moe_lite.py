@@ -14,6 +14,7 @@ from mtp_checkpoints.families.base import SGLANG_DRAFT
 from mtp_checkpoints.families.contract import MtpContract
 from mtp_checkpoints.families.examples import GLM4_MOE_LITE, Example, Reader
 from mtp_checkpoints.families.fields import Fields
+from mtp_checkpoints.families.releases import GLM, Releases
 from mtp_checkpoints.families.spec import ModelSpec
 
 # vLLM alone recycles before the norm and zeroes position 0.
@@ -31,3 +32,4 @@ EXAMPLES = {
         sglang=Reader("Glm4MoeLiteForCausalLMNextN", module="glm4_moe_lite_nextn"),
     ),
 }
+RELEASES: Releases = {"glm4_moe_lite": {**GLM, "routed_scaling_factor": (1.8,)}}

@@ -16,6 +16,7 @@ from mtp_checkpoints.families.listed_decoder import listed_decoder
 from mtp_checkpoints.families.moe_decoder import check_expert_count, main_layers, mtp_count
 from mtp_checkpoints.families.parts.feed_forward import GatedMlp, Moe
 from mtp_checkpoints.families.parts.listed import Entry, Listed, matrix, norm
+from mtp_checkpoints.families.releases import BIASED, PLAIN_GROUPS, Releases
 from mtp_checkpoints.families.spec import LayerSpec, ModelSpec, MtpModules, MtpSpec
 from mtp_checkpoints.families.text_part import TextPart
 
@@ -183,4 +184,15 @@ EXAMPLES = {
             needs_gpu=True,
         ),
     ),
+}
+# GLM-5.3-Flash: transformers' glm5_next, and its config.json in a test of omlx.
+RELEASES: Releases = {
+    "glm5_next": {
+        **BIASED,
+        **PLAIN_GROUPS,
+        "rms_norm_eps": (1e-5,),
+        "hc_eps": (1e-6,),
+        "routed_scaling_factor": (2.5,),
+        "swiglu_limit": (10.0,),
+    }
 }

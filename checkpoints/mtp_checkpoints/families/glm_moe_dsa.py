@@ -14,6 +14,7 @@ from mtp_checkpoints.families.deepseek_v32 import sparse_decoder
 from mtp_checkpoints.families.examples import GLM4_MOE_LITE, INDEXER, Config, Example
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.moe_decoder import main_layers
+from mtp_checkpoints.families.releases import GLM, Releases
 from mtp_checkpoints.families.spec import ModelSpec
 
 _KINDS = {"F": "full", "S": "shared"}  # of index_topk_pattern, and of indexer_types
@@ -75,4 +76,8 @@ EXAMPLES = {
     "glm_moe_dsa": Example(
         _GLM_MOE_DSA,
     ),
+}
+# The second base is GLM-5.2's: config.json in NVIDIA's aiconfigurator.
+RELEASES: Releases = {
+    "glm_moe_dsa": {**GLM, "rope_theta": (1e6, 8e6), "routed_scaling_factor": (2.5,)}
 }

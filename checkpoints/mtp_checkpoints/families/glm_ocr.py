@@ -17,6 +17,7 @@ from mtp_checkpoints.families.listed_decoder import NORMS, listed_decoder
 from mtp_checkpoints.families.moe_decoder import main_layers, mtp_count
 from mtp_checkpoints.families.parts.gqa import Gqa
 from mtp_checkpoints.families.parts.listed import Listed, matrix
+from mtp_checkpoints.families.releases import Releases
 from mtp_checkpoints.families.spec import LayerSpec, ModelSpec, MtpModules, MtpSpec
 from mtp_checkpoints.families.text_part import TextPart
 
@@ -71,4 +72,12 @@ EXAMPLES = {
             module="glm_ocr_nextn",
         ),
     ),
+}
+# GLM-OCR: its config.json in reports of those who quantize it.
+RELEASES: Releases = {
+    "glm_ocr": {
+        "rms_norm_eps": (1e-5,),
+        "rope_theta": (10000.0,),
+        "partial_rotary_factor": (1.0,),
+    }
 }

@@ -12,6 +12,7 @@ from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.moe_decoder import DecoderNames, moe_decoder
 from mtp_checkpoints.families.parts.feed_forward import MoeNames
 from mtp_checkpoints.families.parts.gqa import Gqa
+from mtp_checkpoints.families.releases import Releases
 from mtp_checkpoints.families.spec import ModelSpec, MtpModules
 
 _CONTRACT = MtpContract(source="transformers, generate(use_mtp=True), and SGLang")
@@ -58,4 +59,14 @@ EXAMPLES = {
         vllm=Reader("HYV3MTP"),
         sglang=Reader("HYV3ForCausalLMNextN", module="hunyuan_v3_nextn"),
     ),
+}
+# Hy3: config.json as a test of the engine kiln quotes it, and transformers' hy_v3.
+RELEASES: Releases = {
+    "hy_v3": {
+        "rms_norm_eps": (1e-5,),
+        "rope_theta": (11158840.0,),
+        "router_scaling_factor": (2.826,),
+        "moe_router_use_sigmoid": (True,),
+        "route_norm": (True,),
+    }
 }

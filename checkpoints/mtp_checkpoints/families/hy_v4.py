@@ -19,6 +19,7 @@ from mtp_checkpoints.families.moe_decoder import check_expert_count, main_layers
 from mtp_checkpoints.families.parts.feed_forward import GatedMlp, Moe
 from mtp_checkpoints.families.parts.listed import Entry, Listed, matrix, norm
 from mtp_checkpoints.families.parts.mla import Mla
+from mtp_checkpoints.families.releases import PLAIN_GROUPS, Releases
 from mtp_checkpoints.families.spec import LayerSpec, ModelSpec, MtpModules, MtpSpec
 from mtp_checkpoints.families.text_part import TextPart
 
@@ -161,4 +162,15 @@ EXAMPLES = {
         _HY_V4,
         vllm=Reader("HYV4MTP", needs_gpu=True, left=(".indexer.",)),
     ),
+}
+# Hy4-preview: the defaults of transformers' hy_v4, which are made for it.
+RELEASES: Releases = {
+    "hy_v4": {
+        **PLAIN_GROUPS,
+        "rms_norm_eps": (1e-5,),
+        "hc_eps": (1e-6,),
+        "norm_topk_prob": (True,),
+        "routed_scaling_factor": (2.827,),
+        "swiglu_limit": (10.0,),
+    }
 }

@@ -19,6 +19,7 @@ from mtp_checkpoints.families.listed_decoder import listed_decoder
 from mtp_checkpoints.families.moe_decoder import main_layers, mtp_count
 from mtp_checkpoints.families.parts.feed_forward import Router
 from mtp_checkpoints.families.parts.listed import Entry, Listed, matrix, norm
+from mtp_checkpoints.families.releases import Releases, Values
 from mtp_checkpoints.families.spec import Input, LayerSpec, ModelSpec, MtpModules, MtpSpec
 from mtp_checkpoints.families.text_part import TextPart
 
@@ -248,3 +249,10 @@ EXAMPLES = {
         ),
     ),
 }
+# Inkling: the defaults of transformers' inkling, which are made for it.
+_VALUES: Values = {
+    "rms_norm_eps": (1e-6,),
+    "rms_norm_eps_moe_gate": (1e-6,),
+    "logits_mup_width_multiplier": (24.0,),
+}
+RELEASES: Releases = {"inkling_mm_model": _VALUES, "inkling_model": _VALUES}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from mtp_checkpoints.families import qwen3_5, qwen3_5_moe
 from mtp_checkpoints.families.examples import QWEN3_5_MOE, Config, Example, Reader
 from mtp_checkpoints.families.fields import Fields
+from mtp_checkpoints.families.releases import Releases
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.families.text_part import TextPart
 
@@ -37,3 +38,4 @@ EXAMPLES = {
         sglang=Reader("Qwen3_5ForCausalLMMTP", SGLANG_FIELDS, module="qwen3_5_mtp"),
     ),
 }
+RELEASES: Releases = {"intern_s2_preview": None}  # no release read

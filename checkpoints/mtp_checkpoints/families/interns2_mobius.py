@@ -16,6 +16,7 @@ from mtp_checkpoints.families.intern_s2_preview import SGLANG_FIELDS, TOWERS
 from mtp_checkpoints.families.moe_decoder import check_expert_count
 from mtp_checkpoints.families.parts.feed_forward import Moe
 from mtp_checkpoints.families.parts.listed import Entry, Listed, gated_mlp, matrix
+from mtp_checkpoints.families.releases import Releases
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.families.text_part import TextPart
 
@@ -101,3 +102,4 @@ EXAMPLES = {
         whole={"image_token_id": 3, "vision_config": _VISION},
     ),
 }
+RELEASES: Releases = {"interns2_mobius": None}  # no release read

@@ -20,6 +20,7 @@ from mtp_checkpoints.families.listed_decoder import listed_decoder, listed_layer
 from mtp_checkpoints.families.moe_decoder import check_expert_count, main_layers
 from mtp_checkpoints.families.parts.listed import Entry, Listed, gated_mlp, matrix
 from mtp_checkpoints.families.parts.mla import Mla
+from mtp_checkpoints.families.releases import Releases
 from mtp_checkpoints.families.signs import USUAL_COUNTS
 from mtp_checkpoints.families.spec import LayerSpec, ModelSpec, MtpModules, MtpSpec
 from mtp_checkpoints.families.text_part import TextPart
@@ -159,4 +160,12 @@ EXAMPLES = {
             module="longcat_flash_nextn",
         ),
     ),
+}
+# LongCat-Flash-Chat: the defaults of transformers' longcat_flash, which are made for it.
+RELEASES: Releases = {
+    "longcat_flash": {
+        "rms_norm_eps": (1e-5,),
+        "rope_theta": (1e7,),
+        "routed_scaling_factor": (6.0,),
+    }
 }

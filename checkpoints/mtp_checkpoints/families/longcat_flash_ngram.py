@@ -11,6 +11,7 @@ from dataclasses import replace
 from mtp_checkpoints.families import longcat_flash
 from mtp_checkpoints.families.examples import Example
 from mtp_checkpoints.families.fields import Fields
+from mtp_checkpoints.families.releases import Releases
 from mtp_checkpoints.families.spec import ModelSpec
 
 _EMBEDDINGS = ("model.ngram_embeddings.embedders.", "model.ngram_embeddings.post_projs.")
@@ -36,4 +37,12 @@ EXAMPLES = {
         },
         like=_WITHOUT,
     ),
+}
+# LongCat-Flash-Lite: its config.json in tests of two engines.
+RELEASES: Releases = {
+    "longcat_flash_ngram": {
+        "rms_norm_eps": (1e-5,),
+        "rope_theta": (5e6,),
+        "routed_scaling_factor": (6.0,),
+    }
 }

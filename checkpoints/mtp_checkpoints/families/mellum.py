@@ -18,6 +18,7 @@ from mtp_checkpoints.families.moe_decoder import check_expert_count, main_layers
 from mtp_checkpoints.families.parts.feed_forward import GatedMlp, Moe, Router
 from mtp_checkpoints.families.parts.gqa import Gqa
 from mtp_checkpoints.families.parts.sliding_gqa import SlidingGqa, sliding
+from mtp_checkpoints.families.releases import Releases
 from mtp_checkpoints.families.spec import LayerSpec, ModelSpec, MtpModules, MtpSpec
 from mtp_checkpoints.families.text_part import TextPart
 
@@ -93,4 +94,13 @@ EXAMPLES = {
         _MELLUM,
         mtp_model={},
     ),
+}
+# Mellum 2: transformers' mellum. Mellum 2.1: what a server of it asks of its config.json.
+RELEASES: Releases = {
+    "mellum": {
+        "rms_norm_eps": (1e-6,),
+        "rope_theta": (500000.0, 10000.0),
+        "norm_topk_prob": (True,),
+        "sliding_window": (1024,),
+    }
 }

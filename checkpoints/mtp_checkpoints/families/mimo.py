@@ -12,6 +12,7 @@ from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.moe_decoder import main_layers, mtp_count
 from mtp_checkpoints.families.parts.feed_forward import GatedMlp
 from mtp_checkpoints.families.parts.gqa import Gqa
+from mtp_checkpoints.families.releases import Releases
 from mtp_checkpoints.families.spec import Input, LayerSpec, ModelSpec, MtpModules, MtpSpec
 
 _MTP = "model.mtp_layers"
@@ -60,3 +61,5 @@ EXAMPLES = {
         sglang=Reader("MiMoMTP", module="mimo_mtp"),
     ),
 }
+# MiMo-7B-Base: config.json in NVIDIA's aiconfigurator.
+RELEASES: Releases = {"mimo": {"rms_norm_eps": (1e-5,), "rope_theta": (640000.0,)}}

@@ -17,6 +17,7 @@ from mtp_checkpoints.families.listed_decoder import listed_decoder
 from mtp_checkpoints.families.moe_decoder import check_expert_count, main_layers, mtp_count
 from mtp_checkpoints.families.parts.feed_forward import GatedMlp, Moe
 from mtp_checkpoints.families.parts.listed import Entry, Listed, grouped, matrix
+from mtp_checkpoints.families.releases import BIASED, PLAIN_GROUPS, Releases, Values
 from mtp_checkpoints.families.signs import USUAL_COUNTS
 from mtp_checkpoints.families.spec import LayerSpec, ModelSpec, MtpModules, MtpSpec
 from mtp_checkpoints.families.text_part import TextPart
@@ -155,4 +156,24 @@ EXAMPLES = {
         vllm=Reader("MiMoV2MTP", READ_OF_V2, layers=3),
         vllm_main=Reader("MiMoV2ForCausalLM", READ_OF_V2),
     ),
+}
+# V2-Flash: config.json in NVIDIA's aiconfigurator; where transformers saves it, the bases of both
+# kinds of attention are side by side. V2.5 and V2.6-Flash: config.json as tests and reports of
+# engines quote it; a null routed_scaling_factor is 1.
+_OF_BOTH: Values = {
+    **BIASED,
+    **PLAIN_GROUPS,
+    "routed_scaling_factor": (1.0,),
+    "swa_rope_theta": (10000.0,),
+    "partial_rotary_factor": (0.334,),
+    "attention_value_scale": (0.707,),
+    "sliding_window": (128,),
+}
+RELEASES: Releases = {
+    "mimo_v2_flash": {
+        **_OF_BOTH,
+        "layernorm_epsilon": (1e-5,),
+        "rope_theta": (5e6, 10000.0),
+    },
+    "mimo_v2": {**_OF_BOTH, "layernorm_epsilon": (1e-5, 1e-6), "rope_theta": (1e7,)},
 }

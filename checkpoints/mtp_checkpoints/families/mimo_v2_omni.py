@@ -11,6 +11,7 @@ from dataclasses import replace
 from mtp_checkpoints.families import mimo_v2
 from mtp_checkpoints.families.examples import Reader
 from mtp_checkpoints.families.fields import Fields
+from mtp_checkpoints.families.releases import Releases
 from mtp_checkpoints.families.spec import ModelSpec
 
 _TOWERS = ("visual.", "audio_encoder.", "speech_embeddings.", "audio_tokenizer.")
@@ -30,3 +31,4 @@ EXAMPLES = {
         vllm_main=None,
     ),
 }
+RELEASES: Releases = {"MiMoV2OmniForCausalLM": None}  # no release read

@@ -11,6 +11,7 @@ from dataclasses import replace
 from mtp_checkpoints.families import qwen3_5
 from mtp_checkpoints.families.examples import Example
 from mtp_checkpoints.families.fields import Fields
+from mtp_checkpoints.families.releases import QWEN, Releases
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.families.text_part import TextPart
 
@@ -35,3 +36,5 @@ EXAMPLES = {
         },
     ),
 }
+# MiniCPM-V-4.6, a Qwen3.5: the text part of its config.json in a test of an engine.
+RELEASES: Releases = {"minicpmv4_6": QWEN}

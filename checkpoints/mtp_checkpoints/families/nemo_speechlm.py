@@ -14,6 +14,7 @@ from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.layer_halves import Attention
 from mtp_checkpoints.families.nemotron_h import decoder, main_parts, mtp_parts
 from mtp_checkpoints.families.parts.mamba2 import Mamba2
+from mtp_checkpoints.families.releases import Releases
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.families.text_part import TextPart
 
@@ -71,3 +72,4 @@ EXAMPLES = {
         },
     ),
 }
+RELEASES: Releases = {"nemo_speechlm": None}  # no release read

@@ -19,6 +19,7 @@ from mtp_checkpoints.families.parts.listed import NOTHING
 from mtp_checkpoints.families.parts.mamba2 import Mamba2
 from mtp_checkpoints.families.parts.plain_gqa import PlainGqa
 from mtp_checkpoints.families.parts.ungated import UngatedMlp, UngatedMoe
+from mtp_checkpoints.families.releases import PLAIN_GROUPS, Releases
 from mtp_checkpoints.families.spec import LayerSpec, ModelSpec, MtpModules, MtpSpec
 from mtp_checkpoints.families.text_part import TextPart
 
@@ -51,7 +52,10 @@ _NORM_EPS = 1e-5  # transformers' default
 
 
 def spec(fields: Fields) -> ModelSpec:
-    """Describe a config.json."""
+    """Describe a config.json; that of Nemotron-3-Ultra lists its layers and does not count them."""
+    listed = fields.values.get("layers_block_type")
+    if isinstance(listed, list):
+        fields = fields.with_defaults(num_hidden_layers=len(listed))
     return decoder(TextPart.whole(fields), main_parts(fields), mtp_parts(fields))
 
 
@@ -142,4 +146,14 @@ EXAMPLES = {
         NEMOTRON_H,
         vllm=Reader("NemotronHMTP", needs_gpu=True),
     ),
+}
+# Nemotron-3-Nano and 3.5-Lightning, then Super and Ultra: config.json in NVIDIA's aiconfigurator.
+RELEASES: Releases = {
+    "nemotron_h": {
+        **PLAIN_GROUPS,
+        "layer_norm_epsilon": (1e-5,),
+        "norm_eps": (1e-5,),
+        "norm_topk_prob": (True,),
+        "routed_scaling_factor": (2.5, 5.0),
+    }
 }

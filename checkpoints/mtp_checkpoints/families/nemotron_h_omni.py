@@ -9,6 +9,7 @@ from __future__ import annotations
 from mtp_checkpoints.families.examples import NEMOTRON_H, Config, Example, Reader
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.nemotron_h import decoder, main_parts, mtp_parts
+from mtp_checkpoints.families.releases import Releases
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.families.text_part import TextPart
 
@@ -42,3 +43,4 @@ EXAMPLES = {
         vllm=Reader("NemotronHMTP", needs_gpu=True),
     ),
 }
+RELEASES: Releases = {"nemotron_h_omni": None}  # no release read

@@ -19,6 +19,7 @@ from mtp_checkpoints.families.nemotron_h import (
     mtp_parts,
     part_of,
 )
+from mtp_checkpoints.families.releases import Releases
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.families.text_part import TextPart
 
@@ -91,3 +92,4 @@ EXAMPLES = {
         ),
     ),
 }
+RELEASES: Releases = {"nemotron_h_puzzle": None}  # no release read

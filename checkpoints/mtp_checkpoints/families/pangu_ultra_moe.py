@@ -14,6 +14,7 @@ from mtp_checkpoints.families.contract import MtpContract
 from mtp_checkpoints.families.examples import PANGU_LIKE, Config, Example, Reader
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.parts.feed_forward import BIASED, GREEDY, Moe, MoeNames
+from mtp_checkpoints.families.releases import Releases
 from mtp_checkpoints.families.spec import LayerSpec, ModelSpec
 
 _CONTRACT = MtpContract(zero_first_embedding=True, source="vLLM")
@@ -59,3 +60,4 @@ EXAMPLES = {
         vllm_main=Reader("PanguUltraMoEForCausalLM", _READ),
     ),
 }
+RELEASES: Releases = {"pangu_ultra_moe": None}  # no release read

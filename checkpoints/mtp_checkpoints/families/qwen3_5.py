@@ -11,6 +11,7 @@ from mtp_checkpoints.families.examples import QWEN3_5_MOE_TEXT, Config, Example,
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.gated_delta_decoder import gated_delta_decoder
 from mtp_checkpoints.families.parts.feed_forward import GatedMlp
+from mtp_checkpoints.families.releases import QWEN, Releases
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.families.text_part import TextPart
 
@@ -57,3 +58,4 @@ EXAMPLES = {
         ),
     ),
 }
+RELEASES: Releases = {"qwen3_5": QWEN, "qwen3_5_text": QWEN}

@@ -14,6 +14,7 @@ from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.gated_delta_decoder import gated_delta_decoder
 from mtp_checkpoints.families.moe_decoder import check_expert_count, main_layers
 from mtp_checkpoints.families.parts.feed_forward import Moe
+from mtp_checkpoints.families.releases import QWEN, Releases
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.families.text_part import TextPart
 
@@ -53,3 +54,4 @@ EXAMPLES = {
         mtp_model={"mtp_layer_types": ["full_attention"]},
     ),
 }
+RELEASES: Releases = {"qwen3_5_moe": QWEN, "qwen3_5_moe_text": QWEN}

@@ -16,6 +16,7 @@ from mtp_checkpoints.families.mellum import softmax_decoder
 from mtp_checkpoints.families.moe_decoder import main_layers
 from mtp_checkpoints.families.parts.gqa import Gqa
 from mtp_checkpoints.families.qwen3_next import SGLANG_LAYER, refuse_dense_layers
+from mtp_checkpoints.families.releases import Releases
 from mtp_checkpoints.families.spec import ModelSpec
 
 _CONTRACT = MtpContract(source="SGLang")
@@ -48,4 +49,13 @@ EXAMPLES = {
         mtp_model={},
         sglang=Reader("Qwen3MoeForCausalLMMTP", {"attention_bias": False}, module="qwen3_moe_mtp"),
     ),
+}
+# 235B-A22B and 30B-A3B, then Coder-480B-A35B: config.json in NVIDIA's aiconfigurator.
+RELEASES: Releases = {
+    "qwen3_moe": {
+        "rms_norm_eps": (1e-6,),
+        "rope_theta": (1e6, 1e7),
+        "rope_scaling": (None,),
+        "norm_topk_prob": (True,),
+    }
 }

@@ -15,6 +15,7 @@ from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.gated_delta_decoder import gated_delta_decoder
 from mtp_checkpoints.families.moe_decoder import check_expert_count, main_layers
 from mtp_checkpoints.families.parts.feed_forward import Moe
+from mtp_checkpoints.families.releases import QWEN, Releases
 from mtp_checkpoints.families.signs import USUAL_COUNTS
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.families.text_part import TextPart
@@ -54,3 +55,4 @@ EXAMPLES = {
         vllm=Reader("Qwen3NextMTP"),
     ),
 }
+RELEASES: Releases = {"qwen3_next": {**QWEN, "norm_topk_prob": (True,)}}

@@ -29,6 +29,7 @@ from mtp_checkpoints.families.moe_decoder import check_expert_count, main_layers
 from mtp_checkpoints.families.parts.feed_forward import Moe
 from mtp_checkpoints.families.parts.gated_delta import GatedDeltaNet
 from mtp_checkpoints.families.parts.listed import Entry, Listed, grouped, matrix, norm
+from mtp_checkpoints.families.releases import Releases, Values
 from mtp_checkpoints.families.spec import LayerSpec, ModelSpec, MtpModules, MtpSpec
 from mtp_checkpoints.families.text_part import TextPart
 
@@ -189,3 +190,10 @@ EXAMPLES = {
         vllm=Reader("Qwen4ExpMTP", {"hc_lowrank": 14}, needs_gpu=True),
     ),
 }
+# Qwen3.8-Flash-Next: its config.json in a test of mtplx.
+_VALUES: Values = {
+    "rms_norm_eps": (1e-6,),
+    "rope_theta": (1e7,),
+    "partial_rotary_factor": (0.25,),
+}
+RELEASES: Releases = {"qwen4_exp": _VALUES, "qwen4_exp_text": _VALUES}

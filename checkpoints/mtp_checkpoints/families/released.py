@@ -1,19 +1,21 @@
-"""Facts of released models: the shapes of DeepSeek-V3, for figures about the real model, and the
-values that every release of a family has in config.json, of those that no shape depends on.
-
-Source: config.json of the released checkpoints.
+"""Facts of released models: the shapes of DeepSeek-V3, for figures about the real model, by
+config.json of the released checkpoint; and the values that no shape depends on, compared with those
+that the families' files have of their releases.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mtp_checkpoints.families import EVERY, name_of
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.parts.feed_forward import Moe
 from mtp_checkpoints.families.parts.gqa import Gqa
 from mtp_checkpoints.families.parts.rope import PLAIN, Rope
+from mtp_checkpoints.families.releases import Values
 from mtp_checkpoints.families.signs import text_fields
 from mtp_checkpoints.families.spec import ModelSpec
 
@@ -40,50 +42,25 @@ DEEPSEEK_V3: dict[str, Any] = {
     "vocab_size": 129280,
 }
 
-Values = Mapping[str, tuple[Any, ...]]
-_EPS, _THETA, _SCALING = "rms_norm_eps", "rope_theta", "rope_scaling"
-_ROPE_PARAMETERS, _ROTATED = "rope_parameters", "partial_rotary_factor"
-_YARN = {
-    "type": "yarn",
-    "factor": 40,
-    "original_max_position_embeddings": 4096,
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
+_SCALING, _PARAMETERS, _ROTATED = "rope_scaling", "rope_parameters", "partial_rotary_factor"
+# Values of rope_scaling that rope_parameters may hold beside others.
+_OF_SCALING = frozenset(
+    {
+        *("type", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
+        *("mscale", "mscale_all_dim"),
+    }
+)
+# By the names of families, what their files say of their releases.
+RELEASES: dict[str, Values | None] = {
+    name: releases[name]
+    for name, spec in EVERY.items()
+    if name in (releases := vars(sys.modules[spec.__module__]).get("RELEASES", {}))
 }
-_BIASED = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "norm_topk_prob": (True,)}
-# V3, R1, their later versions, V3.1.
-_DEEPSEEK: Values = _BIASED | {
-    _EPS: (1e-6,),
-    _THETA: (10000.0,),
-    _SCALING: (_YARN,),
-    "routed_scaling_factor": (2.5,),
-    "n_group": (8,),
-    "topk_group": (4,),
-}
-_GLM: Values = _BIASED | {
-    _EPS: (1e-5,),
-    _THETA: (1e6,),
-    _SCALING: (None,),
-    "n_group": (1,),
-    "topk_group": (1,),
-}
-_QWEN: Values = {_EPS: (1e-6,), _THETA: (1e7,), _SCALING: (None,), _ROTATED: (0.25,)}
-# By model_type, the values that its releases have of each field. A field that is not here may have
-# any.
-RELEASED_VALUES: dict[str, Values] = {
-    "deepseek_v3": _DEEPSEEK,
-    "deepseek_v32": _DEEPSEEK,
-    "glm4_moe": {**_GLM, "routed_scaling_factor": (2.5, 1.0), _ROTATED: (0.5,)},  # 1.0: Air
-    "glm4_moe_lite": {**_GLM, "routed_scaling_factor": (1.8,)},
-    "glm_moe_dsa": {**_GLM, "routed_scaling_factor": (2.5,)},
-    "qwen3_next": {**_QWEN, "norm_topk_prob": (True,)},
-    "qwen3_5": _QWEN,
-    "qwen3_5_text": _QWEN,
-    "qwen3_5_moe": _QWEN,
-    "qwen3_5_moe_text": _QWEN,
-}
+
+
+def released_values(config: Mapping[str, Any]) -> Values:
+    """Return the values of the releases of a config.json's family; none where none was read."""
+    return RELEASES.get(name_of(config) or "") or {}
 
 
 @dataclass(frozen=True)
@@ -97,31 +74,42 @@ class UnreleasedValue:
 
 def unreleased_values(config: Mapping[str, Any], spec: ModelSpec) -> tuple[UnreleasedValue, ...]:
     """Return the values of a config.json that no release of its family has, of a model as that
-    describes it: what a config leaves out is what its readers take. None of a family of whose
-    releases no values are known."""
-    known = RELEASED_VALUES.get(str(config.get("model_type")))
-    if known is None:
-        return ()
-    read = dict(_values_of(spec))
-    return tuple(
-        UnreleasedValue(field, _as_written(config, field, read[field]), released)
-        for field, released in known.items()
-        if field in read and read[field] not in [_as_read(field, value) for value in released]
-    )
+    describes it: what a config leaves out is what its readers take, where the description says.
+    None of a family of whose releases none was read."""
+    return tuple(_unreleased(config, spec))
+
+
+def _unreleased(config: Mapping[str, Any], spec: ModelSpec) -> Iterator[UnreleasedValue]:
+    described, text = _values_of(spec), text_fields(config)
+    for field, released in released_values(config).items():
+        theirs = [_as_read(field, value) for value in released]
+        if field in described:
+            found = [value for value in described[field] if value not in theirs]
+            if found and len(described[field]) == 1:
+                found = [_as_written(text, field, found[0])]
+        else:
+            found = [one for one in _written(text, field) if _as_read(field, one) not in theirs]
+        if found:
+            yield UnreleasedValue(field, found[0], released)
 
 
 def with_value(config: Mapping[str, Any], field: str, value: Any) -> dict[str, Any]:
-    """Return a config.json with another value of a field of RELEASED_VALUES, wherever its readers
+    """Return a config.json with another value of a field that releases have, wherever its readers
     look for that."""
     text = dict(text_fields(config))
-    parameters = dict(text.get(_ROPE_PARAMETERS) or {})
+    parameters = dict(text.get(_PARAMETERS) or {})
+    by_kind = {
+        kind: {**one, field: value}
+        for kind, one in parameters.items()
+        if isinstance(one, Mapping) and field in one
+    }
     if field == _SCALING:
         text[_SCALING] = value
         if parameters:
-            kept = {key: one for key, one in parameters.items() if key not in _YARN}
-            text[_ROPE_PARAMETERS] = kept | {"rope_type": (value or {}).get("type", PLAIN)}
-    elif field in parameters:
-        text[_ROPE_PARAMETERS] = parameters | {field: value}
+            kept = {key: one for key, one in parameters.items() if key not in _OF_SCALING}
+            text[_PARAMETERS] = kept | {"rope_type": (value or {}).get("type", PLAIN)}
+    elif by_kind or field in parameters:
+        text[_PARAMETERS] = parameters | (by_kind or {field: value})
     else:
         text[field] = value
     return text if text_fields(config) is config else {**config, **_nested(config, text)}
@@ -133,24 +121,32 @@ def _nested(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any
     return {key: text for key, value in config.items() if value is own}
 
 
-def _values_of(spec: ModelSpec) -> Iterator[tuple[str, Any]]:
-    """Yield what a model's config.json was read as, by field."""
-    yield _EPS, spec.facts.norm_eps
-    attention = next((a for layer in spec.every_layer if (a := layer.attention).rope), None)
-    if attention is not None and attention.rope is not None:
-        yield _THETA, attention.rope.theta
-        yield _SCALING, _scaling(attention.rope)
-    if isinstance(attention, Gqa):
-        yield _ROTATED, attention.sizes.rope / attention.sizes.head
+def _values_of(spec: ModelSpec) -> dict[str, list[Any]]:
+    """Return what a model's config.json was read as, by field: of attention, each kind's."""
+    kinds = list(dict.fromkeys(layer.attention for layer in spec.every_layer))
+    ropes = [kind.rope for kind in kinds if kind.rope is not None]
+    found: dict[str, list[Any]] = {
+        "rms_norm_eps": [spec.facts.norm_eps],
+        "rope_theta": [rope.theta for rope in ropes],
+        _SCALING: [_scaling(rope) for rope in ropes],
+        _ROTATED: [
+            kind.sizes.rope / kind.sizes.head
+            for kind in kinds
+            if isinstance(kind, Gqa) and kind.rope is not None
+        ],
+    }
     moe = next((p for p in spec.parts if isinstance(p, Moe)), None)
     if moe is not None:
         router, routing = moe.router, moe.router.routing
-        yield "scoring_func", router.scoring
-        yield "topk_method", router.method
-        yield "norm_topk_prob", routing.normalises
-        yield "routed_scaling_factor", routing.scale
-        yield "n_group", routing.groups
-        yield "topk_group", routing.groups_per_token
+        found |= {
+            "scoring_func": [router.scoring],
+            "topk_method": [router.method],
+            "norm_topk_prob": [routing.normalises],
+            "routed_scaling_factor": [routing.scale],
+            "n_group": [routing.groups],
+            "topk_group": [routing.groups_per_token],
+        }
+    return {field: list(dict.fromkeys(values)) for field, values in found.items() if values}
 
 
 def _scaling(rope: Rope) -> object:
@@ -162,10 +158,24 @@ def _as_read(field: str, value: Any) -> object:
     return _scaling(Rope.of(Fields({_SCALING: value}), 2)) if field == _SCALING else value
 
 
-def _as_written(config: Mapping[str, Any], field: str, read: object) -> Any:
-    """Return a field as config.json has it; what its readers take, where that leaves it out."""
-    text = text_fields(config)
-    parameters = text.get(_ROPE_PARAMETERS) or {}
+def _written(text: Mapping[str, Any], field: str) -> list[Any]:
+    """Return the values of a field that no description has: by itself or in rope_parameters, and
+    there for all layers or by their kinds; each of a list of layers'."""
+    parameters = text.get(_PARAMETERS) or {}
+    by_kind = [one for one in parameters.values() if isinstance(one, Mapping)]
     if field == _SCALING:
-        return text.get(_SCALING) or {k: v for k, v in parameters.items() if k != _THETA} or None
-    return text.get(field, parameters.get(field, read))
+        return [] if by_kind else [text.get(_SCALING) or _scaling_in(parameters) or None]
+    found = [place[field] for place in (text, parameters, *by_kind) if field in place]
+    return [one for value in found for one in (value if isinstance(value, list) else [value])]
+
+
+def _as_written(text: Mapping[str, Any], field: str, read: object) -> Any:
+    """Return a field as config.json has it; what its readers take, where that leaves it out."""
+    parameters = text.get(_PARAMETERS) or {}
+    if field == _SCALING:
+        return text.get(_SCALING) or _scaling_in(parameters) or None
+    return parameters.get(field, text.get(field, read))
+
+
+def _scaling_in(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in parameters.items() if key != "rope_theta"}

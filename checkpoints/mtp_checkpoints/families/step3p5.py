@@ -27,6 +27,7 @@ from mtp_checkpoints.families.parts.gqa import Gqa
 from mtp_checkpoints.families.parts.head_gated_gqa import HeadGatedGqa
 from mtp_checkpoints.families.parts.listed import Entry
 from mtp_checkpoints.families.parts.sliding_gqa import SlidingGqa
+from mtp_checkpoints.families.releases import Releases
 from mtp_checkpoints.families.spec import LayerSpec, ModelSpec, MtpModules, MtpSpec
 from mtp_checkpoints.families.text_part import TextPart
 
@@ -181,4 +182,13 @@ EXAMPLES = {
         },
         sglang=Reader("Step3p5MTP", SGLANG_FIELDS, module="step3p5_mtp", layers=3),
     ),
+}
+# Step-3.5-Flash, bases of full and sliding attention: its config.json as the page of it in
+# weavers.neocities.org/architecture-encyclopedia lists it.
+RELEASES: Releases = {
+    "step3p5": {
+        "rms_norm_eps": (1e-5,),
+        "rope_theta": (5e6, 10000.0),
+        "sliding_window": (512,),
+    }
 }

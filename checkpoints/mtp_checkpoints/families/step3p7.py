@@ -9,6 +9,7 @@ from __future__ import annotations
 from mtp_checkpoints.families import step3p5
 from mtp_checkpoints.families.examples import STEP3P5, Config, Example, Reader
 from mtp_checkpoints.families.fields import Fields
+from mtp_checkpoints.families.releases import Releases
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.families.step3p5 import SGLANG_FIELDS
 from mtp_checkpoints.families.text_part import TextPart
@@ -39,4 +40,13 @@ EXAMPLES = {
         _STEP3P7,
         sglang=Reader("Step3p5MTP", SGLANG_FIELDS, module="step3p5_mtp", layers=3),
     ),
+}
+# Step-3.7-Flash: the text part of its config.json in tests of two engines.
+RELEASES: Releases = {
+    "step3p7": {
+        "rms_norm_eps": (1e-5,),
+        "rope_theta": (5e6, 10000.0),
+        "moe_router_scaling_factor": (3.0,),
+        "sliding_window": (512,),
+    }
 }

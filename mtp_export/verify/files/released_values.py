@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mtp_checkpoints.containers.base import CONFIG_NAME
-from mtp_checkpoints.families.released import RELEASED_VALUES, unreleased_values
+from mtp_checkpoints.families import name_of
+from mtp_checkpoints.families.released import released_values, unreleased_values
 from mtp_export.progress import counted
-from mtp_export.verify.check import Item, Problem, measured, passed, verdict
+from mtp_export.verify.check import Item, Problem, measured, not_tested, passed, verdict
 from mtp_export.verify.diagnosis.causes import files as causes
 
 if TYPE_CHECKING:
@@ -16,14 +17,17 @@ if TYPE_CHECKING:
 
 
 def run(context: Context) -> Iterator[Item]:
-    """The main model's values, or the MTP part's where there is no main model; nothing for a family
-    of whose releases no values are known."""
+    """The main model's values, or the MTP part's where there is no main model."""
     for layout in context.layouts[:1]:
         config = layout.checkpoint.config
-        known = RELEASED_VALUES.get(str(config.get("model_type")))
-        if known is None:
-            return
         name, bound = "config values of the releases", "those of the releases"
+        family = name_of(config)
+        if family is None:  # a draft by an engine's own name
+            return
+        known = released_values(config)
+        if not known:
+            yield not_tested(name, f"no release of {family} was read")
+            return
         found = unreleased_values(config, layout.stored.family)
         figure = counted(len(known), "value")
         if context.options.strict_config:

@@ -230,3 +230,16 @@ def test_promises_beyond_any_model_are_refused_before_they_are_listed(
 def test_the_largest_releases_are_within_the_bound() -> None:
     sizes = SMALL | {"num_hidden_layers": 78, "n_routed_experts": 384}
     assert len(family_of(sizes).tensors) > 3 * 77 * 384
+
+
+def test_listed_layers_of_nemotron_need_not_be_counted() -> None:
+    """As in the config.json of Nemotron-3-Ultra."""
+    whole = SMALL_CONFIGS["nemotron_h"]
+    words = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
+    kept = {key: value for key, value in whole.items() if not key.endswith("override_pattern")}
+    del kept["num_hidden_layers"]
+    listed = {
+        "layers_block_type": [words[one] for one in whole["hybrid_override_pattern"]],
+        "mtp_layers_block_type": ["attention", "moe"],
+    }
+    assert family_of(kept | listed).tensors == family_of(whole).tensors
