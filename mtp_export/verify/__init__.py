@@ -59,12 +59,12 @@ CHECKS: dict[str, Check] = {
     ),
     "greedy": Check("Greedy equality", Level.RUN, ("decoding.greedy",)),
     "sampling": Check("Sampling", Level.RUN, ("decoding.sampling",)),
+    "likelihood": Check("Plain text", Level.RUN, ("decoding.likelihood",)),
     "acceptance": Check(
         "Acceptance",
         Level.RUN,
         ("decoding.acceptance", "decoding.acceptance:extra_drafts", "decoding.rounding"),
     ),
-    "likelihood": Check("Plain text", Level.RUN, ("decoding.likelihood",)),
     "differential": Check("Differential", Level.RUN, ("decoding.differential",)),
     "controls": Check("Negative controls", Level.RUN, ("decoding.controls",)),
     "paths": Check("Path equivalence", Level.RUN, ("decoding.paths",)),

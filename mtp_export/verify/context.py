@@ -22,7 +22,7 @@ from mtp_export import __version__
 from mtp_export.paths import refuse_overlaps
 from mtp_export.progress import ShowCount, ShowProgress, format_bytes, uncounted
 from mtp_export.schemes.scheme import GRAFTED
-from mtp_export.verify.check import Item, Level, Status
+from mtp_export.verify.check import MTP_MODULE, Item, Level, Status
 from mtp_export.verify.evidence.memory_room import MemoryRoom, memory_room
 from mtp_export.verify.evidence.parts import (
     OpenedPlace,
@@ -312,6 +312,14 @@ class Context(OpenedPlace):
                 if item.subject in self.mtp.tensors or item.name.startswith(f"{MTP}: "):
                     return f"check {check}, {item.name}"
         return ""
+
+    @property
+    def main_damage(self) -> str:
+        """Check and item that found the main model to be damaged, which a draft is fed with and
+        judged by; "" where none did."""
+        failed = self.failures.get("likelihood", ())
+        names = (item.name for item in failed if MTP_MODULE not in item.name)
+        return next((f"check likelihood, {name}" for name in names), "")
 
     def loaded(self, options: LoadOptions) -> Loaded:
         """The bundle's model, loaded once per options; a deterministic one is the usual, if that

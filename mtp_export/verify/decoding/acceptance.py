@@ -31,17 +31,25 @@ from mtp_runtime.models.load import LoadOptions
 
 # Acceptance of a draft over that of the one before it, both given that all before were accepted.
 LEAST_KEPT = 0.6
+_KEPT, _BAND = "later drafts hold", "sanity band of draft 1"
 _OTHERS, _FIRST_TOKEN = "no other layout drafts better", "first-token handling"
+_CONTRACT = "contract"
 
 
 def run(context: Context) -> Iterator[Item]:
     """Acceptance per k, then the module compared with its variants and with its drafter, or a draft
-    in its place with its variants."""
+    in its place with its variants; what a damaged main model accepts tells nothing of a module."""
     corpus = context.corpus
     for k in context.options.ks:
         yield from of_k(corpus.speculative(k), k)
     if corpus.draft is not None:
         yield from _without_module(context, corpus.draft)
+        return
+    if context.main_damage:
+        why = causes.main_damaged(context.main_damage)
+        names = (_KEPT, _BAND, _OTHERS, _FIRST_TOKEN, _CONTRACT)
+        yield from (not_tested(name, why) for name in names)
+        yield from drafter_items(corpus, max(context.options.ks))
         return
     tried = alternatives(corpus)
     yield _no_collapse(corpus, max(context.options.ks), _explained(best_of(tried)))
@@ -218,7 +226,7 @@ def _sanity_band(corpus: Corpus, better: Sequence[Alternative], damage: str) -> 
 
 def _in_band(found: Estimate | None, cause: str) -> Item:
     """An acceptance of first drafts, and the cause of one below a working module's."""
-    name, bound = "sanity band of draft 1", f"at least {gates.LEAST_ACCEPTANCE}"
+    name, bound = _BAND, f"at least {gates.LEAST_ACCEPTANCE}"
     if found is None:
         return not_tested(name, "nothing was drafted: the texts are too short")
     return judged(
@@ -233,7 +241,7 @@ def _in_band(found: Estimate | None, cause: str) -> Item:
 
 def _no_collapse(corpus: Corpus, k: int, known: str) -> Item:
     """Each later draft keeps most of the acceptance of the one before it."""
-    name, bound = "later drafts hold", f"each at least {LEAST_KEPT} of the one before"
+    name, bound = _KEPT, f"each at least {LEAST_KEPT} of the one before"
     if k < 2:
         return not_tested(name, "--k asks for one draft alone")
     decoded = corpus.speculative(k)
@@ -303,5 +311,5 @@ def _contract(corpus: Corpus, tried: Sequence[Alternative]) -> Item:
                 own=getattr(own, field),
                 usual=getattr(usual, field),
             )
-            return failed("contract", cause, figure=figure, bound=bound)
-    return passed("contract", figure=figure, bound=bound)
+            return failed(_CONTRACT, cause, figure=figure, bound=bound)
+    return passed(_CONTRACT, figure=figure, bound=bound)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mtp_checkpoints.errors import UnsupportedError
-from mtp_export.verify.check import Item, Status, not_tested, passed
+from mtp_export.verify.check import MTP_MODULE, Item, Status, not_tested, passed
 from mtp_export.verify.context import Context
 from mtp_export.verify.decoding.changed import Changed, best_first, compared, explained
 from mtp_export.verify.diagnosis.causes import decoding as causes
@@ -27,7 +27,7 @@ from mtp_runtime.streaming import StreamedModel
 from mtp_runtime.tokenizer import Tokenizer
 
 NAME = "no part of the main model gains by training"
-OF_MODULE = "no part of the MTP module gains by training"
+OF_MODULE = f"no part of {MTP_MODULE} gains by training"
 # Of a model that is trained, its stored tensors: in float32, with gradients, eight times as many.
 MOST_BYTES = 256 << 20
 LEAST_TEXTS = 16  # to train on, and to judge by

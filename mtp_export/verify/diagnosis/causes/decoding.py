@@ -161,6 +161,11 @@ def damaged(damage: str) -> str:
     return f"the module's weights are damaged, as {damage} says"
 
 
+def main_damaged(damage: str) -> str:
+    """damage: the check and item that found it."""
+    return f"the main model, which feeds the drafts and judges them, is damaged, as {damage} says"
+
+
 def loaded_wrongly(item: str) -> str:
     """item: the one that says how."""
     return f"the module is loaded wrongly, as item '{item}' says"
