@@ -55,6 +55,10 @@ ZERO_POINT_SLACK = 0.25
 # -0.7, in another order at -0.2.
 ORDER_MARGIN = 0.25
 
+# The largest share of a table's squares by which one that was trained on from it differs: 1 and more
+# of one in another order. Two released models of one base may be nearer.
+TUNED_SHARE = 0.1
+
 # The acceptance of the first draft. A sanity check and no baseline: every known layout bug but the
 # mildest falls below it. DeepSeek reports 0.85 to 0.90 for V3 and R1.
 LEAST_ACCEPTANCE = 0.5

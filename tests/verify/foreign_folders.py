@@ -747,6 +747,13 @@ DAMAGED = (
         ("embed_tokens",),
     ),
     Folder(
+        "embedding and head of a model of the same base",
+        deepseek,
+        damages.copies_of_a_tuned_model,
+        "weights",
+        ("embed_tokens", r"shared_head\.head", "of another checkpoint"),
+    ),
+    Folder(
         "a head beside embeddings that are said to be its own",
         deepseek,
         damages.config(tie_word_embeddings=True),
@@ -806,6 +813,7 @@ GOOD = (
     Folder("as released, in fp8", lambda: released(DEEPSEEK)),
     Folder("without copies", deepseek, lose(r"embed_tokens|shared_head\.head")),
     Folder("with copies", glm(), _own_copies),
+    Folder("with a tuned head of its own", deepseek, damages.tuned("shared_head.head.weight")),
     Folder("in one file", glm(1)),
     Folder("in five files", glm(5)),
     Folder("the MTP layer in a file of its own", glm(own_file="mtp.safetensors")),

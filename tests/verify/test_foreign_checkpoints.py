@@ -34,6 +34,7 @@ from verify.foreign import (
 
 Item = dict[str, Any]
 PRESENCE = "MTP modules announced and there"
+INDEXED = "MTP modules in the index"
 
 
 def verified(place: object, *options: object) -> tuple[Outcome, dict[str, Item]]:
@@ -227,9 +228,17 @@ def test_a_file_outside_the_index_is_named(tmp_path: Path) -> None:
     save_file(mtp, folder / "mtp.safetensors")
     index = {"weight_map": dict.fromkeys(main, "model-00001-of-00001.safetensors")}
     (folder / INDEX).write_text(json.dumps(index))
+    item = f"{INDEXED}, as vLLM reads it"
     outcome, items = verified(folder)
-    assert (outcome.code, failures(items)) == (7, {"MTP modules in the index"})
-    assert "mtp.safetensors" in items["MTP modules in the index"]["cause"]
+    assert (outcome.code, failures(items)) == (7, {item})
+    assert "mtp.safetensors" in items[item]["cause"]
+    assert "for vLLM; SGLang reads it as it is (--engine sglang)" in outcome.err
+    outcome, items = verified(folder, "--engine", "sglang")
+    assert (outcome.code, failures(items)) == (0, set())
+    (folder / "mtp.safetensors").rename(folder / "draft.safetensors")  # which SGLang adds to none
+    for engine in ((), ("--engine", "sglang")):
+        outcome, items = verified(folder, *engine)
+        assert (outcome.code, failures(items)) == (7, {INDEXED})
 
 
 @pytest.mark.parametrize(

@@ -340,7 +340,7 @@ CONTENTS = [
     Report(
         "mlxcel#1315",
         of(glm(own_file="mtp.safetensors"), written=damages.unindexed(r"layers\.3\.")),
-        "MTP modules in the index",
+        "MTP modules in the index, as vLLM reads it",
         "fail",
         ("mtp.safetensors",),
     ),

@@ -41,7 +41,17 @@ from mtp_checkpoints.quantization.tools import Tool, known_loss, tool_of
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_export.inspection import shared_tensors
 from mtp_export.progress import counted
-from mtp_export.verify.check import Item, Problem, failed, measured, not_tested, passed, verdict
+from mtp_export.verify.check import (
+    ENGINE,
+    LEFT_OUT,
+    Item,
+    Problem,
+    failed,
+    measured,
+    not_tested,
+    passed,
+    verdict,
+)
 from mtp_export.verify.diagnosis.causes import presence as causes
 from mtp_export.verify.files.main_shapes import shapes_as_main
 from mtp_export.verify.files.repair import graft_command, unlike_source
@@ -68,7 +78,7 @@ def run(context: Context) -> Iterator[Item]:
     if found.modules:
         yield _complete(found)
         yield from _shapes(found)
-        yield _indexed(context, found)
+        yield from _indexed(context, found)
         yield from _copies(found)
 
 
@@ -297,19 +307,29 @@ def _is_float_matrix(tensor: TensorInfo) -> bool:
     return len(tensor.shape) > 1 and tensor.dtype in FLOATS
 
 
-def _indexed(context: Context, found: Found) -> Item:
-    """No tensor of a module is in a file that the index leaves out."""
+_INDEXED = "MTP modules in the index"
+_FOR_SGLANG = {ENGINE: "sglang"}
+
+
+def _indexed(context: Context, found: Found) -> Iterator[Item]:
+    """No tensor of a module is in a file that the index leaves out, for engines that add none."""
     outside: dict[str, str] = {}
     for checkpoint in context.checkpoints.values():
         for shard in checkpoint.shards:
             if shard.path.name in checkpoint.unindexed:
                 outside |= {tensor.name: shard.path.name for tensor in shard.tensors}
     lost = sorted(name for name in found.mtp_names if name in outside)
-    words = [
-        causes.not_in_index(file, sglang_adds=sglang_adds(found.config, file))
-        for file in dict.fromkeys(outside[name] for name in lost)
-    ]
-    return verdict("MTP modules in the index", [Problem(lost[0], each) for each in words])
+    files = list(dict.fromkeys(outside[name] for name in lost))
+    problems = [Problem(lost[0], causes.not_in_index(file)) for file in files]
+    if not files or not all(sglang_adds(found.config, file) for file in files):
+        yield verdict(_INDEXED, problems)
+        return
+    yield passed(f"{_INDEXED}, as SGLang reads it", figure=causes.added(files[0]), data=_FOR_SGLANG)
+    name, chosen = f"{_INDEXED}, as vLLM reads it", context.options.engine
+    if chosen == _FOR_SGLANG[ENGINE]:
+        yield not_tested(name, f"--engine {chosen} leaves it out", data={LEFT_OUT: True})
+    else:
+        yield replace(verdict(name, problems), data={ENGINE: "vllm"})
 
 
 def _copies(found: Found) -> Iterator[Item]:

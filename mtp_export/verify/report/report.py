@@ -63,8 +63,8 @@ class Report:
         them: what fails for no engine in particular fails for each."""
         judged: dict[str, bool] = {}
         for _, item in self.items:
-            if ENGINE in item.data:
-                judged[item.data[ENGINE]] = item.status is not Status.FAIL
+            if (name := item.data.get(ENGINE)) is not None:
+                judged[name] = judged.get(name, True) and item.status is not Status.FAIL
         of_all = any(i.status is Status.FAIL and ENGINE not in i.data for _, i in self.items)
         return {name: reads and not of_all for name, reads in judged.items()}
 

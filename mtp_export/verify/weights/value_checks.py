@@ -27,6 +27,7 @@ from mtp_export.verify.check import (
     passed,
     verdict,
 )
+from mtp_export.verify.diagnosis.causes import copies
 from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.diagnosis.weight_bugs import damaged_elements, elements, lost_rows
 from mtp_export.verify.evidence.parts import PartLayout
@@ -291,7 +292,15 @@ def _shared(
     main, draft = (
         {fact.weight.stored.weight.name: fact for fact in facts[part.name]} for part in found
     )
-    for pair in found[0].stored.family.shared:
+    shared = found[0].stored.family.shared
+    unequal = [
+        pair.mtp_name
+        for pair in shared
+        if pair.mtp_name in draft
+        and pair.main_name in main
+        and not _equal(draft[pair.mtp_name], main[pair.main_name])
+    ]
+    for pair in shared:
         own, original = draft.get(pair.mtp_name), main.get(pair.main_name)
         name = f"draft's {pair.mtp_name.split('.', 3)[3]} is the main model's"
         if own is None or original is None:
@@ -300,18 +309,33 @@ def _shared(
             opaque = any(one is not None and not one.format.is_decoded for one in both)
             why = "not in the bundle: engines take the main model's"
             yield not_tested(name, causes.NOT_COMPARED if opaque else why)
-        elif _equal(own, original):
+        elif pair.mtp_name not in unequal:
             yield passed(name, figure=format_bytes(own.weight.size_bytes))
         elif context.recorded("allow_untied"):
             why = "it differs, and was exported with --allow-untied"
             yield not_tested(name, why, subject=own.weight.name)
+        elif (damage := _damage(own, original)) is not None:
+            yield verdict(name, [damage])
+        elif not context.is_bundle and len(unequal) == 1 and _is_tuned(own, original):
+            yield not_tested(name, copies.TUNED_COPY, subject=own.weight.name)
         else:
-            yield verdict(name, [_difference(own, original)])
+            words = copies.another_checkpoint(own.weight.name, original.weight.name)
+            yield verdict(name, [Problem(own.weight.name, words)])
 
 
-def _difference(own: WeightFacts, original: WeightFacts) -> Problem:
-    """Cause where the draft's copy is not the main model's: damage of one of the two, or another
-    checkpoint."""
+def _is_tuned(own: WeightFacts, original: WeightFacts) -> bool:
+    """Return whether a copy is near the main model's, as one is that was trained on from it."""
+    noise = power = 0.0
+    for start, stop in own.weight.pieces():
+        ours, theirs = (one.weight.encoded(start, stop).dequantize() for one in (own, original))
+        noise += float((ours.double() - theirs.double()).square().sum())
+        power += float(theirs.double().square().sum())
+    return noise <= gates.TUNED_SHARE * power
+
+
+def _damage(own: WeightFacts, original: WeightFacts) -> Problem | None:
+    """The damage of one of the two by which the draft's copy is not the main model's; None where
+    neither shows any."""
     copy, wanted = own.weight.name, original.weight.name
     count, total = damaged_elements(own.weight, original.weight), elements(own.weight)
     like_source = [one.against is not None and one.against.equal for one in (own, original)]
@@ -321,14 +345,12 @@ def _difference(own: WeightFacts, original: WeightFacts) -> Problem:
         return Problem(damaged, causes.not_the_sources(damaged, None, cause))
     if own.weight.form == original.weight.form and own.digest == original.digest:
         damaged = wanted if like_source[0] and not like_source[1] else copy
-        return Problem(damaged, causes.scales_of_a_copy(copy, wanted))
+        return Problem(damaged, copies.scales_of_a_copy(copy, wanted))
     flaws = _flaw(own, original), _flaw(original, own)
     if any(flaws) and not all(flaws):
         damaged, sound = (copy, wanted) if flaws[0] else (wanted, copy)
-        return Problem(damaged, causes.copy_damaged(damaged, sound, "".join(flaws)))
-    if count:
-        return Problem(copy, causes.one_copy_damaged(copy, wanted, count, total))
-    return Problem(copy, causes.another_checkpoint(copy, wanted))
+        return Problem(damaged, copies.copy_damaged(damaged, sound, "".join(flaws)))
+    return Problem(copy, copies.one_copy_damaged(copy, wanted, count, total)) if count else None
 
 
 def _flaw(fact: WeightFacts, other: WeightFacts) -> str:

@@ -162,11 +162,12 @@ def class_of_a_draft(architecture: str) -> str:
     )
 
 
-def not_in_index(file: str, *, sglang_adds: bool) -> str:
-    """sglang_adds: SGLang loads a file of this name for this model without an index."""
-    but = "; SGLang adds a file of this name to GLM's models" if sglang_adds else ""
+def not_in_index(file: str) -> str:
     return (
         f"{file} is not in the index: engines that follow the index, as vLLM and SGLang do, will"
-        f" not load it{but}, and transformers never opens it. An export writes its tensors into an"
-        " index"
+        " not load it, and transformers never opens it. An export writes its tensors into an index"
     )
+
+
+def added(file: str) -> str:
+    return f"{file} is not in the index, and SGLang adds a file of this name to GLM's models"

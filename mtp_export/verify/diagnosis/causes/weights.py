@@ -103,31 +103,6 @@ def overwritten_by_main(layer: str, main: str, linears: int) -> str:
     )
 
 
-def another_checkpoint(tensor: str, original: str) -> str:
-    return (
-        f"{tensor} differs from {original}: the draft is of another checkpoint than the main model"
-        " (a V3 draft with an R1 main?)"
-    )
-
-
-def one_copy_damaged(tensor: str, original: str, count: int, total: int) -> str:
-    return (
-        f"{count:,} of the {total:,} elements of {tensor} are not those of {original}, and all"
-        " others are: one of the two is damaged"
-    )
-
-
-def scales_of_a_copy(tensor: str, original: str) -> str:
-    return (
-        f"{tensor} has the codes of {original} and other scales: those of one of the two are"
-        " damaged"
-    )
-
-
-def copy_damaged(tensor: str, other: str, damage: str) -> str:
-    return f"{tensor} is damaged ({damage}), and {other}, which holds the same, is not"
-
-
 def rows_lost(count: int, total: int) -> str:
     return f"{count:,} of its {counted(total, 'row')} are zero"
 

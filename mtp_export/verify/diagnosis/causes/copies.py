@@ -1,0 +1,36 @@
+"""Causes of copies of embedding and head that are not the main model's."""
+
+from __future__ import annotations
+
+
+def another_checkpoint(tensor: str, original: str) -> str:
+    return (
+        f"{tensor} differs from {original}: the draft is of another checkpoint than the main model"
+        " (a V3 draft with an R1 main?)"
+    )
+
+
+# vLLM 0.32.0 and SGLang 0.5.23 give drafts of models that share the two the main model's.
+TUNED_COPY = (
+    "it is near and differs, and nothing else of the module is told to be of another model: it was"
+    " trained on from the main model's. Engines draft with the main model's in its place; --level"
+    " run tells what is accepted"
+)
+
+
+def one_copy_damaged(tensor: str, original: str, count: int, total: int) -> str:
+    return (
+        f"{count:,} of the {total:,} elements of {tensor} are not those of {original}, and all"
+        " others are: one of the two is damaged"
+    )
+
+
+def scales_of_a_copy(tensor: str, original: str) -> str:
+    return (
+        f"{tensor} has the codes of {original} and other scales: those of one of the two are"
+        " damaged"
+    )
+
+
+def copy_damaged(tensor: str, other: str, damage: str) -> str:
+    return f"{tensor} is damaged ({damage}), and {other}, which holds the same, is not"
