@@ -55,8 +55,8 @@ ZERO_POINT_SLACK = 0.25
 # -0.7, in another order at -0.2.
 ORDER_MARGIN = 0.25
 
-# The largest share of a table's squares by which one that was trained on from it differs: in another
-# order it is 1 and more. Two released models of one base may be nearer.
+# The largest share of a table's squares by which one that was trained on from it differs: in
+# another order it is 1 and more. Two released models of one base may be nearer.
 TUNED_SHARE = 0.1
 
 # The acceptance of the first draft. A sanity check and no baseline: every known layout bug but the
