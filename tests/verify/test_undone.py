@@ -57,6 +57,8 @@ def test_the_page_has_a_bar_for_each(report: Report) -> None:
     assert values == ["2.36 [2.20, 2.50]", "0.50 [0.40, 0.60]", "0.031", "-2.00 [-2.50, -1.50]"]
     widths = [float(width) for width in re.findall(r'<rect[^>]* width="([0-9.]+)"', chart.svg)]
     assert widths == sorted(widths, reverse=True) and widths[-1] == 1.0
+    whole = re.findall(r"<rect[^>]*><title>([^<]*)<", chart.svg)
+    assert whole[0] == "halves are exchanged, of a matrix whose name is as long as names are"
     assert widths[1] / widths[0] == pytest.approx(0.5 / 2.361, rel=0.01)
     assert chart.svg in html_page(report)
 

@@ -105,8 +105,8 @@ def bars(rows: Sequence[Bar], title: str, mark: float | None = None) -> str:
 
 
 def ranking(rows: Sequence[Bar], title: str) -> str:
-    """A chart of horizontal bars from zero, each below its label, which may be long; the best one
-    is of another series."""
+    """A chart of horizontal bars from zero, each below its label; one that is long is shown whole
+    where the bar is pointed at. The best one is of another series."""
     height = 2 * _TOP + 2 * _ROW * len(rows)
     most = max((row.value for row in rows), default=0.0) or 1.0
     span = _WIDTH - 2 * _RIGHT - _VALUE
@@ -118,7 +118,7 @@ def ranking(rows: Sequence[Bar], title: str) -> str:
         parts.append(_text(_RIGHT, y + 17, text=label, anchor="start"))
         parts.append(
             f'<rect class="s{0 if number else 1}" x="{_RIGHT}" y="{y + _ROW}" width="{width:.1f}"'
-            ' height="16" rx="2"/>'
+            f' height="16" rx="2"><title>{escape(row.label)}</title></rect>'
         )
         x = _RIGHT + width + 6
         parts.append(_text(x, y + _ROW + 12, text=row.text, anchor="start", style="strong"))
