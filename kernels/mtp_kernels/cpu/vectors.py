@@ -237,3 +237,31 @@ def _add_remainders(x: Any, y: Any, width: Any, out: Any, out_stride: Any) -> No
             for c in range(whole, width):
                 total += left[c] * right[c]
             sums[t] = total
+
+
+def _without_owner(builder: Any, context: Any, kind: Any, value: Any) -> Any:
+    if isinstance(kind, types.Array):
+        array = context.make_array(kind)(context, builder, value)
+        array.meminfo = ir.Constant(array.meminfo.type, None)
+        array.parent = ir.Constant(array.parent.type, None)
+        return array._getvalue()
+    if isinstance(kind, types.BaseTuple):
+        for at, part in enumerate(kind.types):
+            own = _without_owner(builder, context, part, builder.extract_value(value, at))
+            value = builder.insert_value(value, own, at)
+    return value
+
+
+@intrinsic
+def borrowed(typing: Any, given: Any) -> Any:
+    """Return arrays, also those in tuples, whose references are not counted.
+
+    Each row taken of an array counts one more of it, in memory that all threads of a team write.
+    Whoever calls the compiled function has to keep the arrays for as long as it runs, which numba
+    does with arguments.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return _without_owner(builder, context, given, arguments[0])
+
+    return given(given), codegen

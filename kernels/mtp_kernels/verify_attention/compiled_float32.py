@@ -12,6 +12,7 @@ import numpy as np
 from mtp_kernels.cpu.jit import compiled
 from mtp_kernels.cpu.paged_attention import attend_wave, merge_parts, plan, query_places
 from mtp_kernels.cpu.team import share, wait
+from mtp_kernels.cpu.vectors import borrowed
 
 
 @compiled
@@ -35,6 +36,7 @@ def attend(
     member: Any, tiles: Any, waves: Any, queries: Any, keys: Any, parts: Any, out: Any, lse: Any
 ) -> None:
     """Write every row of a batch: out [T, h, c] and lse [T, h]."""
+    tiles, queries, keys, parts, out = borrowed((tiles, queries, keys, parts, out))
     heads = out.shape[1]
     for wave in range(waves.size - 1):
         own = tiles[waves[wave] : waves[wave + 1]]

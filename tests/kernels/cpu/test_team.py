@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from mtp_kernels.cpu.jit import compiled
 from mtp_kernels.cpu.team import Member, owns, share
+from mtp_kernels.cpu.vectors import borrowed
 
 
 @compiled
@@ -51,3 +52,17 @@ def test_shares_are_even(items: int, count: int) -> None:
     assert (ranges[1:, 0] == ranges[:-1, 1]).all()
     sizes = ranges[:, 1] - ranges[:, 0]
     assert sizes.max() - sizes.min() <= 1
+
+
+@compiled
+def borrowed_part(named: tuple[np.ndarray, int], count: np.ndarray) -> tuple[np.ndarray, int]:
+    """Return a borrowed array."""
+    return borrowed((named, count))[0]
+
+
+def test_borrowed_arrays_have_no_owner() -> None:
+    """So that no reference to them is counted; numba gives an array of Python's one."""
+    given = np.arange(6.0).reshape(2, 3)
+    (taken, number) = borrowed_part((given, 7), given)
+    assert taken.base is None and taken.ctypes.data == given.ctypes.data and number == 7
+    assert (taken == given).all()

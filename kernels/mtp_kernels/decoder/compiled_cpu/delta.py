@@ -17,7 +17,7 @@ from mtp_kernels.cpu.elementwise import sigmoid
 from mtp_kernels.cpu.jit import compiled, inner
 from mtp_kernels.cpu.panel_forms import PANEL
 from mtp_kernels.cpu.team import process_team, share, wait
-from mtp_kernels.cpu.vectors import address, floats
+from mtp_kernels.cpu.vectors import address, borrowed, floats
 from mtp_kernels.decoder import DeltaConfig
 from mtp_kernels.decoder.checks import check_delta_config, check_delta_pass, check_layers
 from mtp_kernels.decoder.compiled_cpu.attention import add_output
@@ -67,6 +67,7 @@ def run_nets(
     member: Any, table: Any, sizes: Any, spans: Any, pools: Pool, scratch: Any, x: Any
 ) -> None:
     """Run the stream x [T, d] through all layers, in place; pools [layers, ...]."""
+    spans, pools, scratch, x = borrowed((spans, pools, scratch, x))
     for index in range(table.size):
         layer = table[index]
         pool = Pool(pools.states[index], pools.inputs[index], pools.gates[index])

@@ -18,6 +18,7 @@ from mtp_kernels.batch_layout import BatchLayout, StateLayout
 from mtp_kernels.cpu.delta_rule import Pool
 from mtp_kernels.cpu.jit import compiled
 from mtp_kernels.cpu.team import process_team, wait
+from mtp_kernels.cpu.vectors import borrowed
 from mtp_kernels.decoder import DecoderConfig, DeltaConfig, OffloadedLayer, Rope
 from mtp_kernels.decoder.checks import check_delta_pass, check_layers, check_pass
 from mtp_kernels.decoder.compiled_cpu.attention import Scratch, attention
@@ -232,6 +233,7 @@ def run_attention(
     member: Any, table: Any, sizes: Any, batch: Any, cache: Any, scratch: Any, x: Any
 ) -> None:
     """Add attention of table[0] to x [T, d], and pick the rows' experts in scratch."""
+    batch, cache, scratch, x = borrowed((batch, cache, scratch, x))
     attention(member, table[0], sizes, batch, cache, scratch, x)
     route(member, table[0], sizes, scratch, x)
 
@@ -241,6 +243,7 @@ def run_net(
     member: Any, table: Any, sizes: Any, spans: Any, pool: Any, scratch: Any, x: Any
 ) -> None:
     """Add the gated delta net of table[0] to x [T, d], and pick the rows' experts in scratch."""
+    spans, pool, scratch, x = borrowed((spans, pool, scratch, x))
     delta_net(member, table[0], sizes, spans, pool, scratch, x)
     route(member, table[0], sizes, scratch, x)
 
@@ -251,6 +254,7 @@ def run_experts(
 ) -> None:
     """Make the inner values of some experts of table[0] in scratch, then add the outputs of some
     to x [T, d]."""
+    scratch, pairs, x = borrowed((scratch, pairs, x))
     layer = table[0]
     make_inner(member, layer, sizes, scratch, pairs.rows, pairs.ends, made)
     if added.size:

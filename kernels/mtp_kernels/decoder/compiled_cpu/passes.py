@@ -11,7 +11,7 @@ import torch
 from mtp_kernels.cpu.jit import compiled, inner
 from mtp_kernels.cpu.panel_forms import PANEL, Panel
 from mtp_kernels.cpu.team import process_team, share
-from mtp_kernels.cpu.vectors import address, rows_of
+from mtp_kernels.cpu.vectors import address, borrowed, rows_of
 from mtp_kernels.decoder import Matrix
 from mtp_kernels.decoder.compiled_cpu.attention import attention
 from mtp_kernels.decoder.compiled_cpu.experts import NOT_PICKED, feed_forward
@@ -78,6 +78,7 @@ def best_product(outputs: int, members: int, rows: int) -> Product:
 @compiled
 def run_project(member: Any, x: Any, weight: Any, product: Product) -> None:
     """Multiply x [T, d] with a weight, given as its first panel, by panels."""
+    x, product = borrowed((x, product))
     rows, best = rows_of(x), product.best
     finds = best.outputs.shape[0] > 0
     made = np.empty((BLOCK_ROWS, STRIP), np.float32)

@@ -18,7 +18,7 @@ from mtp_kernels.cpu.jit import compiled, inner
 from mtp_kernels.cpu.paged_attention import MAX_PARTS, TILE
 from mtp_kernels.cpu.panel_forms import FLOAT32, Panel
 from mtp_kernels.cpu.team import share, wait
-from mtp_kernels.cpu.vectors import BLOCK, address, halves, words
+from mtp_kernels.cpu.vectors import BLOCK, address, borrowed, halves, words
 from mtp_kernels.decoder.compiled_cpu.attention import Batch, Scratch, plan_pass
 from mtp_kernels.decoder.compiled_cpu.passes import (
     Product,
@@ -99,6 +99,7 @@ def run(
     With requests that draft: write tokens [b, most drafts] for hidden states x [b, d], which are
     overwritten, and leave the batch alone.
     """
+    batch, caches, scratch, x, drafting = borrowed((batch, caches, scratch, x, drafting))
     if drafting.tokens.size == 0:
         run_layers(member, table, sizes, batch, caches, scratch, x)
     else:

@@ -13,7 +13,7 @@ from mtp_kernels.batch_layout import BatchLayout
 from mtp_kernels.cpu.jit import compiled
 from mtp_kernels.cpu.panel_forms import PANEL, Panel
 from mtp_kernels.cpu.team import process_team, share
-from mtp_kernels.cpu.vectors import address, rows_of
+from mtp_kernels.cpu.vectors import address, borrowed, rows_of
 from mtp_kernels.decoder import LayerShard, Matrix, Pairs
 from mtp_kernels.decoder.checks import check_pass
 from mtp_kernels.decoder.compiled_cpu.attention import attend
@@ -188,18 +188,21 @@ def run_attend(
     member: Any, table: Any, sizes: Any, batch: Any, cache: Any, scratch: Any, x: Any
 ) -> None:
     """Make the values [T, h*v] of the heads of table[0] in scratch; cache [slots, c+r]."""
+    batch, cache, scratch, x = borrowed((batch, cache, scratch, x))
     attend(member, table[0], sizes, batch, cache, scratch, x)
 
 
 @compiled
 def run_route(member: Any, table: Any, sizes: Any, scratch: Any, x: Any) -> None:
     """Norm rows x [T, d] and pick their experts in scratch."""
+    scratch, x = borrowed((scratch, x))
     route(member, table[0], sizes, scratch, x)
 
 
 @compiled
 def run_inner(member: Any, table: Any, sizes: Any, scratch: Any, rows: Any, ends: Any) -> None:
     """Compute silu(gate) * up of pairs [ends[e], ends[e+1]) of every expert of table[0]."""
+    scratch, rows, ends = borrowed((scratch, rows, ends))
     make_inner(member, table[0], sizes, scratch, rows, ends, picked_by_any(ends))
 
 
@@ -207,6 +210,7 @@ def run_inner(member: Any, table: Any, sizes: Any, scratch: Any, rows: Any, ends
 def run_down(member: Any, table: Any, sizes: Any, inner_values: Any, ends: Any, out: Any) -> None:
     """Write down(inner) [pairs, d] of every pair of an expert of table[0], by panels of the
     output."""
+    inner_values, ends, out = borrowed((inner_values, ends, out))
     layer = table[0]
     panels, inputs = panels_of(out.shape[1]), rows_of(inner_values)
     made = np.empty((BLOCK_ROWS, STRIP), np.float32)
