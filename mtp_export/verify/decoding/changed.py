@@ -15,6 +15,8 @@ from mtp_export.verify.evidence.statistics import Estimate
 from mtp_export.verify.gates import LEAST_HARM_NATS, LEAST_RESIZED_NATS, LEAST_TRAINED_NATS
 
 CONFIDENCE = 0.98
+# Of the best gain: what is less by no more explains as much, however sure the difference is.
+_AS_MUCH = 0.01
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,10 @@ class Changed:
         return is_told or self.gain.value > LEAST_RESIZED_NATS
 
     def is_told_from(self, best: Changed) -> bool:
-        """True for one that is less than another, text by text."""
+        """True for one that gains less than another, text by text."""
         found = self.under.fitted_gain(best.under, CONFIDENCE)
-        return found is not None and found.low is not None and found.low > 0
+        least = _AS_MUCH * max(0.0, best.gain.value)
+        return found is not None and found.low is not None and found.low > least
 
 
 def compared(own: Likelihood, others: Iterable[tuple[LayerVariant, Likelihood]]) -> list[Changed]:

@@ -1,0 +1,38 @@
+"""Changes that make text likelier by as much explain a fault equally, however sure a difference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import pytest
+
+from mtp_export.verify.decoding.changed import Changed, explained
+from mtp_export.verify.diagnosis.layer_variants import LayerVariant
+from mtp_export.verify.evidence.likelihood import Likelihood
+from mtp_export.verify.evidence.statistics import Estimate
+
+
+@dataclass(frozen=True)
+class Found:
+    """A likelihood whose gains over others are known to a ten-thousandth of a nat."""
+
+    nats: float
+
+    def fitted_gain(self, other: Found, confidence: float) -> Estimate:
+        gain = other.nats - self.nats
+        return Estimate(gain, gain - 1e-4, gain + 1e-4, 2369)
+
+
+def changed(name: str, nats: float) -> Changed:
+    under = cast(Likelihood, Found(nats))
+    variant = LayerVariant(2, f"{name} is negated", f"{name} has the wrong sign")
+    return Changed(variant, under, Estimate(nats, nats - 0.2, nats + 0.2, 2369))
+
+
+@pytest.mark.parametrize(("other", "is_as_good"), [(2.684, True), (2.65, False)])
+def test_what_gains_a_hundredth_less_is_named_too(other: float, is_as_good: bool) -> None:
+    tried = [changed("v_proj", 2.687), changed("o_proj", other)]
+    item = explained("no layer does harm", tried, tried, "none")
+    told = "several explain it equally: v_proj has the wrong sign; or o_proj has the wrong sign"
+    assert (told in item.cause) is is_as_good
