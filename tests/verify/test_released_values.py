@@ -100,6 +100,8 @@ def test_values_of_other_families(
 
 def test_a_family_of_which_no_release_was_read_says_so(tmp_path: Path) -> None:
     miniature("gigachat3_5", tmp_path)
+    words = "no release of gigachat3_5 was read"
+    code, item = judged(tmp_path)
+    assert (code, item["status"], item["figure"], item["bound"]) == (0, "pass", words, "reported")
     code, item = judged(tmp_path, "--strict-config")
-    assert (code, item["status"]) == (0, "not tested")
-    assert item["cause"] == "no release of gigachat3_5 was read"
+    assert (code, item["status"], item["cause"]) == (0, "not tested", words)
