@@ -50,6 +50,8 @@ _OF_SCALING = frozenset(
         *("mscale", "mscale_all_dim"),
     }
 )
+# Names that families have for the factor of what routed experts add.
+_SCALES = ("routed_scaling_factor", "router_scaling_factor", "moe_router_scaling_factor")
 # By the names of families, what their files say of their releases.
 RELEASES: dict[str, Values | None] = {
     name: releases[name]
@@ -141,8 +143,8 @@ def _values_of(spec: ModelSpec) -> dict[str, list[Any]]:
         found |= {
             "scoring_func": [router.scoring],
             "topk_method": [router.method],
-            "norm_topk_prob": [routing.normalises],
-            "routed_scaling_factor": [routing.scale],
+            **dict.fromkeys(("norm_topk_prob", "route_norm"), [routing.normalises]),
+            **dict.fromkeys(_SCALES, [routing.scale]),
             "n_group": [routing.groups],
             "topk_group": [routing.groups_per_token],
         }

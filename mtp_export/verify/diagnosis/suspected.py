@@ -70,11 +70,9 @@ class MainEvidence:
 
 # Values that no size of a model goes with, as groups go with the number of experts.
 _WHATEVER_THE_SIZE = (
-    "rms_norm_eps",
-    "rope_theta",
-    "partial_rotary_factor",
-    "norm_topk_prob",
-    "routed_scaling_factor",
+    *("rms_norm_eps", "layer_norm_epsilon", "rope_theta", "partial_rotary_factor"),
+    *("norm_topk_prob", "route_norm", "routed_scaling_factor", "router_scaling_factor"),
+    "moe_router_scaling_factor",
 )
 
 

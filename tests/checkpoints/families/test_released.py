@@ -124,6 +124,17 @@ def test_what_is_left_out_is_what_its_readers_take() -> None:
     assert unreleased(V3 | {"rope_theta": 10000.0}) == ()
 
 
+@pytest.mark.parametrize(
+    ("name", "field", "usual"),
+    [("hy_v3", "router_scaling_factor", 1.0), ("hy_v3", "route_norm", True)],
+)
+def test_what_is_left_out_by_a_name_of_its_own(name: str, field: str, usual: Any) -> None:
+    config = {key: value for key, value in SMALL_CONFIGS[name].items() if key != field}
+    (released,) = released_values(config)[field]
+    told = [one.found for one in unreleased(config) if one.field == field]
+    assert told == ([] if usual == released else [usual])
+
+
 def test_scaling_in_rope_parameters_is_read() -> None:
     moved = {key: value for key, value in V3.items() if key not in ("rope_scaling", "rope_theta")}
     parameters = V3["rope_scaling"] | {"rope_theta": 10000, "rope_type": "yarn"}
