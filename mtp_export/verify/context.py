@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtp_checkpoints.errors import MtpExportError
+from mtp_checkpoints.families.single_experts import single_experts
 from mtp_checkpoints.quantization.native import is_gguf, quantization_of
 from mtp_checkpoints.quiet import quieted
 from mtp_checkpoints.sources.addresses import download_command
@@ -156,8 +157,12 @@ class Context(OpenedPlace):
 
     @property
     def unwritten_tensors(self) -> frozenset[str]:
-        """The names of the tensors at the ends of these files."""
-        return frozenset().union(*(one.tensors for one in self.unwritten))
+        """The names of the tensors at the ends of these files, and of the experts in fused ones."""
+        lost = frozenset[str]().union(*(one.tensors for one in self.unwritten))
+        if not lost:
+            return lost
+        fused = (single_experts(layout.stored.family) for layout in self.read_layouts)
+        return lost.union(*(own for one in fused for name, own in one.items() if name in lost))
 
     @cached_property
     def source_weights(self) -> SourceWeights | None:

@@ -84,3 +84,18 @@ def test_a_module_that_shares_a_part_passes(
     code, item = judged(checkpoint, tmp_path / "good")
     assert (code, item["status"]) == (0, "pass")
     assert item["figure"] == "3 main layers in other formats"
+
+
+def original_attention(checkpoint: Checkpoint) -> None:
+    """The attention of main layer 2 before it was quantized, and norms and MLP of the module."""
+    own = {name: one for name, one in checkpoint.mtp().items() if ".self_attn." not in name}
+    original_layer(checkpoint)
+    checkpoint.tensors |= own
+
+
+def test_a_part_of_a_main_layer_is_named(tmp_path: Path) -> None:
+    checkpoint = AWQ()
+    original_attention(checkpoint)
+    code, item = judged(checkpoint, tmp_path / "taken")
+    assert (code, item["subject"]) == (7, "model.layers.3.self_attn.q_proj.weight")
+    assert "model.layers.3.self_attn is the main layer model.layers.2.self_attn" in item["cause"]

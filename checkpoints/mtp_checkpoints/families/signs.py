@@ -88,15 +88,6 @@ class NamedModule:
 
 
 @dataclass(frozen=True)
-class Renamed:
-    """Tensors whose names begin otherwise than engines expect."""
-
-    wanted: str
-    found: str
-    count: int
-
-
-@dataclass(frozen=True)
 class OtherDraft:
     """A draft that is no MTP module, and what tells."""
 
@@ -255,36 +246,6 @@ def mtp_modules(names: Iterable[str], layers: int | None) -> list[NamedModule]:
             found[None if module[2] is None else int(module[2])].append(name)
     numbers = sorted(found, key=lambda number: -1 if number is None else number)
     return [NamedModule(number, tuple(sorted(found[number]))) for number in numbers]
-
-
-def renamed(wanted: Collection[str], there: Collection[str]) -> Renamed | None:
-    """Return how most tensors that are missing by their wanted names begin instead, where a good
-    half of them is there under other names; None where it is not."""
-    missing, others = set(wanted) - set(there), set(there) - set(wanted)
-    by_ending: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for name in others:
-        by_ending[_ending(name)].append(name)
-    pairs = Counter(
-        _beginnings(name, other) for name in missing for other in by_ending[_ending(name)]
-    )
-    for (first, instead), count in pairs.most_common(1):
-        if 2 * count > len(missing):
-            return Renamed(first, instead, count)
-    return None
-
-
-def _ending(name: str) -> tuple[str, ...]:
-    """The components that tell a tensor in its layer: of an expert, with its number."""
-    return tuple(name.split(".")[-4 if ".experts." in name else -2 :])
-
-
-def _beginnings(name: str, other: str) -> tuple[str, str]:
-    """Return two names without the components at their ends that are equal."""
-    parts, own = name.split("."), other.split(".")
-    while parts and own and parts[-1] == own[-1]:
-        parts.pop()
-        own.pop()
-    return ".".join(parts), ".".join(own)
 
 
 def has_layers(names: Iterable[str]) -> bool:

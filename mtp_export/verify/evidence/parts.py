@@ -17,6 +17,7 @@ from mtp_checkpoints.layouts import TARGETS, likely_target, target_of_format
 from mtp_checkpoints.layouts.base import Target
 from mtp_checkpoints.quantization.absent import as_engines_take
 from mtp_checkpoints.quantization.mismatches import Mismatch
+from mtp_checkpoints.quantization.single_experts import one_by_one
 from mtp_checkpoints.quantization.stored import StoredModel, stored_model
 from mtp_checkpoints.sources.addresses import byte_source
 from mtp_checkpoints.sources.byte_source import ByteSource, Place, local_path
@@ -225,6 +226,11 @@ class PartLayout:
     def differences(self) -> list[Mismatch]:
         """Every difference between the tensors that are there and those that must be."""
         return self.stored.differences(self.checkpoint.tensors)
+
+    @cached_property
+    def apart(self) -> PartLayout:
+        """The part as if experts that are stored fused were stored one by one."""
+        return PartLayout(self.name, *one_by_one(self.checkpoint, self.stored))
 
 
 def layout_of(part: Part, target: Target, main_layers: int) -> PartLayout:

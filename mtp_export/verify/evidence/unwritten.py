@@ -47,11 +47,12 @@ def unwritten(layouts: Iterable[PartLayout], main: str) -> tuple[Unwritten, ...]
 
 
 def written_weights(layout: PartLayout, lost: frozenset[str]) -> list[WeightOnDisk]:
-    """Return the weights of a part, but for those with a tensor among the lost ones, of which
-    `value_checks` says that they were not written."""
+    """Return the weights of a part, fused experts one by one, but for those with a tensor among the
+    lost ones, of which `value_checks` says that they were not written."""
+    apart = layout.apart
     return [
         weight
-        for weight in weights_on_disk(layout.stored, layout.checkpoint.tensors)
+        for weight in weights_on_disk(apart.stored, apart.checkpoint.tensors)
         if lost.isdisjoint(tensor.name for tensor in weight.tensors)
     ]
 

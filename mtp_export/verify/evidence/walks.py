@@ -96,8 +96,9 @@ class Walks:
         if self.options.level >= Level.WEIGHTS:
             for layout in self.layouts:
                 if layout.name == part:
-                    weights = weights_on_disk(layout.stored, layout.checkpoint.tensors)
-                    noted = looked_into(mlps_of(layout.stored.family, weights))
+                    apart = layout.apart
+                    weights = weights_on_disk(apart.stored, apart.checkpoint.tensors)
+                    noted = looked_into(mlps_of(apart.stored.family, weights))
         hashed = self.checksums(part) if self.options.checksums else {}
         read = {tensor.name: tensor for weight in weights for tensor in weight.tensors}
         tensors = self.checkpoints[part].written

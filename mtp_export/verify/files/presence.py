@@ -4,7 +4,7 @@ and complete, loaders find them, and what bears their names is what it says."""
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mtp_checkpoints.containers.base import CONFIG_NAME, TensorInfo
 from mtp_checkpoints.errors import MtpExportError
 from mtp_checkpoints.families.base import FLOATS
+from mtp_checkpoints.families.other_names import of_another_kind, renamed, renamed_singly
 from mtp_checkpoints.families.signs import (
     Announced,
     NamedModule,
@@ -31,10 +32,10 @@ from mtp_checkpoints.families.signs import (
     mtp_modules,
     other_draft,
     projection_in_main,
-    renamed,
     sglang_adds,
 )
 from mtp_checkpoints.formats.base import SCALES_OF_CODES
+from mtp_checkpoints.quantization.mismatches import StoredTensor
 from mtp_checkpoints.quantization.native import describe, quantization_of
 from mtp_checkpoints.quantization.stored import stored_model
 from mtp_checkpoints.quantization.tools import Tool, known_loss, tool_of
@@ -134,23 +135,23 @@ class Found:
         return numbered or len(self.modules)
 
     @property
-    def wanted_names(self) -> Collection[str]:
-        """Names that a known family gives the MTP part's tensors; none of another."""
+    def wanted_names(self) -> Mapping[str, StoredTensor]:
+        """The MTP part's tensors by the names that a known family gives them; none of another."""
         part = self.context.part(MTP)
         if part is None or part.checkpoint is None:
-            return ()
+            return {}
         try:
             return self.context.layout(part).stored.tensors
         except MtpExportError:  # config_match says why
-            return ()
+            return {}
 
     @property
-    def wanted_anywhere(self) -> Collection[str]:
-        """Names of all tensors of a model of a known family; none of another."""
+    def wanted_anywhere(self) -> Mapping[str, StoredTensor]:
+        """All tensors of a model of a known family by their names; none of another."""
         try:
             return stored_model(self.config, self.tensors).tensors
         except MtpExportError:  # config_match says why
-            return ()
+            return {}
 
     @property
     def draft_beside(self) -> OtherDraft | None:
@@ -248,11 +249,22 @@ def _complete(found: Found) -> Item:
     fused = fused_experts({name: found.tensors[name].shape for name in names})
     if fused is not None and any(_FIRST_EXPERT in name for name in found.wanted_names):
         problems.insert(0, Problem(fused, causes.fused(fused)))
-    if (other := renamed(found.wanted_names, names)) is not None:
-        words = causes.renamed(other.wanted, other.found, other.count)
-        problems.insert(0, Problem(names[0], words))
+    problems[:0] = _astray(found, {name: found.tensors[name] for name in names})
     item = verdict("MTP modules complete", problems, counted(len(names), "tensor"))
     return replace(item, repair=found.repair) if problems else item
+
+
+def _astray(found: Found, tensors: Mapping[str, TensorInfo]) -> list[Problem]:
+    """Tensors of the modules that no engine looks for, in the place of those that are missing."""
+    wanted, first = found.wanted_names, next(iter(tensors))
+    if (other := renamed(wanted, tensors)) is not None:
+        return [Problem(first, causes.renamed(other.wanted, other.found, other.count))]
+    if (single := renamed_singly(wanted, tensors)) is not None:
+        return [Problem(single.found[0], causes.renamed_singly(single.wanted, single.found))]
+    return [
+        Problem(one.part, causes.of_another_kind(one.part, one.wanted, one.found))
+        for one in of_another_kind(wanted, tensors)
+    ]
 
 
 def _shapes(found: Found) -> Iterator[Item]:

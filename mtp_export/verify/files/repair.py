@@ -183,7 +183,7 @@ def _mtp_names(context: Context) -> Collection[str]:
         for name in copies & tensors.keys() & stored.tensors.keys()
         if tensors[name].shape != stored.tensors[name].shape
     }
-    return {*tensors, *stored.tensors} - resized
+    return {*tensors, *stored.tensors, *context.layout(part).apart.stored.tensors} - resized
 
 
 def graft_command(context: Context) -> str:

@@ -1,11 +1,12 @@
-"""A main layer in the MTP module's place in another format, of whose linears no bytes are equal,
-and single norms of a main layer in a module."""
+"""A main layer, or a part of one, in the MTP module's place in another format, of whose linears no
+bytes are equal, and single norms of a main layer in a module."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,8 @@ def in_other_formats(main: Sequence[WeightFacts], mtp: Sequence[WeightFacts]) ->
     """No MTP layer is a main one whose linears are stored in another format.
 
     It is where all that engines never quantize (norms, router, biases) is that layer's, and the
-    linears are within the error of the format. Equal bytes are found by their digests alone.
+    linears are within the error of the format; its attention or its MLP alone is where the other
+    part is unlike, as no training leaves it. Equal bytes are found by their digests alone.
     """
     layers, problems, compared = _by_layer(main), list[Problem](), 0
     for layer, own in _by_layer(mtp).items():
@@ -44,9 +46,11 @@ def in_other_formats(main: Sequence[WeightFacts], mtp: Sequence[WeightFacts]) ->
             if not any(map(_differ_in_form, pairs)):
                 continue
             compared += 1
-            if _are_one(pairs):
-                first = next(pair[0].weight.name for pair in pairs if _differ_in_form(pair))
-                problems.append(Problem(first, causes.main_layer_in_its_place(layer, other)))
+            parts = [""] if _are_one(pairs) else _taken_parts(own, theirs)
+            for part in parts:
+                first = next(p[0].weight.name for p in _of(part, own, theirs) if _differ_in_form(p))
+                words = causes.main_layer_in_its_place(f"{layer}{part}", f"{other}{part}")
+                problems.append(Problem(first, words))
     if compared:
         figure = f"{counted(compared, 'main layer')} in other formats"
         yield verdict("mtp: no main layer in its place", problems, figure)
@@ -88,6 +92,31 @@ def _pairs(own: Layer, theirs: Layer) -> list[Pair]:
     ]
 
 
+def _of(part: str, own: Layer, theirs: Layer) -> list[Pair]:
+    """Pairs of a part of a layer, of all for ""."""
+    start = f"{part.removeprefix('.')}." if part else ""
+    return _pairs({name: fact for name, fact in own.items() if name.startswith(start)}, theirs)
+
+
+def _taken_parts(own: Layer, theirs: Layer) -> list[str]:
+    """Parts of a layer that are another's, of whose other linears none is."""
+    parts = dict.fromkeys(f".{name.partition('.')[0]}" for name in own)
+    pairs = {part: _of(part, own, theirs) for part in parts}
+    linears = {part: list(filter(_is_linear, of_part)) for part, of_part in pairs.items()}
+    return [
+        part
+        for part, of_part in pairs.items()
+        if any(map(_differ_in_form, of_part))
+        and _are_one(of_part)
+        and any(others := [_sampled(them) for name, them in linears.items() if name != part])
+        and all(_sqnr_db(pair) < _UNLIKE_DB for pair in chain(*others))
+    ]
+
+
+def _sampled(pairs: Sequence[Pair]) -> Sequence[Pair]:
+    return pairs[:: -(-len(pairs) // _SAMPLES)] if pairs else pairs
+
+
 def _is_linear(pair: Pair) -> bool:
     return pair[0].weight.stored.weight.is_linear_weight
 
@@ -105,8 +134,7 @@ def _are_one(pairs: Sequence[Pair]) -> bool:
     others = [pair for pair in pairs if not _is_linear(pair)]
     if not others or not all(map(_are_equal, others)):
         return False
-    linears = [pair for pair in pairs if _differ_in_form(pair)]
-    sampled = linears[:: -(-len(linears) // _SAMPLES)]
+    sampled = _sampled([pair for pair in pairs if _differ_in_form(pair)])
     return median(map(_room_db, sampled)) >= 0
 
 

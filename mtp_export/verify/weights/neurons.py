@@ -35,7 +35,7 @@ def run(context: Context) -> Iterator[Item]:
     for layout in context.read_layouts:
         notes = {one.weight.name: one.note for one in context.walks.of(layout.name).facts}
         weights = written_weights(layout, context.unwritten_tensors)
-        for mlp in mlps_of(layout.stored.family, weights):
+        for mlp in mlps_of(layout.apart.stored.family, weights):
             if (one := _found(mlp, notes)) is not None:
                 found.append((mlp, one))
     if found:

@@ -41,7 +41,7 @@ def _places(context: Context, layout: PartLayout) -> Iterator[NormPlace]:
 
     from mtp_export.verify.diagnosis.norm_places import NormPlace
 
-    family = layout.stored.family
+    family = layout.apart.stored.family
     stored = {
         one.stored.weight.name: one for one in written_weights(layout, context.unwritten_tensors)
     }

@@ -200,11 +200,11 @@ def experts_misdescribed(
     if not other:
         return f"{words}: set {field} to {stored}"
     words += (
-        f", those of {other} {said}: experts were pruned from one part alone, and engines build as"
-        " many in both. Prune those of "
+        f", those of {other} {said}: experts were pruned from one part alone, or one is another"
+        " model's, and engines build as many in both. Prune those of "
     )
     if stored > said:
-        return f"{words}{part} alike, with the rows of its gates"
+        return f"{words}{part} alike, with the rows of its gates, or graft this model's own layer"
     words += f"{other} alike, with the rows of its gates, and set {field} to {stored}"
     return f"{words}, or graft the original's layer" if can_graft else words
 

@@ -105,6 +105,26 @@ def renamed(wanted: str, found: str, count: int) -> str:
     return f"{there} they begin with {found or 'nothing'}, where engines look for {wanted}"
 
 
+def renamed_singly(wanted: Sequence[str], found: Sequence[str]) -> str:
+    return (
+        f"tensors of the module are there under other names, by their shapes ({len(found)}):"
+        f" {_some(found)} lie where engines look for {_some(wanted)}"
+    )
+
+
+def of_another_kind(part: str, wanted: Sequence[str], found: Sequence[str]) -> str:
+    """wanted and found: modules of a part of a layer."""
+    return (
+        f"{part} is of another kind than config.json says: it has {_some(found)}, and lacks"
+        f" {_some(wanted)}. The layer is another model's"
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
 def fused(name: str) -> str:
     return (
         f"{name} holds all experts in one tensor, as transformers 5 saves them, and engines look"

@@ -84,7 +84,7 @@ def taken_for_another(tensor: str, twin: str) -> str:
 
 
 def main_layer_in_its_place(layer: str, main: str) -> str:
-    """layer, main: the names of two layers."""
+    """layer, main: the names of two layers, or of a part of both."""
     return (
         f"{layer} is the main layer {main} in another format: its norms, router and biases are"
         " that layer's, and so are its linears, within the error of the format. A layer of the"
