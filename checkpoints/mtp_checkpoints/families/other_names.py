@@ -36,8 +36,7 @@ class Renamed:
 
 @dataclass(frozen=True)
 class InPlace:
-    """What engines look for, and what is there in its place: tensors, or modules of a part of a
-    layer."""
+    """Tensors, or modules of a part of a layer, that engines look for, and those in their place."""
 
     wanted: Sequence[str]
     found: Sequence[str]
