@@ -23,6 +23,7 @@ LEFT_OUT = "left_out"  # in the data of what the options leave out
 LACKS = "lacks"  # in the data of a failure: entries to be added to a list of quantization_config
 UNFINISHED = "unfinished"  # in the data of a bundle whose run has not ended: its repair goes on
 KNOWS_MORE = "knows_more"  # in the data of a failure whose words replace an earlier check's
+EQUAL = "equal_causes"  # in the data of a failure: how many causes explain it equally
 UNDONE = "undone"  # in the data of a failure: changes that were undone, with their gains
 ENGINE = "engine"  # in the data of how one engine, by its name, reads the draft
 _REPORTED = "reported"  # the bound of a figure that nothing is required of

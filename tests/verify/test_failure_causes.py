@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from mtp_checkpoints.errors import VerificationError
-from mtp_export.verify.check import ENGINE, CheckResult, Item, Problem, failed, passed, verdict
+from mtp_export.verify.check import (
+    ENGINE,
+    EQUAL,
+    CheckResult,
+    Item,
+    Problem,
+    failed,
+    passed,
+    verdict,
+)
 from mtp_export.verify.options import VerifyOptions
 from mtp_export.verify.report.failures import Cause, causes_of, repairs
 from mtp_export.verify.report.report import Report
@@ -208,3 +217,19 @@ def test_thousands_of_failed_items_are_grouped_as_a_few_are() -> None:
     assert found[0].text == f"{names[0]} {words[0]}"
     assert found[-1].text.startswith(f"{names[few]} {words[few]}; likewise {names[few + 1]}; ")
     assert found[-1].text.endswith("; and 2,965 more")
+
+
+def test_what_one_explanation_tells_comes_before_what_several_explain() -> None:
+    vague = failed("training", "several explain it equally", data={EQUAL: 4})
+    sure = failed("layouts", "norms are swapped", data={EQUAL: 1})
+    found = causes(likelihood=[vague], acceptance=[sure, failed("band", "too low")])
+    assert [cause.title for cause in found] == [
+        "acceptance, layouts",
+        "acceptance, band",
+        "likelihood, training",
+    ]
+    again = failed("layouts", "several explain it equally", data={EQUAL: 1})
+    assert [cause.title for cause in causes(likelihood=[vague], acceptance=[again, sure])] == [
+        "likelihood, training; acceptance, layouts",
+        "acceptance, layouts",
+    ]

@@ -9,7 +9,16 @@ import torch
 
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_export.verify import gates
-from mtp_export.verify.check import MTP_MODULE, Item, failed, judged, measured, not_tested, passed
+from mtp_export.verify.check import (
+    EQUAL,
+    MTP_MODULE,
+    Item,
+    failed,
+    judged,
+    measured,
+    not_tested,
+    passed,
+)
 from mtp_export.verify.context import Context
 from mtp_export.verify.decoding.drafter_agreement import drafter_bug, drafter_items, equal_tokens
 from mtp_export.verify.diagnosis.alternatives import (
@@ -274,7 +283,7 @@ def _none_better(name: str, tried: Sequence[Alternative]) -> Item:
     if not better:
         return passed(name, figure=figure, bound=bound)
     subject = MTP_MODULE if best.kind == LOADING else ""  # which the original's layer mends
-    data = undone((one.variant.change, one.gain) for one in tried)
+    data = {**undone((one.variant.change, one.gain) for one in tried), EQUAL: len(better)}
     cause = _explained(better)
     return failed(name, cause, figure=figure, bound=bound, subject=subject, data=data)
 

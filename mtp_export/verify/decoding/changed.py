@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 
-from mtp_export.verify.check import Item, failed
+from mtp_export.verify.check import EQUAL, Item, failed
 from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.layer_variants import LayerVariant
 from mtp_export.verify.diagnosis.undone import undone
@@ -74,9 +74,9 @@ def explained(name: str, tried: Sequence[Changed], better: Sequence[Changed], bo
     """The failure that those that are better explain."""
     best = better[0]
     figure = f"{best.gain.value:+.3f} nats when {best.variant.change}"
-    explained = causes.one_of([one.variant.cause for one in _explaining(better)])
-    cause = causes.likelier(explained, best.gain.value, best.variant.change)
-    data = undone((one.variant.change, one.gain) for one in tried)
+    equal = [one.variant.cause for one in _explaining(better)]
+    cause = causes.likelier(causes.one_of(equal), best.gain.value, best.variant.change)
+    data = {**undone((one.variant.change, one.gain) for one in tried), EQUAL: len(equal)}
     return failed(name, cause, figure=figure, bound=bound, data=data)
 
 

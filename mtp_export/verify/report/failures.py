@@ -6,7 +6,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mtp_export.verify.check import ENGINE, KNOWS_MORE, UNFINISHED, Item, Status, unknown_words
+from mtp_export.verify.check import (
+    ENGINE,
+    EQUAL,
+    KNOWS_MORE,
+    UNFINISHED,
+    Item,
+    Status,
+    unknown_words,
+)
 from mtp_export.verify.report.report import Report
 
 _STATIC = ("files", "ledger", "weights")  # checks whose subjects are tensors and files
@@ -51,6 +59,11 @@ class Cause:
         return "; ".join([*shown, f"and {more:,} more"] if more > 0 else shown)
 
     @property
+    def is_vague(self) -> bool:
+        """True where each item says several explanations that are equal."""
+        return all(item.data.get(EQUAL, 1) > 1 for _, item in self.items)
+
+    @property
     def repairs(self) -> list[str]:
         """Commands that mend it, each once."""
         return list(dict.fromkeys(item.repair for _, item in self.items if item.repair))
@@ -79,12 +92,13 @@ class Cause:
 
 
 def causes_of(report: Report) -> list[Cause]:
-    """Return the causes of the failed items, in the order of the first of each."""
+    """Return the causes of the failed items, in the order of the first of each, but for those of
+    several explanations that are equal: what is told by one comes first."""
     found = _Causes(report)
     for result, item in report.items:
         if item.status is Status.FAIL:
             found.take(result.name, item)
-    return found.causes
+    return sorted(found.causes, key=lambda cause: cause.is_vague)
 
 
 @dataclass
