@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mtp_export.verify.decoding import differential
+from mtp_export.verify.decoding.acceptance import one_cause
 from mtp_export.verify.diagnosis.alternatives import CONFIDENCE, Alternative, Gain, best_of
 from mtp_export.verify.diagnosis.variants import Variant
 from mtp_export.verify.evidence.statistics import Estimate, ratio
@@ -119,3 +120,18 @@ def test_a_loss_is_that_of_the_part_which_makes_it(
     )
     change = Estimate(value=-0.3, low=-0.4, high=-0.2, count=10)
     assert differential._losing_part(pair, change, depth=1).startswith(cause)
+
+
+@pytest.mark.parametrize(
+    ("others", "says_so"),
+    [((0.62, 0.61), True), ((0.62, 0.9), False), ((0.62,), False)],
+)
+def test_several_changes_that_leave_most_drafts_refused_may_be_of_another_model(
+    others: tuple[float, ...], says_so: bool
+) -> None:
+    """A part that restores most of the acceptance is the fault, and one alone is named."""
+    module: Any = None  # which the sentence does not look at
+    variant = Variant("half", "a half is divided by 4", "it is 4 times too large", module, False)
+    gain = Estimate(value=0.5, low=0.4, high=0.6, count=100)
+    found = [Alternative(variant, gain, own=0.55, other=other) for other in others]
+    assert ("taken from another main model" in one_cause(found)) is says_so

@@ -61,7 +61,7 @@ def run(context: Context) -> Iterator[Item]:
         yield from drafter_items(corpus, max(context.options.ks))
         return
     tried = alternatives(corpus)
-    yield _no_collapse(corpus, max(context.options.ks), _explained(best_of(tried)))
+    yield _no_collapse(corpus, max(context.options.ks), one_cause(best_of(tried)))
     yield from _with_activations(context, max(context.options.ks))
     yield from drafter_items(corpus, max(context.options.ks))
     yield from diagnosed(corpus, tried, damage=context.named_damage)
@@ -149,9 +149,13 @@ def loaded_wrongly(failures: Iterable[Item]) -> str:
     return next((i.name for i in failures if i.name == _OTHERS and i.subject == MTP_MODULE), "")
 
 
-def _explained(better: Sequence[Alternative]) -> str:
+def one_cause(better: Sequence[Alternative]) -> str:
     """The alternatives that explain a fault equally, as a sentence; "" without any."""
-    return causes.one_of([one.explained for one in better]) if better else ""
+    if not better:
+        return ""
+    words = causes.one_of([one.explained for one in better])
+    is_whole = len(better) > 1 and all(one.leaves_most_refused for one in better)
+    return words + causes.OR_ANOTHER_LAYER if is_whole else words
 
 
 def conditional(decoded: Decoded, position: int) -> Estimate | None:
@@ -229,7 +233,7 @@ def _sanity_band(corpus: Corpus, better: Sequence[Alternative], damage: str) -> 
     """Acceptance of the first draft at every position of the texts."""
     cause = causes.damaged(damage) if damage else causes.NO_KNOWN_BUG
     if better and not damage and (better[0].other or 0.0) >= gates.LEAST_ACCEPTANCE:
-        cause = _explained(better)
+        cause = one_cause(better)
     return _in_band(first_draft(corpus), cause)
 
 
@@ -284,7 +288,7 @@ def _none_better(name: str, tried: Sequence[Alternative]) -> Item:
         return passed(name, figure=figure, bound=bound)
     subject = MTP_MODULE if best.kind == LOADING else ""  # which the original's layer mends
     data = {**undone((one.variant.change, one.gain) for one in tried), EQUAL: len(better)}
-    cause = _explained(better)
+    cause = one_cause(better)
     return failed(name, cause, figure=figure, bound=bound, subject=subject, data=data)
 
 

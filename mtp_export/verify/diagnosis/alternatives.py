@@ -125,6 +125,14 @@ class Alternative:
         return f"{self.kind}: {what}{at} when {self.variant.change}: {self.variant.cause}{more}"
 
     @property
+    def leaves_most_refused(self) -> bool:
+        """True for a change of the module's tensors by which fewer than half of the refused drafts
+        are accepted, and that does not say so itself."""
+        if self.own is None or self.other is None or self._is_not_all:
+            return False
+        return self.kind == LOADING and self.other - self.own < (1 - self.own) / 2
+
+    @property
     def _is_not_all(self) -> bool:
         """True where a module drafts too badly even so."""
         of_module = isinstance(self.variant, Variant) and self.depth == 1

@@ -147,6 +147,10 @@ def more_is_wrong(least: float) -> str:
     return f". Below {least} all the same: more is wrong, or it is another main model's module"
 
 
+# Where no single part of a module explains all.
+OR_ANOTHER_LAYER = "; or the layer was taken from another main model"
+
+
 def one_of(explained: Sequence[str]) -> str:
     """explained: sentences on causes that explain a fault equally, best first."""
     if len(explained) == 1:
