@@ -204,7 +204,7 @@ def experts_misdescribed(
         " model's, and engines build as many in both. Prune those of "
     )
     if stored > said:
-        return f"{words}{part} alike, with the rows of its gates, or graft this model's own layer"
+        return f"{words}{part} alike, with the rows of its gates"
     words += f"{other} alike, with the rows of its gates, and set {field} to {stored}"
     return f"{words}, or graft the original's layer" if can_graft else words
 
