@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from mtp_checkpoints.formats.bitsandbytes import NF4
-from verify.foreign import Tensors, rewritten, without
+from quantized_by_others import read_all
+from verify.foreign import INDEX, Tensors, rewritten, without
 
 _LINEAR = re.compile(r"(lm_head|model\.embed_tokens|model\.layers\.\d+\..*_proj)\.weight")
 _EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(.*)")
@@ -49,6 +52,37 @@ def write_mlx(source: Path, folder: Path, layer: str, *, bits: int = 8, group: i
     own = {"group_size": group, "bits": bits, "mode": "affine"}
     fields = {"quantization": own, "quantization_config": own}
     return rewritten(source, folder, change, lambda config: config.update(fields))
+
+
+def write_mlx_qwen(source: Path, folder: Path, *, offset_module: bool = False) -> Path:
+    """Qwen3.5's text model as `sanitize` of mlx-lm leaves it, in 8 bits, and the MTP module in a
+    file of its own: as it was released, or, where one is added to its norms, in MLX's format."""
+    stored, made, mtp = read_all(source), dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for name, one in stored.items():
+        is_norm = name.endswith("norm.weight") and "linear_attn" not in name
+        if name.startswith("mtp."):
+            mtp[name] = one + 1 if is_norm and offset_module else one
+            continue
+        own = f"language_model.{name}"
+        if one.dim() == 2:
+            packed = affine(one, 8, 64).items()
+            made |= {f"{own.removesuffix('weight')}{last}": part for last, part in packed}
+        else:
+            made[own] = one.transpose(1, 2).contiguous() if one.dim() == 3 else one + is_norm
+    groups = {"group_size": 64, "bits": 8, "mode": "affine"}
+    fields = json.loads((source / "config.json").read_text())
+    fields = {"model_type": "qwen3_5", "text_config": fields, "quantization": groups}
+    folder.mkdir(parents=True)
+    shutil.copy(source / "tokenizer.json", folder)
+    tied = {"tie_word_embeddings": True, "quantization_config": groups}
+    (folder / "config.json").write_text(json.dumps(fields | tied))
+    kind = "mlx" if offset_module else "pt"
+    files = {"model.safetensors": (made, "mlx"), "mtp.safetensors": (mtp, kind)}
+    for file, (tensors, said) in files.items():
+        save_file(tensors, folder / file, metadata={"format": said})
+    index = {name: file for file, (tensors, _) in files.items() for name in tensors}
+    (folder / INDEX).write_text(json.dumps({"weight_map": index}))
+    return folder
 
 
 def stacked(tensors: Tensors) -> Tensors:

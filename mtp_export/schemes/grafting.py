@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from mtp_checkpoints.errors import UnsupportedError
-from mtp_checkpoints.families.base import TensorSpec
+from mtp_checkpoints.families.base import Role, TensorSpec
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.formats import FormatOptions, Fp8Block, Unquantized
 from mtp_checkpoints.formats.base import COMPRESSED_SCALE, NATIVE_SCALE
@@ -156,7 +156,12 @@ def _left_out(
     assert method.leave_out is not None, "_method_of refuses others"
     own = [module.name for module in family.mtp]
     if method.whole_names:
-        own = modules_of(spec for spec in _linears(family) if spec.mtp_layer is not None)
+        own = modules_of(
+            spec
+            for spec in family.tensors.values()
+            if spec.mtp_layer is not None
+            and (spec.is_linear_weight or spec.role is Role.MTP_PROJECTION)
+        )
     return method.leave_out(quantization, [*listed, *own])
 
 

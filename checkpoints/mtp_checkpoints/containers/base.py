@@ -36,7 +36,8 @@ class TensorInfo(NamedTuple):
 class ShardHeader:
     """A shard: its tensors in offset order, its size and version, the hash of its header.
 
-    container is the name of the format that it is in. apart are the tensors as plans have them that
+    container is the name of the format that it is in, says_format what its metadata say of that:
+    the library that it was written for. apart are the tensors as plans have them that
     write such a file, where some of them are read as one; else none.
     """
 
@@ -47,6 +48,7 @@ class ShardHeader:
     header_sha256: str
     tensors: tuple[TensorInfo, ...]
     apart: tuple[TensorInfo, ...] = ()
+    says_format: str = ""
 
     @property
     def path(self) -> Place:

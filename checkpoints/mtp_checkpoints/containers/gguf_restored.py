@@ -23,6 +23,7 @@ from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.sources.byte_source import Place
 
 _ROUNDING = 1e-6  # some units in the last place of numbers around 1
+_OF_BF16 = 2.0**-8  # the same of a sum that bf16 holds, beside that share of the other summand
 
 
 def held(tensor: TensorInfo) -> tuple[TensorInfo, ...]:
@@ -82,7 +83,9 @@ class Restored:
     @property
     def rounding(self) -> float:
         """Absolute error that the elements may have, as they were computed in float32."""
-        return 0.0 if self.form.elements is Elements.SAME else _ROUNDING
+        if self.form.elements is Elements.SAME:
+            return 0.0
+        return _OF_BF16 if self.tensor.dtype is DType.BF16 else _ROUNDING
 
     @cached_property
     def path(self) -> Place:

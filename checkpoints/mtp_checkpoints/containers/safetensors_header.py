@@ -35,6 +35,7 @@ MAX_DIMENSIONS = 64  # of numpy's arrays, and of torch's operations
 _LENGTH_BYTES = 8
 _FIELDS = {"dtype", "shape", "data_offsets"}
 _METADATA = "__metadata__"
+_SAYS_FORMAT = re.compile(rf'"{_METADATA}":\{{[^{{}}]*"format":"(\w+)"'.encode())
 # A header as the safetensors library writes it: its start, then tensors, each with what ends it.
 _TEXT = r'[^"\\\x00-\x1f]*'
 _USUAL_START = re.compile(rf'\{{(?:"{_METADATA}":\{{"{_TEXT}":"{_TEXT}"\}},)?')
@@ -71,6 +72,7 @@ def read_header(file: ByteFile) -> ShardHeader:
             version=opened.version,
             header_sha256=hashlib.sha256(header).hexdigest(),
             tensors=ordered,
+            says_format=said[1].decode() if (said := _SAYS_FORMAT.search(header)) else "",
         )
 
 

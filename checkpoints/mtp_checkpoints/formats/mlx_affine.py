@@ -60,8 +60,8 @@ class MlxAffine(ReadOnlyFormat):
 
     def places(self, rows: range, columns: range, shape: Sequence[int]) -> Sequence[Place]:
         words, groups = (
-            range(columns.start // size, -(-columns.stop // size))
-            for size in (self.columns_of(self.bits) // self.bits, self.group_size)
+            range(columns.start * bits // unit, -(-columns.stop * bits // unit))
+            for bits, unit in ((self.bits, _WORD_BITS), (1, self.group_size))
         )
         return ((rows, words), (rows, groups), (rows, groups))
 

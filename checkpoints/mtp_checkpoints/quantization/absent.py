@@ -81,6 +81,8 @@ def with_projection_listed(config: Mapping[str, Any], tensors: Collection[str]) 
     if not quantization:
         return dict(config)
     known = quant_config_of(quantization)
+    if METHODS[method_of(quantization)].packs_projections:
+        return dict(config)
     modules = (layer.modules.projection for layer in family_of(config).mtp)
     plain = [module for module in modules if module and weight_name(module) in tensors]
     return _listed(config, [m for m in plain if known.format_of(m, Role.MTP_PROJECTION)])

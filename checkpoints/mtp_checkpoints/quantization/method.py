@@ -179,7 +179,8 @@ class Method:
     so whatever is listed, by these last names, of which a quantized matrix has one beside it.
     zero_labels: how a config labels zero points, where it does.
     whole_names: they compare names of linears, not of modules above them. experts_as_one: they ask
-    for all experts of a layer by one name. in_groups: fp8 has compressed-tensors' name for scales.
+    for all experts of a layer by one name. packs_projections: they take
+    those of MTP modules in codes too. in_groups: fp8 has compressed-tensors' name for scales.
     """
 
     read: Callable[[Mapping[str, Any]], QuantConfig]
@@ -193,6 +194,7 @@ class Method:
     zero_labels: ZeroLabels | None = None
     whole_names: bool = False
     experts_as_one: bool = False
+    packs_projections: bool = False
     in_groups: bool = False
 
     def draft_storages(self, dialect: Dialect) -> frozenset[str]:

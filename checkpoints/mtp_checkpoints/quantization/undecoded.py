@@ -15,7 +15,7 @@ class Undecoded:
     """A quantization whose numbers may not be decoded.
 
     name is what manifests record, title its name in words. models are the model_types whose weights
-    have their released values and, but for stacked experts, names in it; None for all.
+    are read as they were released; None for all.
     """
 
     name: str
@@ -46,7 +46,16 @@ UNDECODED = {
     for known in (
         Undecoded("quark", "Quark"),
         Undecoded("bitsandbytes", "bitsandbytes"),
-        # Others have halves of kv_b_proj, norms plus one or other names: mlx-lm's `sanitize`.
-        Undecoded(MLX_METHOD, "MLX", frozenset({"glm4_moe", "mimo"})),
+        # Others have halves of kv_b_proj, other norms or other names: mlx-lm's `sanitize`.
+        Undecoded(
+            MLX_METHOD,
+            "MLX",
+            frozenset(
+                {
+                    *("glm4_moe", "mimo", "mimo_v2_flash", "mellum", "qwen3_next"),
+                    *("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+                }
+            ),
+        ),
     )
 }

@@ -44,11 +44,13 @@ class ListedDraft:
 
     def problems(self) -> list[Problem]:
         """Modules that the list lacks, in one problem, those that it has too many, by entry, and
-        projections, which no engine reads quantized."""
+        projections that are quantized where no loader of the method reads them so."""
         quantized, projections = [], []
+        method = METHODS.get(method_of(self.quantization))
+        packs = method is not None and method.packs_projections
         for weight in self._matrices:
             plain = self._is_plain(weight)
-            if weight.weight.role is Role.MTP_PROJECTION:
+            if weight.weight.role is Role.MTP_PROJECTION and not packs:
                 projections += [weight] if plain is False else []
             elif plain is False and weight.format is UNQUANTIZED:
                 quantized.append(weight)

@@ -10,6 +10,7 @@ from itertools import chain
 from statistics import median
 from typing import TYPE_CHECKING
 
+from mtp_checkpoints.containers.gguf_restored import Restored
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.formats.base import BLOCK
 from mtp_export.progress import counted
@@ -145,7 +146,9 @@ def _are_equal(pair: Pair) -> bool:
         return one.digest == other.digest
     rows = one.weight.rows
     own, theirs = (fact.weight.encoded(0, rows).dequantize().float() for fact in pair)
-    return own.allclose(theirs, rtol=_ROUNDING, atol=_SMALLEST)
+    files = (fact.weight.tensors[0].file for fact in pair)
+    of_sums = (file.rounding for file in files if isinstance(file, Restored))
+    return own.allclose(theirs, rtol=_ROUNDING, atol=max((_SMALLEST, *of_sums)))
 
 
 def _room_db(pair: Pair) -> float:

@@ -59,6 +59,8 @@ def test_words_of_many_rows_and_groups(bits: int) -> None:
     found = form.encoded([words, scales, biases])
     wide = (one.repeat_interleave(64, dim=1) for one in (scales, biases))
     torch.testing.assert_close(found.dequantize(), next(wide) * codes + next(wide))
+    (_, every), *_ = form.places(range(6), range(128), (6, 128))
+    assert every == range(words.shape[1])
     part = form.places(range(2, 4), range(64, 128), (6, 128))
     cut = [
         one[rows.start : rows.stop, columns.start : columns.stop]

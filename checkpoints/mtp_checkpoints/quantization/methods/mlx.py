@@ -21,7 +21,9 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 _STACKED = ".switch_mlp."  # experts as mlx-lm has them
 _EXPERTS = ("gate_proj", "up_proj", "down_proj")
 _LAYER = ".layers."
+_INNER = re.compile(r"(language_model\.|model\.)*")  # before the names of a decoder's modules
 _TABLES = (Role.EMBEDDING, Role.HEAD)
+_LINEARS = (*LINEAR_ROLES, Role.DELTA_GATES, Role.MTP_PROJECTION)
 _BITS, _GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 _AFFINE = "affine"
 
@@ -38,14 +40,19 @@ class _Mlx(Unfused):
 
     def format_of(self, module: str, role: Role) -> WeightFormat | None:
         is_table = role in _TABLES and _LAYER not in module
-        usual = self.usual if role in LINEAR_ROLES or is_table else None
-        return self.named.get(_EXPERT.sub(_STACKED, module), usual)
+        usual = self.usual if role in _LINEARS or is_table else None
+        return self.named.get(_inner(_EXPERT.sub(_STACKED, module)), usual)
+
+
+def _inner(name: str) -> str:
+    """Return a module's name in its decoder, before which released models and mlx-lm's differ."""
+    return name[_INNER.match(name).end() :]
 
 
 def _read(quantization: Mapping[str, Any]) -> _Mlx:
     """Read a quantization_config (UnsupportedError for another mode)."""
     named = {
-        name: _format({**quantization, **own}) if isinstance(own, dict) else None
+        _inner(name): _format({**quantization, **own}) if isinstance(own, dict) else None
         for name, own in quantization.items()
         if own is False or isinstance(own, dict)
     }
@@ -76,4 +83,10 @@ def _stacked(modules: Sequence[str]) -> Iterator[str]:
             yield _EXPERT.sub(_STACKED, module)
 
 
-MLX = Method(_read, leave_out=_leave_out, whole_names=True, coded_by=("scales",))
+MLX = Method(
+    _read,
+    leave_out=_leave_out,
+    whole_names=True,
+    coded_by=("scales",),
+    packs_projections=True,
+)
