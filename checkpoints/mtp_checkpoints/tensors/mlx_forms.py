@@ -17,9 +17,7 @@ from mtp_checkpoints.containers.base import ShardHeader, TensorInfo
 from mtp_checkpoints.containers.gguf_forms import OFFSET_NORM
 from mtp_checkpoints.containers.gguf_restored import restored
 
-_MODELS = frozenset(
-    {"qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"}
-)
+_MODELS = frozenset({"qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"})
 _LANGUAGE_MODEL = "language_model."
 _KERNEL = ".conv1d.weight"
 _OFFSET_NORMS = (
