@@ -66,6 +66,12 @@ def duplicate_entry(source: Path) -> None:
     write_shard(path, text[:-1] + "," + again + "}", data)
 
 
+def no_index(source: Path) -> None:
+    """Nor one of the shards, without which no engine needs it."""
+    (source / INDEX).unlink()
+    min(source.glob("*.safetensors")).unlink()
+
+
 def index_to(value: str) -> Callable[[Path], None]:
     def damage(source: Path) -> None:
         edit_json(source / INDEX, lambda index: index["weight_map"].update({EXPERT: value}))
@@ -182,7 +188,7 @@ CASES: dict[str, Case] = {
         ("kv_lora_rank",),
     ),
     "no config": Case(lambda s: (s / "config.json").unlink(), 3, ("config.json",)),
-    "no weights": Case(lambda s: (s / INDEX).unlink(), 3, (INDEX,)),
+    "no weights": Case(no_index, 3, (INDEX,)),
     "no MTP layer": Case(no_mtp_at_all, 4, ("no MTP layer", "num_nextn_predict_layers")),
     "MTP layer lost": Case(mtp_lost_but_advertised, 4, ("no MTP layer", f"layers.{MTP_LAYER}")),
     "MTP layer not advertised": Case(set_config(num_nextn_predict_layers=0), 4, ("no MTP layer",)),

@@ -18,6 +18,7 @@ from verify.foreign_damages import Damage, FolderDamage, add, each, lose, put, r
 from verify.foreign_sources import (
     DEEPSEEK,
     GLM,
+    INDEX,
     Checkpoint,
     ignore,
     modules,
@@ -822,6 +823,7 @@ GOOD = (
         glm(1, own_file="mtp.safetensors"),
         written=damages.in_two_files_without_index,
     ),
+    Folder("in shards without an index", glm(3), written=lambda f: (f / INDEX).unlink()),
     Folder("float16", glm(), _float16),
     Folder("tied", glm(), _tied),
     Folder(

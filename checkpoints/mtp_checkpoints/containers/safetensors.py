@@ -46,13 +46,15 @@ class Safetensors:
     index_name: str = INDEX_NAME
 
     def probe(self, source: ByteSource) -> bool:
-        return not source.names().isdisjoint((INDEX_NAME, SINGLE_NAME))
+        names = source.names()
+        return not names.isdisjoint((INDEX_NAME, SINGLE_NAME)) or bool(whole_set(names))
 
     def open(self, source: ByteSource) -> Opened:
         raw_config = source.read(CONFIG_NAME)
         config = parsed_json_object(source.path / CONFIG_NAME, raw_config)
         weight_map = _weight_map(source)
-        names = [SINGLE_NAME] if weight_map is None else sorted(set(weight_map.values()))
+        alone = [SINGLE_NAME] if SINGLE_NAME in source.names() else whole_set(source.names())
+        names = alone if weight_map is None else sorted(set(weight_map.values()))
         others = sorted(n for n in source.names() - set(names) if n.endswith(SUFFIX))
         files = [source.file(name) for name in (*names, *others)]
         with ThreadPoolExecutor(source.readers) as pool:
@@ -87,6 +89,20 @@ class Safetensors:
             "metadata": {"total_size": total},
             "weight_map": dict(sorted(weight_map.items())),
         }
+
+
+def whole_set(names: Collection[str]) -> list[str]:
+    """Return the shards of a folder in order, by their numbers, where all of one set are there;
+    none where some are missing, or there are several sets.
+
+    vLLM's and SGLang's loaders open them without an index too; transformers does not.
+    """
+    sets = {match.groups() for name in names if (match := _NUMBERED.fullmatch(name)) is not None}
+    if len(sets) != 1:
+        return []
+    ((before, count),) = sets
+    every = [f"{before}-{number:05d}-of-{count}{SUFFIX}" for number in range(1, int(count) + 1)]
+    return every if every and set(every).issubset(names) else []
 
 
 def shards_alone(names: Collection[str]) -> str | None:

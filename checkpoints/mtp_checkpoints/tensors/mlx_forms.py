@@ -32,7 +32,7 @@ def with_released_forms(
     """Return the shards of a checkpoint as if they held what was released; plans have them as they
     are."""
     tensors = [tensor for shard in shards for tensor in shard.tensors]
-    if config.get("model_type") not in _MODELS or not any(map(_is_exchanged, tensors)):
+    if str(config.get("model_type")) not in _MODELS or not any(map(_is_exchanged, tensors)):
         return shards
     inner = "model.language_model." if "text_config" in config else "model."
     return tuple(

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mtp_checkpoints.containers.base import CONFIG_NAME, TensorInfo
+from mtp_checkpoints.containers.safetensors import INDEX_NAME, whole_set
 from mtp_checkpoints.errors import MtpExportError
 from mtp_checkpoints.families.base import FLOATS
 from mtp_checkpoints.families.other_names import of_another_kind, renamed, renamed_singly
@@ -67,6 +68,8 @@ def run(context: Context) -> Iterator[Item]:
         return
     found = Found(context)
     yield _writer(found)
+    if whole_set(context.files.names()) and INDEX_NAME not in context.files.names():
+        yield measured("index", causes.NO_INDEX, {})
     whole = found.has_main and has_layers(found.tensors)
     other = other_draft(found.config, found.mtp_names if whole else found.tensors)
     if other is not None:

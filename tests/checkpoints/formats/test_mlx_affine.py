@@ -106,6 +106,11 @@ def test_groups_that_are_not_decoded(change: dict[str, object]) -> None:
     assert known is not None and known.title == "MLX"
 
 
+def test_a_model_type_that_is_none_is_no_model_of_theirs() -> None:
+    known = undecoded_of({"model_type": ["glm4_moe"], "quantization": {"group_size": 32}})
+    assert known is not None and known.title == "MLX"
+
+
 def test_models_that_mlx_lm_keeps_otherwise() -> None:
     quantization = {"group_size": 32, "bits": 4}
     for model, is_decoded in {"glm4_moe": True, "mimo": True, "deepseek_v3": False}.items():

@@ -93,6 +93,19 @@ def test_a_single_file_needs_no_index(folder: Path) -> None:
     assert refusal(folder).where == folder / "stray.safetensors"
 
 
+def test_a_whole_set_of_shards_needs_no_index(folder: Path) -> None:
+    """As for vLLM and SGLang; of several sets nothing tells which is the model's."""
+    (folder / INDEX).unlink()
+    for number, name in enumerate(TENSORS, start=1):
+        (folder / name).rename(folder / f"part-{number:05d}-of-00002.safetensors")
+    assert Checkpoint.open(folder).tensors.keys() == {"a", "b", "c", "d"}
+    save_file({"z": torch.zeros(1)}, folder / "model-00001-of-00001.safetensors")
+    assert refusal(folder).what == "The folder has shards and no index"
+    (folder / "model-00001-of-00001.safetensors").unlink()
+    (folder / "part-00002-of-00002.safetensors").unlink()
+    assert refusal(folder).what == "The folder has shards and no index"
+
+
 def test_no_folder(folder: Path) -> None:
     for path in (folder / "none", folder / "config.json"):
         error = refusal(path)

@@ -66,7 +66,7 @@ def undecoded_of(config: Mapping[str, Any]) -> Undecoded | None:
     that is decoded, not known, or damaged."""
     quantization = quantization_of(config)
     known = UNDECODED.get(method_of(quantization))
-    if known is None or (known.models and config.get("model_type") not in known.models):
+    if known is None or (known.models and str(config.get("model_type")) not in known.models):
         return known
     try:
         quant_config_of(quantization)

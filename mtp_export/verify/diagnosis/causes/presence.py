@@ -189,5 +189,8 @@ def not_in_index(file: str) -> str:
     )
 
 
+NO_INDEX = "none: vLLM and SGLang load every file without one, transformers does not"
+
+
 def added(file: str) -> str:
     return f"{file} is not in the index, and SGLang adds a file of this name to GLM's models"
