@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtp_checkpoints.errors import MtpExportError
+from mtp_checkpoints.errors import MtpExportError, UnsupportedError
 from mtp_checkpoints.families.single_experts import single_experts
 from mtp_checkpoints.quantization.native import is_gguf, quantization_of
 from mtp_checkpoints.quiet import quieted
@@ -221,14 +221,30 @@ class Context(OpenedPlace):
                 return f"there is no {name} part"
             if part.error is not None:
                 return f"{name} cannot be opened: see check files"
-        from mtp_runtime.models.layer_types import why_not_computed
-
+        if reason := self._why_not_computed:
+            model_type = next(iter(self.checkpoints.values())).config.get("model_type")
+            return f"no runtime for {model_type}: {reason}"
         for layout in self.layouts:
-            if reason := why_not_computed(layout.stored.family):
-                return f"the runtime does not compute this model: {reason}"
             if not self.is_bundle and layout.differences:
                 return f"{layout.name} does not hold what config.json describes: see check files"
         return None
+
+    @property
+    def _why_not_computed(self) -> str:
+        """The reason why the runtime does not compute the model of a checkpoint, "" where it
+        does."""
+        from mtp_runtime.models.layer_types import why_not_computed
+
+        for part in (part for part in self.parts if part.checkpoint is not None):
+            try:
+                reason = why_not_computed(self.layout(part).stored.family)
+            except UnsupportedError as error:
+                reason = f"{error.what}: see check files"
+            except MtpExportError:  # damage, of which check files tells
+                continue
+            if reason:
+                return reason
+        return ""
 
     @cached_property
     def why_not_run(self) -> str | None:

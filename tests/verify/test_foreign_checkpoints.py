@@ -96,6 +96,19 @@ def test_modules_that_no_field_announces_fail(tmp_path: Path) -> None:
     assert "without speculation" in items[PRESENCE]["cause"]
 
 
+def test_a_model_without_a_runtime_is_named(tmp_path: Path) -> None:
+    """Of levels files and weights all is judged that its names and values tell."""
+    folder = rewritten(GLM, tmp_path / "x", config=lambda own: own.update(model_type="foo_moe"))
+    outcome = run_program("verify", folder, "--level", "run", "--json", "--quiet")
+    assert outcome.code == 0, outcome.err
+    checks = {check["name"]: check for check in json.loads(outcome.out)["checks"]}
+    for name in ("greedy", "acceptance", "likelihood", "speed"):
+        (item,) = checks[name]["items"]
+        assert item["status"] == "not tested"
+        assert item["cause"].startswith("no runtime for foo_moe: This model type is not supported")
+    assert {checks[name]["status"] for name in ("files", "ledger")} == {"pass"}
+
+
 def test_no_module_and_none_announced_is_not_tested(tmp_path: Path) -> None:
     folder = rewritten(
         GLM,
