@@ -16,6 +16,19 @@ from quantized_by_others import read_all
 from verify.foreign import INDEX, Tensors, rewritten, without
 
 _LINEAR = re.compile(r"(lm_head|model\.embed_tokens|model\.layers\.\d+\..*_proj)\.weight")
+BITSANDBYTES_NF4 = {
+    "quant_method": "bitsandbytes",
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+}
+QUARK_INT4 = {
+    "quant_method": "quark",
+    "global_quant_config": {
+        "weight": {"dtype": "int4", "qscheme": "per_group", "group_size": 32, "is_dynamic": False}
+    },
+    "export": {"pack_method": "reorder"},
+    "exclude": ["lm_head"],
+}
 _EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(.*)")
 
 
@@ -125,7 +138,7 @@ def write_nf4(source: Path, folder: Path, layer: str) -> Path:
             made |= {name.removesuffix("weight") + last: part for last, part in nf4(one).items()}
         return made
 
-    own = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    own = BITSANDBYTES_NF4
     return rewritten(source, folder, change, lambda config: config.update(quantization_config=own))
 
 
@@ -179,11 +192,5 @@ def write_quark(source: Path, folder: Path, layer: str, *, packs_experts: bool =
             made |= {name.removesuffix("weight") + last: part for last, part in parts}
         return made
 
-    weight = {"dtype": "int4", "qscheme": "per_group", "group_size": 32, "is_dynamic": False}
-    own = {
-        "quant_method": "quark",
-        "global_quant_config": {"weight": weight},
-        "export": {"pack_method": "reorder"},
-        "exclude": ["lm_head"],
-    }
+    own = QUARK_INT4
     return rewritten(source, folder, change, lambda config: config.update(quantization_config=own))

@@ -7,6 +7,7 @@ import copy
 import functools
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from mtp_export.verify import CHECKS, check_result
 from mtp_export.verify.check import Item, Level, Status
 from mtp_export.verify.context import Context
 from mtp_export.verify.options import VerifyOptions
-from quantized_by_others import METHODS, Tensors, unquantized
+from decoded_mains import BITSANDBYTES_NF4, QUARK_INT4, affine, int4, nf4
+from quantized_by_others import LINEAR, METHODS, Tensors, unquantized
 from verify.foreign_damages import NORM, embedding_half_zero
 from verify.foreign_sources import (
     DEEPSEEK,
@@ -31,7 +33,14 @@ from verify.foreign_sources import (
     shortened,
 )
 
-# By the name of each: its own of METHODS, None for unquantized.
+# Forms that no writer of METHODS has, each with what is stored of a matrix, and its config.
+OTHERS: dict[str, tuple[Callable[[torch.Tensor], Tensors], dict[str, Any]]] = {
+    "MLX, 4 bits": (partial(affine, bits=4, group=32), {"group_size": 32, "bits": 4}),
+    "MLX, 6 bits": (partial(affine, bits=6, group=64), {"group_size": 64, "bits": 6}),
+    "Quark, int4": (partial(int4, group=32), QUARK_INT4),
+    "bitsandbytes, nf4": (nf4, BITSANDBYTES_NF4),
+}
+# By the name of each: its own of METHODS, None for unquantized and for OTHERS.
 FORMS: dict[str, str | None] = {
     "bf16": None,
     **{
@@ -40,11 +49,14 @@ FORMS: dict[str, str | None] = {
             *("fp8", "compressed-tensors, int4", "compressed-tensors, int8"),
             *("compressed-tensors, fp8", "compressed-tensors, zero points", "auto-round"),
             *("auto-round, awq", "gptq", "gptq v2", "gptq, 8 bits", "awq"),
-            "modelopt fp8, in a file",
+            *("modelopt fp8, in a file", "modelopt nvfp4"),
         )
     },
+    **dict.fromkeys(OTHERS),
 }
-SCALES = ("weight_scale", "weight_scale_inv", "scales", "weight")
+SCALES = (
+    *("weight_scale_2", "weight_scale", "weight_scale_inv", "scales", "weight.absmax", "weight"),
+)
 CODES = ("weight_packed", "qweight", "weight")
 UNSOUND, SIZE, TWICE = "mtp: finite values", "sane size of every matrix", "no linear is stored"
 ZERO, ONE_CODE = "mtp: no block rounded to zero", "mtp: no block of one code"
@@ -56,6 +68,13 @@ def _sound(source: Path, form: str) -> Checkpoint:
     start = released(source) if source == GLM else shortened(source, 5)
     start.tensors = unquantized(start.tensors)
     start.config.pop("quantization_config", None)
+    if form in OTHERS:
+        encode, start.config["quantization_config"] = OTHERS[form]
+        for name in [name for name in start.tensors if LINEAR.match(name)]:
+            module = name.removesuffix("weight")
+            parts = encode(start.tensors.pop(name).float())
+            start.tensors |= {f"{module}{last}": part for last, part in parts.items()}
+        return start
     if (method := FORMS[form]) is None:
         return start
     with tempfile.TemporaryDirectory() as place:
@@ -109,6 +128,7 @@ def rows_rounded_to_zero(checkpoint: Checkpoint, module: str, form: str) -> None
     weight[:32, 1:] = 0
     method = FORMS[form]
     parts = {"weight": weight.bfloat16()} if method is None else METHODS[method].encode(weight)[0]
+    parts = OTHERS[form][0](weight) if form in OTHERS else parts
     for last, tensor in parts.items():
         checkpoint.set(f"{module}.{last}", tensor)
 

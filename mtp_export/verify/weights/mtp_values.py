@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from math import gcd
 from typing import TYPE_CHECKING
 
 from mtp_checkpoints.families.base import Role, weight_name
@@ -236,9 +237,11 @@ def _worst_blocks(weight: WeightOnDisk) -> _Worst:
         if not _has_scales(weight):
             continue
         codes = _bytes_of(encoded.codes)
-        per_code = zeros.shape[1] // codes.shape[1]
-        of_zeros = zeros.reshape(len(zeros), -1, per_code).all(dim=2)
-        repeated = (codes[:, 1:] == codes[:, :-1]) & ~of_zeros[:, 1:]
+        count = gcd(zeros.shape[1], codes.shape[1])  # of the least words that hold whole codes
+        per_code = zeros.shape[1] // count
+        of_zeros = zeros.reshape(len(zeros), count, per_code).all(dim=2)
+        codes = codes.unflatten(1, (count, -1))
+        repeated = (codes[:, 1:] == codes[:, :-1]).all(dim=2) & ~of_zeros[:, 1:]
         found = _worst_of(repeated, start, max(1, _CODE_COLUMNS // per_code))
         worst.repeated = max(worst.repeated, replace(found, column=found.column * per_code))
     return worst
