@@ -72,7 +72,7 @@ def write_mlx_qwen(source: Path, folder: Path, *, offset_module: bool = False) -
     file of its own: as it was released, or, where one is added to its norms, in MLX's format."""
     stored, made, mtp = read_all(source), dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     for name, one in stored.items():
-        is_norm = name.endswith("norm.weight") and "linear_attn" not in name
+        is_norm = "norm" in name and "linear_attn" not in name
         if name.startswith("mtp."):
             mtp[name] = one + 1 if is_norm and offset_module else one
             continue

@@ -16,10 +16,13 @@ from typing import Any
 from mtp_checkpoints.containers.base import ShardHeader, TensorInfo
 from mtp_checkpoints.containers.gguf_forms import OFFSET_NORM
 from mtp_checkpoints.containers.gguf_restored import restored
+from mtp_checkpoints.dtypes import DType
 
 _MODELS = frozenset({"qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"})
 _LANGUAGE_MODEL = "language_model."
 _KERNEL = ".conv1d.weight"
+_MTP_NORMS = ("norm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")
+_SUMMED = (DType.BF16, DType.F16, DType.F32)
 _OFFSET_NORMS = (
     *(".input_layernorm.weight", ".post_attention_layernorm.weight", "model.norm.weight"),
     *(".q_norm.weight", ".k_norm.weight"),
@@ -48,7 +51,7 @@ def _is_exchanged(tensor: TensorInfo) -> bool:
 
 
 def _released(shard: ShardHeader, inner: str) -> Iterator[TensorInfo]:
-    of_module = ("norm.weight",) if shard.says_format == "mlx" else ()
+    of_module = _MTP_NORMS if shard.says_format == "mlx" else ()
     for tensor in shard.tensors:
         name = tensor.name
         if name.startswith(f"{_LANGUAGE_MODEL}model."):
@@ -59,7 +62,7 @@ def _released(shard: ShardHeader, inner: str) -> Iterator[TensorInfo]:
         if _is_exchanged(tensor):
             channels, width, one = tensor.shape  # its bytes are the same
             yield tensor._replace(name=name, shape=(channels, one, width))
-        elif len(tensor.shape) == 1 and offset and name.endswith(offset):
+        elif tensor.dtype in _SUMMED and len(tensor.shape) == 1 and name.endswith(offset):
             yield restored(name, [tensor], OFFSET_NORM)
         else:
             yield tensor._replace(name=name)

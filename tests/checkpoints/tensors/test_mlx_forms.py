@@ -44,7 +44,7 @@ def as_it_is(_: Tensors) -> None:
 
 def without_one(mtp: Tensors) -> None:
     for name in mtp:
-        if name.endswith("norm.weight"):
+        if "norm" in name:
             mtp[name] = mtp[name] - 1
 
 
