@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from cases import nightly_but
+from decoded_mains import BITSANDBYTES_NF4, QUARK_INT4, affine, int4, nf4
 from faults.matrix import no_progress
 from mtp_export.verify import CHECKS, check_result
 from mtp_export.verify.check import Item, Level, Status
 from mtp_export.verify.context import Context
 from mtp_export.verify.options import VerifyOptions
-from decoded_mains import BITSANDBYTES_NF4, QUARK_INT4, affine, int4, nf4
 from quantized_by_others import LINEAR, METHODS, Tensors, unquantized
 from verify.foreign_damages import NORM, embedding_half_zero
 from verify.foreign_sources import (
