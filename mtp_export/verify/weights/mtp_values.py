@@ -240,7 +240,7 @@ def _worst_blocks(weight: WeightOnDisk) -> _Worst:
         count = gcd(zeros.shape[1], codes.shape[1])  # of the least words that hold whole codes
         per_code = zeros.shape[1] // count
         of_zeros = zeros.reshape(len(zeros), count, per_code).all(dim=2)
-        codes = codes.unflatten(1, (count, -1))
+        codes = codes.reshape(len(codes), count, -1)
         repeated = (codes[:, 1:] == codes[:, :-1]).all(dim=2) & ~of_zeros[:, 1:]
         found = _worst_of(repeated, start, max(1, _CODE_COLUMNS // per_code))
         worst.repeated = max(worst.repeated, replace(found, column=found.column * per_code))

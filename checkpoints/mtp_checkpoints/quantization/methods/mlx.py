@@ -21,7 +21,7 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 _STACKED = ".switch_mlp."  # experts as mlx-lm has them
 _EXPERTS = ("gate_proj", "up_proj", "down_proj")
 _LAYER = ".layers."
-_INNER = re.compile(r"(language_model\.|model\.)*")  # before the names of a decoder's modules
+_OUTER = re.compile(r"^(language_model\.|model\.)+")  # before the names of a decoder's modules
 _TABLES = (Role.EMBEDDING, Role.HEAD)
 _LINEARS = (*LINEAR_ROLES, Role.DELTA_GATES, Role.MTP_PROJECTION)
 _BITS, _GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
@@ -46,7 +46,7 @@ class _Mlx(Unfused):
 
 def _inner(name: str) -> str:
     """Return a module's name in its decoder, before which released models and mlx-lm's differ."""
-    return name[_INNER.match(name).end() :]
+    return _OUTER.sub("", name)
 
 
 def _read(quantization: Mapping[str, Any]) -> _Mlx:
