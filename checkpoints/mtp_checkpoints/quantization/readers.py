@@ -195,7 +195,11 @@ def _with_whole_linears(config: Mapping[str, Any], quantization: Config) -> Conf
     first = next((key for key in _FP8_LISTS if quantization.get(key)), None)
     if first is None:
         return quantization
-    linears = {spec.module for spec in family_of(config).tensors.values() if spec.is_linear_weight}
+    linears = {
+        spec.module
+        for spec in family_of(config).tensors.values()
+        if spec.is_linear_weight or spec.role is Role.MTP_PROJECTION
+    }
     kept = {
         key: [n for n in quantization[key] if key == first and (n in linears or _EXPERTS.match(n))]
         for key in _FP8_LISTS

@@ -24,6 +24,7 @@ from verify.foreign import GLM
 LAYER = "model.layers.3"
 OWN = f"{LAYER}.self_attn.o_proj"
 EXPERTS = f"{LAYER}.mlp.experts"
+PROJECTION = f"{LAYER}.eh_proj"
 EXPERT = f"{EXPERTS}.0.up_proj"
 COMPRESSED = METHODS["compressed-tensors, int4"].config
 INTEGERS = METHODS["compressed-tensors, int8"].config
@@ -148,6 +149,7 @@ def test_vllm_compares_whole_names_of_fp8() -> None:
         assert is_left_out(sglang_reads, quantization, OWN)
         assert is_left_out(vllm_reads, quantization, EXPERT)
         assert is_left_out(vllm_reads, quantization | {key: [OWN]}, OWN)
+        assert is_left_out(vllm_reads, quantization | {key: [PROJECTION]}, PROJECTION)
         assert not is_left_out(vllm_reads, quantization | {key: ["mlp.experts"]}, EXPERT)
     both = {"ignored_layers": ["lm_head"], "modules_to_not_convert": [OWN]}
     assert not is_left_out(vllm_reads, METHODS["fp8"].config | both, OWN)
