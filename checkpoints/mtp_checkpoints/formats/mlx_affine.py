@@ -18,7 +18,7 @@ from mtp_checkpoints.formats.verification import FOUR_BIT_GATE, FormatGate
 if TYPE_CHECKING:
     import torch
 
-_WORD_BITS, _BYTE_BITS = 32, 8
+_WORD_BITS = 32
 _NUMBER_DTYPES = (DType.BF16, DType.F16, DType.F32)
 
 
@@ -83,21 +83,8 @@ class MlxAffine(ReadOnlyFormat):
     def decode(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if not scale.isfinite().all():
             raise ValueError("group scale or bias: expected finite numbers")
-        numbers = self._unpacked(codes).float()
+        from mtp_kernels.quantize.affine import unpacked_affine
+
+        numbers = unpacked_affine(codes, self.bits).float()
         factors, biases = scale.repeat_interleave(self.group_size, dim=1).chunk(2, dim=1)
         return (numbers * factors + biases).to(dtype)
-
-    def _unpacked(self, words: torch.Tensor) -> torch.Tensor:
-        """Return codes [n, K] of words: eight of them fill `bits` bytes, the first from the lowest
-        bit on."""
-        import torch
-
-        lanes = words.view(torch.uint8).view(len(words), -1, self.bits).int()
-        after = torch.nn.functional.pad(lanes[..., 1:], (0, 1))
-        starts = range(0, _BYTE_BITS * self.bits, self.bits)
-        codes = [
-            (lanes[..., at // _BYTE_BITS] | after[..., at // _BYTE_BITS] << _BYTE_BITS)
-            >> at % _BYTE_BITS
-            for at in starts
-        ]
-        return (torch.stack(codes, dim=-1) & ((1 << self.bits) - 1)).flatten(1)

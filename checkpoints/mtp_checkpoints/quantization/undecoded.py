@@ -46,7 +46,7 @@ UNDECODED = {
     for known in (
         Undecoded("quark", "Quark"),
         Undecoded("bitsandbytes", "bitsandbytes"),
-        # Others have halves of kv_b_proj, other norms or other names: mlx-lm's `sanitize`.
+        # Others have other norms or other names: mlx-lm's `sanitize`.
         Undecoded(
             MLX_METHOD,
             "MLX",
@@ -54,6 +54,7 @@ UNDECODED = {
                 {
                     *("glm4_moe", "mimo", "mimo_v2_flash", "mellum", "qwen3_next"),
                     *("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+                    *("deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"),
                 }
             ),
         ),

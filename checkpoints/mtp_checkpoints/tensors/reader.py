@@ -20,6 +20,7 @@ from mtp_checkpoints.sources.addresses import byte_source
 from mtp_checkpoints.sources.byte_source import ByteSource, Place, local_path
 from mtp_checkpoints.sources.strict_json import parsed_json_object
 from mtp_checkpoints.tensors.mlx_forms import with_released_forms
+from mtp_checkpoints.tensors.mlx_latents import with_joined_latents
 from mtp_checkpoints.tensors.stacked_experts import with_single_experts
 from mtp_checkpoints.tensors.tensor_reader import TensorReader
 
@@ -46,7 +47,7 @@ class Checkpoint(Opened):
         opened = container_of(source).open(source)
         config = _with_modelopt(opened.config, source)
         shards = tuple(with_single_experts(shard, config) for shard in opened.shards)
-        shards = with_released_forms(shards, config)
+        shards = with_joined_latents(with_released_forms(shards, config), config)
         return cls(path=source.path, **vars(replace(opened, config=config, shards=shards)))
 
     @property

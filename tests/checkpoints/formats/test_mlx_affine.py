@@ -113,6 +113,7 @@ def test_a_model_type_that_is_none_is_no_model_of_theirs() -> None:
 
 def test_models_that_mlx_lm_keeps_otherwise() -> None:
     quantization = {"group_size": 32, "bits": 4}
-    for model, is_decoded in {"glm4_moe": True, "mimo": True, "deepseek_v3": False}.items():
+    decoded = {"glm4_moe": True, "mimo": True, "deepseek_v3": True, "step3p5": False}
+    for model, is_decoded in decoded.items():
         known = undecoded_of({"model_type": model, "quantization": quantization})
         assert (known is None) is is_decoded

@@ -23,7 +23,7 @@ _EXPERTS = ("gate_proj", "up_proj", "down_proj")
 _LAYER = ".layers."
 _OUTER = re.compile(r"^(language_model\.|model\.)+")  # before the names of a decoder's modules
 _TABLES = (Role.EMBEDDING, Role.HEAD)
-_LINEARS = (*LINEAR_ROLES, Role.DELTA_GATES, Role.MTP_PROJECTION)
+_LINEARS = (*LINEAR_ROLES, Role.DELTA_GATES, Role.INDEXER_HEADS, Role.MTP_PROJECTION)
 _BITS, _GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 _AFFINE = "affine"
 
