@@ -44,6 +44,12 @@ MEDIAN_NORM = 0.5
 # The largest share of zeros in a block of a matrix. Int4 in groups rounds a sixth of a matrix to
 # zero, in one scale per row a third; a block that is small beside what shares its scale, all of it.
 ZERO_SHARE = 0.75
+# The largest share of a weight that may be as large as its largest element, of one with so many
+# between that and zero. Of what is cut off at its median it is half; of ternary ones nothing lies
+# between.
+MOST_AT_ENDS, LEAST_BETWEEN = 0.3, 0.02
+# The largest run of zero rows or columns, in their share. Engines and tools pad by less.
+MOST_ZERO_RUN = 0.1
 # How large a scale may be beside the upper quartile of those of its matrix. Single weights that are
 # far larger than others, as some trained models have, make it tens of times as large.
 SCALE_RATIO = 300.0

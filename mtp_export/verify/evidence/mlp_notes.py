@@ -1,5 +1,5 @@
-"""Gated MLPs of a part, and what the walk over it notes of their matrices, of which the check of
-norms then reads none again."""
+"""Gated MLPs of a part, and what the walk over it notes of matrices, of which the checks of norms
+and of values that are cut off then read none again."""
 
 from __future__ import annotations
 
@@ -21,15 +21,20 @@ if TYPE_CHECKING:
 _WHOLE = 1 << 20  # elements of a matrix that is looked into whole; of a larger one, some rows
 _CORNER = 256  # of which these are whole blocks of scales
 _MOST_EXPERTS = 16  # of a layer whose matrices are larger
+# Of the largest magnitude: what is as large but for rounding to codes, and what lies below that and
+# above zero.
+_AS_LARGE, _SMALLER, _NONE = 0.98, 0.9, 0.02
 
 
 class Note(NamedTuple):
     """Mean squares of the rows [n] of a matrix that are looked into, and of the columns [k] of
-    these; their mean squares along each row of a router [e], none without one."""
+    these, a norm being one row; their mean squares along each row of a router [e], none without one. ends: the share of
+    their elements that are as large as the largest one, and of those between that and zero."""
 
     rows: tuple[float, ...]
     columns: tuple[float, ...]
     answers: tuple[float, ...]
+    ends: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -69,17 +74,20 @@ class Notes:
     _rows: list[torch.Tensor] = field(default_factory=list)
     _columns: list[torch.Tensor] = field(default_factory=list)
     _answers: list[torch.Tensor] = field(default_factory=list)
+    _sizes: list[torch.Tensor] = field(default_factory=list)
     _is_damaged: bool = False
 
     def add(self, piece: EncodedWeight) -> None:
         """Look into the next rows."""
-        rows, columns = self.weight.stored.weight.shape
+        *rest, columns = self.weight.stored.weight.shape
+        rows = rest[0] if rest else 1
         wanted = rows if rows * columns <= _WHOLE else min(rows, _CORNER)
         left = wanted - sum(map(len, self._rows))
         if left <= 0 or self._is_damaged:
             return
         try:
-            values = piece.dequantize()[:left].float()
+            values = piece.dequantize().float()
+            values = values[:left] if rest else values[None]
             if self.router is not None:
                 along = values @ self.router.rows.t()
                 self._answers.append(along.square().sum(0))
@@ -87,6 +95,7 @@ class Notes:
             self._is_damaged = True
             return
         squares = values.square()
+        self._sizes.append(values.abs())
         self._rows.append(squares.mean(1))
         self._columns.append(squares.sum(0))
 
@@ -100,13 +109,31 @@ class Notes:
             [value / len(rows) for value in sum(parts[1:], parts[0]).tolist()] if parts else []
             for parts in (self._columns, self._answers)
         )
-        return Note(tuple(rows), tuple(columns), tuple(answers))
+        return Note(tuple(rows), tuple(columns), tuple(answers), self._ends())
+
+    def _ends(self) -> tuple[float, float]:
+        import torch
+
+        sizes = torch.cat(self._sizes) if self._sizes else torch.zeros(1)
+        largest = sizes.max()
+        is_norm = len(self.weight.stored.weight.shape) == 1
+        ends = sizes >= (1.0 if is_norm else _AS_LARGE) * largest
+        between = (sizes > _NONE * largest) & (sizes < _SMALLER * largest)
+        return float(ends.float().mean()), float(between.float().mean())
 
 
-def looked_into(mlps: Iterable[MlpWeights]) -> dict[str, Router | None]:
+def looked_into(
+    weights: Iterable[WeightOnDisk], mlps: Iterable[MlpWeights]
+) -> dict[str, Router | None]:
     """Return the names of the weights of which something is noted, and the router that each is
-    compared with."""
+    compared with: of norms, and of all matrices but those of experts that are not among the
+    MLPs."""
     found = dict[str, Router | None]()
+    for weight in weights:
+        spec = weight.stored.weight
+        is_matrix = len(spec.shape) == 2 and spec.role is not Role.ROUTED_EXPERT
+        if is_matrix or (len(spec.shape) == 1 and spec.role is Role.NORM):
+            found[weight.name] = None
     for mlp in mlps:
         gate, up, down = (weight.name for weight in mlp.weights)
         found |= {gate: mlp.router, up: mlp.router, down: None}

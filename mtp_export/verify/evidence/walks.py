@@ -98,7 +98,7 @@ class Walks:
                 if layout.name == part:
                     apart = layout.apart
                     weights = weights_on_disk(apart.stored, apart.checkpoint.tensors)
-                    noted = looked_into(mlps_of(apart.stored.family, weights))
+                    noted = looked_into(weights, mlps_of(apart.stored.family, weights))
         hashed = self.checksums(part) if self.options.checksums else {}
         read = {tensor.name: tensor for weight in weights for tensor in weight.tensors}
         tensors = self.checkpoints[part].written

@@ -1,4 +1,5 @@
-"""Causes of failures of weights whose norms do not go together as training makes them."""
+"""Causes of failures of weights whose norms do not go together as training makes them, or whose
+values are cut off."""
 
 from __future__ import annotations
 
@@ -31,3 +32,15 @@ def norms_apart(query: str, key: str, factor: float) -> str:
         f"the elements of {query} and {key} are a factor of {factor:.2g} apart and were trained to"
         " be alike: one of the two is damaged, in another order, or of another layer"
     )
+
+
+def cut_off(tensor: str, share: float) -> str:
+    return (
+        f"{share:.0%} of the elements of {tensor} are as large as the largest one: they were cut"
+        " off (clipped) at that size"
+    )
+
+
+def run_lost(tensor: str, axis: str, first: int, last: int) -> str:
+    """axis: rows or columns."""
+    return f"{axis} {first} to {last} of {tensor} are zero: they were lost, or never written"

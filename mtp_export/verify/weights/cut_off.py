@@ -1,0 +1,61 @@
+"""Matrices and norms of which many elements are as large as the largest one, as what is cut off at
+a size has them, or of which a run of rows, columns or elements is zero."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from mtp_checkpoints.families.base import Role
+from mtp_export.verify.check import Item, Problem, verdict
+from mtp_export.verify.context import Context
+from mtp_export.verify.diagnosis.causes import balance as causes
+from mtp_export.verify.evidence.mlp_notes import Note
+from mtp_export.verify.evidence.weight_facts import WeightFacts
+from mtp_export.verify.gates import LEAST_BETWEEN, MOST_AT_ENDS, MOST_ZERO_RUN
+
+# Their rows are tokens, some of which no text has.
+_OF_TOKENS = (Role.EMBEDDING, Role.HEAD, Role.OWN_EMBEDDING, Role.OWN_HEAD)
+
+
+def run(context: Context) -> Iterator[Item]:
+    """The matrices and norms of all parts that the walk looked into."""
+    facts = [
+        one
+        for layout in context.read_layouts
+        for one in context.walks.of(layout.name).facts
+        if one.note is not None
+        and not one.statistics.is_constant
+        and context.unwritten_tensors.isdisjoint(tensor.name for tensor in one.weight.tensors)
+    ]
+    if facts:
+        wrong = [problem for one in facts for problem in _problems(one, one.note)]
+        yield verdict("no weight is cut off or lost in part", wrong, f"{len(facts):,} weights")
+
+
+def _problems(fact: WeightFacts, note: Note | None) -> Iterator[Problem]:
+    assert note is not None, "what was looked into"
+    name, (at_ends, between) = fact.weight.name, note.ends
+    if at_ends > MOST_AT_ENDS and between > LEAST_BETWEEN:
+        yield Problem(name, causes.cut_off(name, at_ends))
+    spec = fact.weight.stored.weight
+    axes = {"columns": note.columns, "rows": note.rows}
+    if len(spec.shape) == 1:
+        axes = {"elements": note.columns}
+    elif spec.role in _OF_TOKENS:
+        del axes["rows"]
+    for axis, squares in axes.items():
+        start, stop = _zero_run(squares)
+        if stop - start >= max(1, MOST_ZERO_RUN * len(squares)):
+            yield Problem(name, causes.run_lost(name, axis, start, stop - 1))
+
+
+def _zero_run(squares: Sequence[float]) -> tuple[int, int]:
+    """The longest run of zeros: its start, and its end."""
+    runs, at = [(0, 0)], 0
+    for is_zero, values in groupby(squares, key=lambda one: one == 0):
+        size = len(list(values))
+        if is_zero:
+            runs.append((at, at + size))
+        at += size
+    return max(runs, key=lambda one: one[1] - one[0])
