@@ -80,6 +80,11 @@ def explained(name: str, tried: Sequence[Changed], better: Sequence[Changed], bo
     return failed(name, cause, figure=figure, bound=bound, data=data)
 
 
+def leaves_out(better: Sequence[Changed]) -> bool:
+    """True where a half, or an expert, that adds nothing explains as much as the best."""
+    return any(one.variant.is_left_out for one in _explaining(better))
+
+
 def _explaining(better: Sequence[Changed]) -> Sequence[Changed]:
     """Those that are not told from the best, what is left out first: any other change of a half
     that does harm may be better by chance. Training gives back a share of what is lost alone, so

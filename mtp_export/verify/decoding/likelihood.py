@@ -10,8 +10,15 @@ from mtp_checkpoints.families.released import unreleased_values
 from mtp_checkpoints.tensors.bundle_folder import MAIN
 from mtp_export.verify.check import WHOLE_CHECK, Item, Status, failed, judged, not_tested, passed
 from mtp_export.verify.context import Context
-from mtp_export.verify.decoding.changed import CONFIDENCE, Changed, best_first, compared, explained
-from mtp_export.verify.decoding.training import none_gains
+from mtp_export.verify.decoding.changed import (
+    CONFIDENCE,
+    Changed,
+    best_first,
+    compared,
+    explained,
+    leaves_out,
+)
+from mtp_export.verify.decoding.training import beside, none_gains, stands_out
 from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.halves import MOST_SUSPECTS, AddedByHalves, Suspect
 from mtp_export.verify.diagnosis.layer_variants import (
@@ -27,7 +34,7 @@ from mtp_export.verify.diagnosis.tensor_variants import SIZES, Place, tensor_var
 from mtp_export.verify.diagnosis.undone import undone
 from mtp_export.verify.evidence.likelihood import Likelihood, chance
 from mtp_export.verify.evidence.plain_text import KINDS, MANY_PASSAGES, PlainTexts
-from mtp_export.verify.evidence.side_by_side import SideBySide, VariantsOf, among
+from mtp_export.verify.evidence.side_by_side import SideBySide, VariantsOf, among, joined
 from mtp_export.verify.evidence.statistics import Estimate
 from mtp_export.verify.gates import (
     LEAST_HARM_NATS,
@@ -43,6 +50,7 @@ from mtp_runtime.tokenizer import Tokenizer
 _NO_HARM = "no layer of the main model does harm"
 # Of a model of more layers, halves that lean to nothing are looked into alone.
 MOST_LAYERS = 8
+MOST_WEIGHED = 4  # variants that are compared with what training betters
 
 
 @dataclass(frozen=True)
@@ -106,6 +114,8 @@ def run(context: Context) -> Iterator[Item]:
             return
     if not is_known:
         item = layers.no_harm(suspects)
+        if item.status is not Status.FAIL and streamed.config.layers <= MOST_LAYERS:
+            item = stands_out(streamed, tokenizer, context) or item
         why = "the model finds plain text no likelier than chance does"
         yield item if item.status is Status.FAIL else not_tested(WHOLE_CHECK, why)
         return
@@ -204,16 +214,32 @@ class _Layers:
             )
         where = " and ".join(map(causes.main_layer, sorted({one.layer for one in suspects})))
         title = f"likelihood, with changes of {where} undone"
-        tried = self._tried(variants_of(suspects), title)
+        variants = variants_of(suspects)
+        tried = self._tried(variants, title)
         better = [one for one in tried if one.better]
         if better and better[0].variant.is_size:
-            tried = best_first([*tried, *self._tried(size_variants(better[0].variant), title)])
+            sizes = size_variants(better[0].variant)
+            variants = joined(variants, sizes)
+            tried = best_first([*tried, *self._tried(sizes, title)])
             better = [one for one in tried if one.better]
         bound = f"none of {len(tried)} gains {LEAST_HARM_NATS} nats by its interval"
         if not better or not _is_known(better[0].under, self.streamed):
             figure = f"{len(suspects)} suspected, none better otherwise"
             return passed(_NO_HARM, figure=figure, bound=bound)
-        return explained(_NO_HARM, tried, better, bound)
+        weighed = [] if leaves_out(better) else self._beside_training(variants, better)
+        more = [one for one in weighed if one.gain.low is not None and one.gain.low > 0]
+        return explained(_NO_HARM, [*more, *tried], more or better, bound)
+
+    def _beside_training(
+        self, variants: VariantsOf[LayerVariant], better: Sequence[Changed]
+    ) -> list[Changed]:
+        """Those that are best, beside what training betters in the half of the best one: a change
+        may make up for other damage."""
+        best, some = better[0].variant, {one.variant for one in better[:MOST_WEIGHED]}
+        if self.streamed.config.layers > MOST_LAYERS or best.layer is None:
+            return []
+        half = (best.layer, best.half)
+        return beside(self.streamed, self.tokenizer, self.context, half, among(variants, some))
 
     def _tried(self, variants: VariantsOf[LayerVariant], title: str) -> list[Changed]:
         """Variants of layers, compared on the code with the model as it is, best first. Of a model

@@ -4,6 +4,9 @@ damaged gains on other code what nothing of a good model does."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
+
+import torch
 
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_export.verify.check import MTP_MODULE, Item, Status, not_tested, passed
@@ -11,9 +14,10 @@ from mtp_export.verify.context import Context
 from mtp_export.verify.decoding.changed import Changed, best_first, compared, explained
 from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.layer_variants import LayerVariant
+from mtp_export.verify.diagnosis.neurons import agreements
 from mtp_export.verify.diagnosis.trainable import Spot, Trainable
 from mtp_export.verify.diagnosis.trainable_module import TrainableModule
-from mtp_export.verify.diagnosis.trained import Half, Trials
+from mtp_export.verify.diagnosis.trained import Half, Trials, Tried
 from mtp_export.verify.evidence.likelihood import Likelihood
 from mtp_export.verify.evidence.plain_text import (
     JUDGING,
@@ -22,6 +26,7 @@ from mtp_export.verify.evidence.plain_text import (
     TRAINING_PASSAGES,
     PlainTexts,
 )
+from mtp_export.verify.evidence.side_by_side import SideBySide, VariantsOf
 from mtp_export.verify.gates import LEAST_TRAINED_NATS
 from mtp_runtime.streaming import StreamedModel
 from mtp_runtime.tokenizer import Tokenizer
@@ -33,24 +38,19 @@ MOST_BYTES = 256 << 20
 LEAST_TEXTS = 16  # to train on, and to judge by
 MOST_HALVES = 2  # whose tensors are trained each alone
 MOST_UNDONE = 2  # tensors of each, whose changes are undone
+# Of a model that knows no text: what a part must gain, and times what any other gains. Parts of
+# random weights gain up to 0.08, and 1.1 times what others do.
+LEAST_STANDING_NATS, MOST_OTHERS = 0.2, 2.0
+LEAST_AGREEMENT = 6.0  # of sizes of rows with counts of tokens, in standard errors
 
 
 def none_gains(streamed: StreamedModel, tokenizer: Tokenizer, context: Context) -> Iterator[Item]:
     """No half of a main layer, and then none of the MTP module, gains by training alone what a good
     one does not; where some do, tensors of the best are trained each alone, and changes of the best
     of these undone."""
-    if streamed.opened.size_bytes > MOST_BYTES:
-        yield not_tested(NAME, f"models of more than {MOST_BYTES >> 20} MiB are not trained")
-        return
-    trained = PlainTexts.of_modules(tokenizer, TRAINING, TRAINING_PASSAGES)
-    judging = PlainTexts.of_modules(tokenizer, JUDGING, JUDGING_PASSAGES)
-    if min(len(trained.kinds), len(judging.kinds)) < LEAST_TEXTS:
-        yield not_tested(NAME, "this Python has no source of its standard library")
-        return
-    try:
-        trials = Trials.of(Trainable.of(streamed), trained, judging)
-    except UnsupportedError as error:
-        yield not_tested(NAME, str(error))
+    trials = _trials(streamed, tokenizer)
+    if isinstance(trials, Item):
+        yield trials
         return
     item = _none_of(trials, NAME, context)
     yield item
@@ -67,15 +67,85 @@ def none_gains(streamed: StreamedModel, tokenizer: Tokenizer, context: Context) 
         yield _none_of(trials.of_module(module), OF_MODULE, context)
 
 
-def _none_of(trials: Trials, name: str, context: Context) -> Item:
-    """No half gains."""
+def stands_out(streamed: StreamedModel, tokenizer: Tokenizer, context: Context) -> Item | None:
+    """The failure of one part of a model that knows no text, of which training, or a change undone
+    of the embedding or the head, gains far more than of any other; None where none does, and of
+    random weights."""
+    trials = _trials(streamed, tokenizer)
+    if isinstance(trials, Item) or not _was_trained(trials):
+        return None
+    found = _trained_halves(trials, context)
+    ends = (spot for spots in trials.halves.values() for spot in spots if trials.is_end(spot))
+    tried = compared(trials.own, chain(found, *map(trials.undone, ends)))
+    best = tried[0]
+    others = [one.gain.value for one in tried if _half(one) != _half(best)]
+    if best.gain.value < max(LEAST_STANDING_NATS, MOST_OTHERS * max(others)):
+        return None
+    alone = _alone(trials, [_half(best)], context)
+    is_one = len(trials.halves[_half(best)]) == 1  # tensor, which is trained alone
+    own = (one for one in tried if _half(one) == _half(best) and one.variant.is_trained)
+    better = [] if is_one else [*own]
+    bound = f"gains {MOST_OTHERS:g} times as much as any other"
+    return explained(NAME, [*alone, *tried], best_first([*better, *alone]), bound)
+
+
+def beside(
+    streamed: StreamedModel,
+    tokenizer: Tokenizer,
+    context: Context,
+    half: Half,
+    variants: VariantsOf[LayerVariant],
+) -> list[Changed]:
+    """Variants of a layer beside what training of the tensors of half of it, each alone, betters,
+    and changes undone of the best, all on the same texts; nothing where that is not trained."""
+    trials = _trials(streamed, tokenizer)
+    if isinstance(trials, Item) or half not in trials.halves:
+        return []
+    found = SideBySide.of(streamed, trials.judging, variants)
+    of_variants = compared(found.own, found.tried)
+    known = {one.variant.change for one in of_variants}
+    alone = (o for o in _alone(trials, [half], context) if o.variant.change not in known)
+    return best_first([*of_variants, *alone])
+
+
+def _trials(streamed: StreamedModel, tokenizer: Tokenizer) -> Trials | Item:
+    """Read a model, and take the texts through it; the reason why not as an item."""
+    if streamed.opened.size_bytes > MOST_BYTES:
+        return not_tested(NAME, f"models of more than {MOST_BYTES >> 20} MiB are not trained")
+    trained = PlainTexts.of_modules(tokenizer, TRAINING, TRAINING_PASSAGES)
+    judging = PlainTexts.of_modules(tokenizer, JUDGING, JUDGING_PASSAGES)
+    if min(len(trained.kinds), len(judging.kinds)) < LEAST_TEXTS:
+        return not_tested(NAME, "this Python has no source of its standard library")
+    try:
+        return Trials.of(Trainable.of(streamed), trained, judging)
+    except UnsupportedError as error:
+        return not_tested(NAME, str(error))
+
+
+def _was_trained(trials: Trials) -> bool:
+    """True where sizes of embeddings, or of the head's rows, go with how often a token comes."""
+    tokens, ends = trials.code.texts.tokens, trials.model.ends
+    counts = torch.bincount(tokens, minlength=len(ends.rows)).double()
+    head = ends.head.linear.matrix(torch.float32).t()
+    sizes = (rows.norm(dim=1).double() for rows in (ends.rows, head))
+    return any(abs(float(agreements(torch.stack([counts, one]))[0, 1])) > LEAST_AGREEMENT
+               for one in sizes)
+
+
+def _trained_halves(trials: Trials, context: Context) -> list[Tried]:
+    """Each half trained alone."""
     title = f"likelihood, with halves of {trials.model.noun} trained"
     with context.show_count(title, len(trials.halves), "halves") as advance:
         found = []
         for half in trials.halves:
             found.append(trials.trained_half(half))
             advance(1)
-    tried = compared(trials.own, found)
+    return found
+
+
+def _none_of(trials: Trials, name: str, context: Context) -> Item:
+    """No half gains."""
+    tried = compared(trials.own, _trained_halves(trials, context))
     bound = f"none of {len(tried)} gains {LEAST_TRAINED_NATS} nats by its interval"
     far = [one for one in tried if one.gains_by_training]
     if not far:

@@ -30,6 +30,8 @@ from mtp_runtime.streaming import StreamedModel
 from mtp_runtime.training.whole_texts import attend_over, takes_whole_texts
 
 FEED_FORWARD = "feed_forward"
+EMBEDDING, HEAD = "embedding", "head"  # before the layers, and behind them
+_OF_ENDS = {EMBEDDING: "the embedding", HEAD: "the last norm (model.norm) and the head"}
 Part = tuple[Tensor, tuple[slice, ...]]
 
 
@@ -44,30 +46,81 @@ class Spot:
 
 
 @dataclass(frozen=True)
+class Ends:
+    """What is before the layers, and behind them: the embedding, a linear of tokens [vocab, d], and
+    the head. is_tied: the embedding is the head's matrix."""
+
+    table: Linear
+    head: Head
+    is_tied: bool
+
+    @property
+    def rows(self) -> Tensor:
+        """The embeddings [vocab, d] of all tokens."""
+        return self.table.matrix(torch.float32).t()
+
+    @property
+    def last(self) -> Head:
+        """The head, of the embedding that there is."""
+        return _with_matrix(self.head, self.table) if self.is_tied else self.head
+
+    def places(self, half: str) -> Iterator[Place]:
+        """Yield the tensors of an end."""
+        return (p for p in _PLACES[half] if p.path != _MATRIX or not self.is_tied)
+
+
+_MATRIX = ("head", "outputs", "linear")
+# By their half.
+_PLACES = {
+    EMBEDDING: (Place("the embedding", ("table",)),),
+    HEAD: (
+        Place(causes.LAST_NORM, ("head", "norm")),
+        Place("lm_head", _MATRIX),
+    ),
+}
+
+
+@dataclass(frozen=True)
 class Trainable:
-    """Layers in float32, a head, and the embeddings [vocab, d] of all tokens. noun: in words, what
-    halves are of."""
+    """Layers in float32, a head, and the embedding, None where others make the rows. noun: in
+    words, what halves are of."""
 
     noun: ClassVar[str] = "layers"
 
     layers: tuple[Any, ...]
     head: Head
-    table: Tensor
+    table: Linear | None
 
     @classmethod
     def of(cls, streamed: StreamedModel) -> Trainable:
         """Read a model (UnsupportedError for layers that autograd does not follow)."""
         layers = tuple(followed(streamed.layer(n)) for n in range(streamed.config.layers))
         every = torch.arange(streamed.config.vocab, device=streamed.device)
-        return cls(layers, in_memory(streamed.rest().head), streamed.embedded(every).float())
+        rows, head = streamed.embedded(every).float(), in_memory(streamed.rest().head)
+        table = Linear(unquantized(rows), rows.t().contiguous())
+        if rows.equal(head.linear.matrix(torch.float32).t()):
+            head = _with_matrix(head, table)
+        return cls(layers, head, table)
+
+    @property
+    def ends(self) -> Ends:
+        """What is before the layers and behind them."""
+        assert self.table is not None, "a main model"
+        return Ends(self.table, self.head, is_tied=self.head.linear is self.table)
+
+    def part(self, number: int) -> Any:
+        """Return a layer by its number, and for those before the first and behind the last the
+        ends."""
+        return self.layers[number] if 0 <= number < len(self.layers) else self.ends
 
     def where(self, number: int) -> str:
-        """Return the words for a layer."""
-        return causes.main_layer(number)
+        """Return the words for a layer, or for what is before or behind the layers."""
+        is_layer = 0 <= number < len(self.layers)
+        return causes.main_layer(number) if is_layer else "the main model"
 
     def words(self, half: str) -> str:
-        """Return the words for half a layer."""
-        return WORDS[half]
+        """Return the words for half a layer, or for an end."""
+        return (WORDS | _OF_ENDS)[half]
 
     def places(self, layer: Any) -> Iterator[tuple[str, Place]]:
         """Yield the tensors of a layer, each behind its half."""
@@ -75,15 +128,19 @@ class Trainable:
             yield half_of(place), place
 
     def spots(self) -> Iterator[Spot]:
-        """Yield the tensors of all layers."""
+        """Yield the tensors of all layers, and of the ends."""
         for number, layer in enumerate(self.layers):
             for half, place in self.places(layer):
-                yield Spot(number, half, place, tuple(_parts(held(layer, place.path), place)))
+                yield _spot(number, half, place, layer)
+        if self.table is not None:
+            for number, half in ((-1, EMBEDDING), (len(self.layers), HEAD)):
+                for place in self.ends.places(half):
+                    yield _spot(number, half, place, self.ends)
 
     @torch.no_grad()
     def states(self, tokens: Tensor) -> list[Tensor]:
         """Return the rows [b * s, d] of texts [b, s] before each layer, and behind the last."""
-        found = [self.table[tokens.flatten()]]
+        found = [self.ends.rows[tokens.flatten()]]
         for layer in self.layers:
             found.append(self.through(layer, found[-1], tokens))
         return found
@@ -92,13 +149,25 @@ class Trainable:
         """Take rows x [b * s, d] of texts [b, s] through a layer."""
         return over_texts(layer, x, len(tokens))
 
-    def head_behind(self, layer: Any) -> Head:
-        """Return the head behind the last layer."""
-        return self.head
+    def behind(self, number: int, part: Any, x: Tensor, tokens: Tensor) -> tuple[Tensor, Head]:
+        """Return the rows behind the last layer, and the head, with another part in the place of
+        one, given the rows of texts before that."""
+        if not isinstance(part, Ends):
+            layers, head = (part, *self.layers[number + 1 :]), self.head
+        elif number < 0:
+            x, layers, head = part.rows[tokens.flatten()], self.layers, part.last
+        else:
+            layers, head = (), part.head
+        for layer in layers:
+            x = self.through(layer, x, tokens)
+        return x, head
 
     def loss(self, first: int, x: Tensor, tokens: Tensor) -> Tensor:
-        """The mean loss of a token of texts [b, s], given their rows before layer `first`."""
-        for layer in self.layers[first:]:
+        """The mean loss of a token of texts [b, s], given their rows before layer `first`; none
+        before the first one."""
+        if first < 0:
+            x = self.ends.rows[tokens.flatten()]
+        for layer in self.layers[max(0, first) :]:
             x = self.through(layer, x, tokens)
         kept = x.view(*tokens.shape, -1)[:, :-1].flatten(0, 1)
         return F.cross_entropy(
@@ -113,8 +182,12 @@ def over_texts(layer: DecoderLayer, x: Tensor, texts: int) -> Tensor:
 
 
 def in_memory(head: Head) -> Head:
-    """The head with a matrix of its own."""
-    return replace(head, outputs=Outputs(_dense(head.linear), TorchExecution()))
+    """The head with tensors of its own."""
+    return _with_matrix(replace(head, norm=with_parts(head.norm, own)), _dense(head.linear))
+
+
+def _with_matrix(head: Head, matrix: Linear) -> Head:
+    return replace(head, outputs=Outputs(matrix, TorchExecution()))
 
 
 def every_place(layer: DecoderLayer) -> Iterator[Place]:
@@ -170,6 +243,10 @@ def _dense(linear: Linear) -> Linear:
     """The linear with a matrix of its own [in, out]."""
     matrix = linear.matrix(torch.float32).detach().clone().contiguous()
     return Linear(unquantized(matrix.t()), matrix)
+
+
+def _spot(number: int, half: str, place: Place, part: Any) -> Spot:
+    return Spot(number, half, place, tuple(_parts(held(part, place.path), place)))
 
 
 def _parts(part: Any, place: Place) -> Iterator[Part]:

@@ -45,9 +45,9 @@ class TrainableModule(Trainable):
         assert module is not None, "a model with a module"
         parts = ("embedding_norm", "hidden_norm", "projection")
         found = {name: with_parts(getattr(module, name), own) for name in parts}
-        head = replace(in_memory(module.head), norm=with_parts(module.head.norm, own))
+        head = in_memory(module.head)
         module = replace(module, **found, layer=followed(module.layer), head=head)
-        return cls((module,), head, torch.empty(0))
+        return cls((module,), head, None)
 
     def where(self, number: int) -> str:
         return causes.MTP_LAYER
@@ -75,6 +75,5 @@ class TrainableModule(Trainable):
         joined, _ = layer.joined(tokens.flatten().to(x.device), x, positions)
         return over_texts(layer.layer, joined, len(tokens))
 
-    def head_behind(self, layer: Any) -> Head:
-        found: Head = layer.head
-        return found
+    def behind(self, number: int, part: Any, x: Tensor, tokens: Tensor) -> tuple[Tensor, Head]:
+        return self.through(part, x, tokens), part.head

@@ -73,6 +73,10 @@ class Trials:
             found.setdefault((spot.layer, spot.half), []).append(spot)
         return found
 
+    def is_end(self, spot: Spot) -> bool:
+        """True for a tensor before the layers, or behind them."""
+        return not 0 <= spot.layer < len(self.model.layers)
+
     def trained_half(self, half: Half) -> Tried:
         """Return half a layer trained alone, with the judging texts under it."""
         layer, part = half
@@ -92,7 +96,7 @@ class Trials:
     @torch.no_grad()
     def undone(self, spot: Spot) -> Iterator[Tried]:
         """Yield a tensor with each change of one undone, with the judging texts under it."""
-        layer = self.model.layers[spot.layer]
+        layer = self.model.part(spot.layer)
         where = self.model.where(spot.layer)
         for variant, other in changed_tensors(spot.layer, layer, [spot.place], where=where):
             yield replace(variant, half=spot.half), self._under(spot.layer, other)
@@ -105,7 +109,7 @@ class Trials:
         tokens = self.code.table
         rows = self.read[number].view(*tokens.shape, -1)
         _train(self.model, spots, rows, tokens)
-        under = self._under(number, self.model.layers[number])
+        under = self._under(number, self.model.part(number))
         for leaf, old in zip(leaves, before, strict=True):
             leaf.copy_(old)
         return under
@@ -113,10 +117,8 @@ class Trials:
     @torch.no_grad()
     def _under(self, number: int, layer: Any) -> Likelihood:
         """The judging texts with another layer in the place of one."""
-        x = self.judged[number]
-        for one in (layer, *self.model.layers[number + 1 :]):
-            x = self.model.through(one, x, self.judging.table)
-        return Likelihood.of_states(x, self.model.head_behind(one), self.judging)
+        x, head = self.model.behind(number, layer, self.judged[number], self.judging.table)
+        return Likelihood.of_states(x, head, self.judging)
 
 
 def _trained(what: str) -> str:

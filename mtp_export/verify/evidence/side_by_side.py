@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Generic, TypeVar
 
 import torch
@@ -29,6 +30,11 @@ def among(variants_of: VariantsOf[V], some: Collection[V]) -> VariantsOf[V]:
     return lambda number, layer: (
         (one, other) for one, other in variants_of(number, layer) if one in some
     )
+
+
+def joined(*every: VariantsOf[V]) -> VariantsOf[V]:
+    """Return what yields the variants of each."""
+    return lambda number, layer: chain(*(one(number, layer) for one in every))
 
 
 @dataclass(frozen=True)
