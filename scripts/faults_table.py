@@ -249,12 +249,13 @@ def _suspected_lines() -> Iterator[str]:
         SUSPECTED_MAIN_FAULTS,
         SUSPECTED_NORM_FAULTS,
         SUSPECTED_QWEN_FAULTS,
+        SUSPECTED_VALUE_FAULTS,
         TRAINED_LAYER_FAULTS,
     )
 
     of_modules = (*SUSPECTED_FAULTS, *SUSPECTED_QWEN_FAULTS)
     of_main = (*SUSPECTED_MAIN_FAULTS, *SUSPECTED_LAYER_FAULTS, *TRAINED_LAYER_FAULTS)
-    faults = (*of_modules, *of_main, *SUSPECTED_NORM_FAULTS)
+    faults = (*of_modules, *of_main, *SUSPECTED_NORM_FAULTS, *SUSPECTED_VALUE_FAULTS)
     totals = _totals([fault.caught_by for fault in faults])
     yield _SUSPECTED.format(heading=SUSPECTED_HEADING, count=len(faults), totals=totals)
     yield "| fault | named by | which says |"

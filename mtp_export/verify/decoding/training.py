@@ -128,8 +128,9 @@ def _was_trained(trials: Trials) -> bool:
     counts = torch.bincount(tokens, minlength=len(ends.rows)).double()
     head = ends.head.linear.matrix(torch.float32).t()
     sizes = (rows.norm(dim=1).double() for rows in (ends.rows, head))
-    return any(abs(float(agreements(torch.stack([counts, one]))[0, 1])) > LEAST_AGREEMENT
-               for one in sizes)
+    return any(
+        abs(float(agreements(torch.stack([counts, one]))[0, 1])) > LEAST_AGREEMENT for one in sizes
+    )
 
 
 def _trained_halves(trials: Trials, context: Context) -> list[Tried]:

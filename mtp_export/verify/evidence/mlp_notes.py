@@ -28,8 +28,9 @@ _AS_LARGE, _SMALLER, _NONE = 0.98, 0.9, 0.02
 
 class Note(NamedTuple):
     """Mean squares of the rows [n] of a matrix that are looked into, and of the columns [k] of
-    these, a norm being one row; their mean squares along each row of a router [e], none without one. ends: the share of
-    their elements that are as large as the largest one, and of those between that and zero."""
+    these, a norm being one row; their mean squares along each row of a router [e], none without
+    one. ends: the share of their elements that are as large as the largest one, and of those
+    between that and zero."""
 
     rows: tuple[float, ...]
     columns: tuple[float, ...]
