@@ -67,8 +67,8 @@ _SUSPECTED = """## {heading}
 
 Weights and config values that look right, planted into bundles of the trained fixtures, which are
 run without `--source`. `tests/verify/test_run_faults.py`, `test_qwen_module_faults.py`,
-`test_likelihood.py`, `test_layer_variants.py`, `test_trained.py` and `test_balanced_norms.py` plant
-each again: the check must fail and say the words. `python -m faults.blind` (with tests/ on the
+`test_likelihood.py`, `test_layer_variants.py`, `test_trained.py`, `test_balanced_norms.py` and
+`test_cut_off.py` plant each again: the check must fail and say the words. `python -m faults.blind` (with tests/ on the
 path) draws others at random, over fixtures, schemes and parts, exports each whole and judges it;
 `python -m faults.good_bundles` does so with good bundles: of the 273 rows, targets and drafts of
 the three fixtures that it lists `export` and `quantize` refuse 172, and the other 101 were judged
