@@ -68,15 +68,15 @@ _SUSPECTED = """## {heading}
 Weights and config values that look right, planted into bundles of the trained fixtures, which are
 run without `--source`. `tests/verify/test_run_faults.py`, `test_qwen_module_faults.py`,
 `test_likelihood.py`, `test_layer_variants.py`, `test_trained.py`, `test_balanced_norms.py` and
-`test_cut_off.py` plant each again: the check must fail and say the words. `python -m faults.blind` (with tests/ on the
-path) draws others at random, over fixtures, schemes and parts, exports each whole and judges it;
-`python -m faults.good_bundles` does so with good bundles: of the 273 rows, targets and drafts of
-the three fixtures that it lists `export` and `quantize` refuse 172, and the other 101 were judged
-by files and weights, on plain text and on seeds of 16 prompts: each on one of 20 at least, 60 on
-five, 342 times in all, without a false alarm (6145a473, on an AMD EPYC, Zen 5; 43 times the numbers
-were those of another bundle, whose verdict was taken). That was before MTP modules were trained and
-halves of layers in smaller steps; with these 19 of the bundles were judged on plain text alone, and
-none was blamed (1e3c9638).
+`test_cut_off.py` plant each again: the check must fail and say the words. `python -m faults.blind`
+(with tests/ on the path) draws others at random, over fixtures, schemes and parts, exports each
+whole and judges it; `python -m faults.good_bundles` does so with good bundles: of the 273 rows,
+targets and drafts of the three fixtures that it lists `export` and `quantize` refuse 172, and the
+other 101 were judged by files and weights, on plain text and on seeds of 16 prompts: each on one of
+20 at least, 60 on five, 342 times in all, without a false alarm (6145a473, on an AMD EPYC, Zen 5;
+43 times the numbers were those of another bundle, whose verdict was taken). That was before MTP
+modules were trained and halves of layers in smaller steps; with these 19 of the bundles were judged
+on plain text alone, and none was blamed (1e3c9638).
 
 With `--count 30 --seed 52711`, which nobody had seen, 25 change tokens or acceptance by more than
 1 %. Each was judged once, in batches of ten with what was missing mended between them: `quantize`
