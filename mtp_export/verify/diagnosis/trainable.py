@@ -47,8 +47,8 @@ class Spot:
 
 @dataclass(frozen=True)
 class Ends:
-    """What is before the layers, and behind them: the embedding, a linear of tokens [vocab, d], and
-    the head. is_tied: the embedding is the head's matrix."""
+    """The embedding, a linear of tokens [vocab, d], before the layers, and the head behind them.
+    is_tied: the embedding is the head's matrix."""
 
     table: Linear
     head: Head
@@ -104,7 +104,7 @@ class Trainable:
 
     @property
     def ends(self) -> Ends:
-        """What is before the layers and behind them."""
+        """The embedding and the head."""
         assert self.table is not None, "a main model"
         return Ends(self.table, self.head, is_tied=self.head.linear is self.table)
 
