@@ -78,7 +78,9 @@ def stands_out(streamed: StreamedModel, tokenizer: Tokenizer, context: Context) 
     ends = (spot for spots in trials.halves.values() for spot in spots if trials.is_end(spot))
     tried = compared(trials.own, chain(found, *map(trials.undone, ends)))
     best = tried[0]
-    others = [one.gain.value for one in tried if _half(one) != _half(best)]
+    # An embedding or head that is trained makes up for a damaged layer: no rival of one.
+    rivals = [one for one in tried if _is_end(trials, best) or not _is_end(trials, one)]
+    others = [one.gain.value for one in rivals if _half(one) != _half(best)]
     if best.gain.value < max(LEAST_STANDING_NATS, MOST_OTHERS * max(others)):
         return None
     alone = _alone(trials, [_half(best)], context)
@@ -161,6 +163,10 @@ def _half(one: Changed) -> Half:
     layer = one.variant.layer
     assert layer is not None, "half of one layer is trained"
     return layer, one.variant.half
+
+
+def _is_end(trials: Trials, one: Changed) -> bool:
+    return any(map(trials.is_end, trials.halves[_half(one)]))
 
 
 def _alone(trials: Trials, halves: Sequence[Half], context: Context) -> list[Changed]:
