@@ -83,8 +83,6 @@ class MlxAffine(ReadOnlyFormat):
     def decode(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if not scale.isfinite().all():
             raise ValueError("group scale or bias: expected finite numbers")
-        from mtp_kernels.quantize.affine import unpacked_affine
+        from mtp_kernels.quantize.affine import dequantized_affine
 
-        numbers = unpacked_affine(codes, self.bits).float()
-        factors, biases = scale.repeat_interleave(self.group_size, dim=1).chunk(2, dim=1)
-        return (numbers * factors + biases).to(dtype)
+        return dequantized_affine(codes, self.bits, *scale.chunk(2, dim=1)).to(dtype)

@@ -101,13 +101,11 @@ class _Affine:
         """Read the groups and decode them (IoError)."""
         import torch
 
-        from mtp_kernels.quantize.affine import unpacked_affine
+        from mtp_kernels.quantize.affine import dequantized_affine
 
         words, *numbers = (read_rows(one, 0, one.shape[0]).flatten(0, 1) for one in self.tensors)
-        codes = unpacked_affine(words.contiguous().view(torch.int32), self.bits)
-        size = codes.shape[1] // numbers[0].shape[1]
-        scales, biases = (one.float().repeat_interleave(size, dim=1) for one in numbers)
-        values = (codes * scales + biases).contiguous()
+        codes = words.contiguous().view(torch.int32)
+        values = dequantized_affine(codes, self.bits, *numbers).contiguous()
         with closing(self.tensors[0].file.open()) as file:
             version = file.version
         return Computed(values.reshape(-1).numpy().view("uint8").data, version)
