@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from mtp_checkpoints.errors import UnsupportedError
-from mtp_checkpoints.families.base import Role, TensorSpec
+from mtp_checkpoints.families.base import TensorSpec
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.formats import FormatOptions, Fp8Block, Unquantized
 from mtp_checkpoints.formats.base import COMPRESSED_SCALE, NATIVE_SCALE
@@ -159,8 +159,7 @@ def _left_out(
         own = modules_of(
             spec
             for spec in family.tensors.values()
-            if spec.mtp_layer is not None
-            and (spec.is_linear_weight or spec.role is Role.MTP_PROJECTION)
+            if spec.mtp_layer is not None and spec.is_linear_or_projection
         )
     return method.leave_out(quantization, [*listed, *own])
 

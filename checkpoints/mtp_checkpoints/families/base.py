@@ -108,6 +108,12 @@ class TensorSpec(NamedTuple):
         """True for a matrix that may be quantized."""
         return self.role in LINEAR_ROLES and len(self.shape) == 2
 
+    @property
+    def is_linear_or_projection(self) -> bool:
+        """True for a matrix that some engine builds quantized unless a list leaves it out: a
+        linear's, or the projection of an MTP module."""
+        return self.is_linear_weight or self.role is Role.MTP_PROJECTION
+
 
 @dataclass(frozen=True, slots=True)
 class TensorMaker:

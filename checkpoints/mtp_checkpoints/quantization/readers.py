@@ -196,9 +196,7 @@ def _with_whole_linears(config: Mapping[str, Any], quantization: Config) -> Conf
     if first is None:
         return quantization
     linears = {
-        spec.module
-        for spec in family_of(config).tensors.values()
-        if spec.is_linear_weight or spec.role is Role.MTP_PROJECTION
+        spec.module for spec in family_of(config).tensors.values() if spec.is_linear_or_projection
     }
     kept = {
         key: [n for n in quantization[key] if key == first and (n in linears or _EXPERTS.match(n))]
