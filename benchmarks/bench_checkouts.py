@@ -17,6 +17,7 @@ import sys
 import time
 from pathlib import Path
 
+import mtp_runtime
 from benchmarks.common.measure import machine
 from mtp_runtime import LLM, SamplingParams
 
@@ -57,8 +58,8 @@ def _generate(llm: LLM, prompts: list[list[int]], tokens: int) -> float:
 
 
 def run_in(checkout: Path, checkpoint: Path) -> dict[str, float]:
-    """Measure in a process that imports a checkout; of this one, the benchmarks."""
-    folders = [*(checkout / name for name in (".", "runtime", "checkpoints", "kernels")), OWN]
+    """Measure in a process that imports the runtime of a checkout, and this one's benchmarks."""
+    folders = [*(checkout / name for name in ("runtime", "checkpoints", "kernels")), OWN]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
     command = [sys.executable, __file__, str(checkpoint), "--run"]
     output = subprocess.check_output(command, text=True, env=environment, cwd=checkout)
@@ -76,6 +77,8 @@ def main() -> None:
     options = parser.parse_args()
     checkpoint = options.checkpoint.resolve()
     if options.run:
+        if not Path(mtp_runtime.__file__).is_relative_to(Path.cwd()):
+            parser.error(f"expected a checkout in {Path.cwd()}, found no mtp_runtime there")
         print(json.dumps(measure(checkpoint)))
         return
     turns = []
