@@ -19,6 +19,7 @@ from mtp_checkpoints.quantization.mismatches import is_recomputed
 from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.tensors.reader import Checkpoint
+from mtp_checkpoints.tensors.untied_head import spare_head
 from mtp_export.bundle.extra_files import extra_files
 from mtp_export.bundle.gguf_parts import GgufParts
 from mtp_export.bundle.options import SharedWeights
@@ -61,10 +62,11 @@ def main_tensors(checkpoint: Checkpoint, stored: StoredModel) -> Iterator[Tensor
 
 
 def _main_of(shard: ShardHeader, stored: StoredModel) -> list[TensorInfo]:
-    """Return the tensors of the main part in a shard, but for those that engines recompute."""
-    layer_of = stored.family.mtp_layer_of
+    """Return the tensors of the main part in a shard, but for those that engines recompute, and for
+    the head where they take a tied embedding in its place."""
+    layer_of, spare = stored.family.mtp_layer_of, spare_head(stored.family)
     main = (tensor for tensor in shard.tensors if layer_of(tensor.name) is None)
-    return [tensor for tensor in main if not is_recomputed(tensor.name)]
+    return [one for one in main if one.name != spare and not is_recomputed(one.name)]
 
 
 def main_part(

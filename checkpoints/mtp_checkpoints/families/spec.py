@@ -26,7 +26,7 @@ from mtp_checkpoints.families.contract import MtpContract
 from mtp_checkpoints.families.facts import ModelFacts
 from mtp_checkpoints.families.layer_halves import Attention, FeedForward
 from mtp_checkpoints.families.parts.feed_forward import DENSE, Moe
-from mtp_checkpoints.families.parts.listed import Entry, Listed
+from mtp_checkpoints.families.parts.listed import Entry, Listed, matrix
 
 _LINEARS = {
     Role.DENSE_MLP: DENSE,
@@ -236,7 +236,10 @@ class ModelSpec:
     def as_stored(self, names: Collection[str]) -> ModelSpec:
         """Return the model with the experts of each layer fused or one by one, as tensors of these
         names have them; as is usual for a layer of which none is there. Of tensors that are carried
-        it has the modules."""
+        it has the modules. Beside a tied embedding it has the head that is stored all the same."""
+        if self.head == self.embedding and weight_name(PLAIN_HEADS[0]) in names:
+            spare = matrix(PLAIN_HEADS[0], self.facts.vocab, self.facts.hidden, Role.HEAD)
+            self = replace(self, more=(*self.more, spare))
         if self.carried:
             modules = (n.removesuffix(".weight") for n in names if n.endswith(".weight"))
             own = tuple(module for module in modules if self.carries(module))

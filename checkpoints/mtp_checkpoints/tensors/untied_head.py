@@ -9,6 +9,7 @@ from typing import Any
 
 from mtp_checkpoints.families import family_of
 from mtp_checkpoints.families.base import weight_name
+from mtp_checkpoints.families.signs import text_fields
 from mtp_checkpoints.families.spec import PLAIN_HEADS, ModelSpec
 from mtp_checkpoints.tensors.reader import Checkpoint
 
@@ -17,17 +18,24 @@ _TEXT = "text_config"
 UNTIED_HEAD = weight_name(PLAIN_HEADS[0])
 
 
+def spare_head(family: ModelSpec) -> str | None:
+    """Return the head that a checkpoint stores beside a tied embedding, which is used in its place;
+    None where it stores none."""
+    stored = any(entry.name == UNTIED_HEAD for entry in family.more)
+    return UNTIED_HEAD if stored and family.head == family.embedding else None
+
+
 def with_untied_head(checkpoint: Checkpoint, family: ModelSpec) -> Checkpoint:
     """Return a checkpoint as if the head of a tied embedding were a tensor of its own, over the
     same bytes, with a config.json that says so; the checkpoint itself where it has one."""
-    if family.head != family.embedding or UNTIED_HEAD in checkpoint.tensors:
+    if family.head != family.embedding:
         return checkpoint
     embedding = weight_name(family.embedding)
     shards = (
         replace(
             shard,
             tensors=(
-                *shard.tensors,
+                *(one for one in shard.tensors if one.name != UNTIED_HEAD),
                 *(one._replace(name=UNTIED_HEAD) for one in shard.tensors if one.name == embedding),
             ),
         )
@@ -38,8 +46,9 @@ def with_untied_head(checkpoint: Checkpoint, family: ModelSpec) -> Checkpoint:
 
 def with_head_like(checkpoint: Checkpoint, main: Checkpoint) -> Checkpoint:
     """Return a checkpoint with its head as the main model's is that was made of it: a tensor of its
-    own where that has one, in whatever format."""
-    if not any(name.startswith(f"{PLAIN_HEADS[0]}.") for name in main.tensors):
+    own where that has one, in whatever format, and does not tie it all the same."""
+    tied = main.config.get(TIED) or text_fields(main.config).get(TIED)
+    if tied or not any(name.startswith(f"{PLAIN_HEADS[0]}.") for name in main.tensors):
         return checkpoint
     return with_untied_head(checkpoint, family_of(checkpoint.config, checkpoint.tensors))
 

@@ -1,5 +1,4 @@
-"""Values of every tensor: each looks like a weight of its kind (finite, written, in proportion),
-and the draft's embedding and head are the main model's."""
+"""Values of every tensor: each looks like a weight of its kind (finite, written, in proportion)."""
 
 from __future__ import annotations
 
@@ -14,7 +13,6 @@ from mtp_checkpoints.families.base import FLOATS, Role
 from mtp_checkpoints.families.signs import main_layers, projection_in_main
 from mtp_checkpoints.formats import UNQUANTIZED
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
-from mtp_checkpoints.weights.weight_values import Rounding
 from mtp_export.progress import counted, format_bytes
 from mtp_export.verify import gates
 from mtp_export.verify.check import (
@@ -24,15 +22,13 @@ from mtp_export.verify.check import (
     failed,
     judged,
     not_tested,
-    passed,
     verdict,
 )
-from mtp_export.verify.diagnosis.causes import copies
 from mtp_export.verify.diagnosis.causes import weights as causes
-from mtp_export.verify.diagnosis.weight_bugs import damaged_elements, elements, lost_rows
 from mtp_export.verify.evidence.parts import PartLayout
 from mtp_export.verify.evidence.weight_facts import WeightFacts
 from mtp_export.verify.weights.main_layer_copies import in_other_formats, norms_taken
+from mtp_export.verify.weights.table_copies import copies_of_tables
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
@@ -63,7 +59,7 @@ def run(context: Context) -> Iterator[Item]:
         yield norms_taken(facts[MAIN], facts[MTP])
     if every:
         yield _no_twins(context, facts)
-    yield from _shared(context, found, facts)
+    yield from copies_of_tables(context, found, facts)
 
 
 def _written(context: Context, facts: Sequence[WeightFacts]) -> Sequence[WeightFacts]:
@@ -281,103 +277,3 @@ def _overwritten(
         words = causes.overwritten_by_main(layer.rstrip("."), other, len(own))
         problems.append(Problem(projection, words))
     return problems, [pair for pair in twins if pair not in own]
-
-
-def _shared(
-    context: Context, found: Sequence[PartLayout], facts: Mapping[str, Sequence[WeightFacts]]
-) -> Iterator[Item]:
-    """The draft's embedding and head are the main model's: engines use those for both."""
-    if len(found) < 2:
-        return
-    main, draft = (
-        {fact.weight.stored.weight.name: fact for fact in facts[part.name]} for part in found
-    )
-    shared = found[0].stored.family.shared
-    unequal = [
-        pair.mtp_name
-        for pair in shared
-        if pair.mtp_name in draft
-        and pair.main_name in main
-        and not _equal(draft[pair.mtp_name], main[pair.main_name])
-    ]
-    for pair in shared:
-        own, original = draft.get(pair.mtp_name), main.get(pair.main_name)
-        name = f"draft's {pair.mtp_name.split('.', 3)[3]} is the main model's"
-        if own is None or original is None:
-            tables = [part.stored.tables for part in found]
-            both = [one.get(pair.main_name, one.get(pair.mtp_name)) for one in tables]
-            opaque = any(one is not None and not one.format.is_decoded for one in both)
-            why = "not in the bundle: engines take the main model's"
-            yield not_tested(name, causes.NOT_COMPARED if opaque else why)
-        elif pair.mtp_name not in unequal:
-            yield passed(name, figure=format_bytes(own.weight.size_bytes))
-        elif context.recorded("allow_untied"):
-            why = "it differs, and was exported with --allow-untied"
-            yield not_tested(name, why, subject=own.weight.name)
-        elif (damage := _damage(own, original)) is not None:
-            yield verdict(name, [damage])
-        elif not context.is_bundle and len(unequal) == 1 and _is_tuned(own, original):
-            yield not_tested(name, copies.TUNED_COPY, subject=own.weight.name)
-        else:
-            words = copies.another_checkpoint(own.weight.name, original.weight.name)
-            yield verdict(name, [Problem(own.weight.name, words)])
-
-
-def _is_tuned(own: WeightFacts, original: WeightFacts) -> bool:
-    """Return whether a copy is near the main model's, as one is that was trained on from it."""
-    noise = power = 0.0
-    for start, stop in own.weight.pieces():
-        ours, theirs = (one.weight.encoded(start, stop).dequantize() for one in (own, original))
-        noise += float((ours.double() - theirs.double()).square().sum())
-        power += float(theirs.double().square().sum())
-    return noise <= gates.TUNED_SHARE * power
-
-
-def _damage(own: WeightFacts, original: WeightFacts) -> Problem | None:
-    """The damage of one of the two by which the draft's copy is not the main model's; None where
-    neither shows any."""
-    copy, wanted = own.weight.name, original.weight.name
-    count, total = damaged_elements(own.weight, original.weight), elements(own.weight)
-    like_source = [one.against is not None and one.against.equal for one in (own, original)]
-    if count and like_source[0] != like_source[1]:
-        damaged = wanted if like_source[0] else copy
-        cause = causes.elements_damaged(count, total)
-        return Problem(damaged, causes.not_the_sources(damaged, None, cause))
-    if own.weight.form == original.weight.form and own.digest == original.digest:
-        damaged = wanted if like_source[0] and not like_source[1] else copy
-        return Problem(damaged, copies.scales_of_a_copy(copy, wanted))
-    flaws = _flaw(own, original), _flaw(original, own)
-    if any(flaws) and not all(flaws):
-        damaged, sound = (copy, wanted) if flaws[0] else (wanted, copy)
-        return Problem(damaged, copies.copy_damaged(damaged, sound, "".join(flaws)))
-    return Problem(copy, copies.one_copy_damaged(copy, wanted, count, total)) if count else None
-
-
-def _flaw(fact: WeightFacts, other: WeightFacts) -> str:
-    """Damage that the values of a matrix tell, beside those of one that must hold the same; "" for
-    none."""
-    statistics, rms = fact.statistics, fact.statistics.root_mean_square
-    if not statistics.is_sound:
-        return causes.NOT_FINITE
-    if statistics.is_constant:
-        return causes.CONSTANT_VALUES
-    if not gates.RMS_RANGE[0] <= rms <= gates.RMS_RANGE[1]:
-        return causes.implausible_size(rms)
-    lost = lost_rows(fact.weight, other.weight) if other.statistics.is_sound else 0
-    return causes.rows_lost(lost, fact.weight.stored.weight.shape[0]) if lost else ""
-
-
-def _beside_codes(fact: WeightFacts) -> list[str]:
-    """Checksums of a weight's scales and constants."""
-    return [fact.checksums[tensor.name] for tensor in fact.weight.tensors[1:]]
-
-
-def _equal(one: WeightFacts, other: WeightFacts) -> bool:
-    """True for equal codes and scales, and for a copy in another precision that dequantizes to the
-    same but for rounding."""
-    if one.weight.form == other.weight.form:
-        return one.digest == other.digest and _beside_codes(one) == _beside_codes(other)
-    rounding = Rounding()
-    for start, stop in one.weight.pieces():
-        rounding.add(one.weight.encoded(start, stop), other.weight.encoded(start, stop))
-    return rounding.is_all

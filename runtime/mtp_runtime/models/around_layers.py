@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mtp_checkpoints.families.base import Role, weight_name
 from mtp_checkpoints.families.spec import ModelSpec
+from mtp_checkpoints.tensors.untied_head import spare_head
 from mtp_runtime.layers.embedding import Embedding, ScaledEmbedding
 from mtp_runtime.layers.sandwich_layer import PerLayerEmbeddings
 from mtp_runtime.models.execution import Execution, Head, Outputs
@@ -18,6 +19,8 @@ def load_embedding(loader: LayerLoader, spec: ModelSpec) -> Embedding:
 
 def load_head(loader: LayerLoader, spec: ModelSpec, execution: Execution) -> Head:
     """Load the last norm and the projection to the vocabulary."""
+    if (spare := spare_head(spec)) is not None:
+        loader.source.leave_out(spare)
     outputs = Outputs(loader.source.head(spec.head), execution)
     return Head(loader.norm(spec.norm), outputs, cap=spec.facts.logit_cap)
 

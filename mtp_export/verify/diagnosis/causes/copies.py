@@ -10,6 +10,16 @@ def another_checkpoint(tensor: str, original: str) -> str:
     )
 
 
+def spare_head_differs(head: str, embedding: str) -> str:
+    """Of a tied model. Source: the loaders of vLLM 0.32.0 and SGLang 0.5.23, executed: the former
+    skips the head, and of the latter's Qwen3.5 both tensors are loaded into one parameter."""
+    return (
+        f"config.json ties head and embedding, and {head} differs from {embedding}: vLLM computes"
+        " with the embedding for both, SGLang with the one of the two that it reads last. Remove"
+        " the head, or set tie_word_embeddings to false if the model has a head of its own"
+    )
+
+
 # vLLM 0.32.0 and SGLang 0.5.23 give drafts of models that share the two the main model's.
 TUNED_COPY = (
     "it is near and differs, and nothing else of the module is told to be of another model: it was"
