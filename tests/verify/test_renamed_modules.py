@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import pytest
 import torch
 
 from cases import run_program
 from verify.foreign import FIXTURES, Tensors, rewritten
+from verify.foreign_damages import rename
+from verify.foreign_folders import QWEN_NAMES
+from verify.foreign_sources import GLM, quantized
 
 QWEN = FIXTURES / "qwen3-5-tiny"
 
@@ -34,6 +38,20 @@ def test_single_tensors_under_other_names_are_told(tmp_path: Path) -> None:
     assert "under other names, by their shapes (2): mtp.eh_proj.weight, mtp.hnorm" in item["cause"]
     assert "where engines look for mtp.pre_fc_norm_hidden.weight, mtp.fc.weight" in item["cause"]
     assert "mtp-export graft" in item["repair"]
+
+
+@pytest.mark.parametrize("mtp", ["quantized", "unquantized"])
+@pytest.mark.parametrize("method", ["auto-round", "gptq", "awq", "compressed-tensors, int4"])
+def test_packed_weights_under_other_names_are_told(
+    method: str, mtp: Literal["quantized", "unquantized"], tmp_path: Path
+) -> None:
+    """Whatever the names that lists leave out make of them."""
+    checkpoint = quantized(GLM, method, mtp)
+    rename(QWEN_NAMES)(checkpoint)
+    checkpoint.save(tmp_path / "renamed")
+    cause = complete(tmp_path / "renamed")["cause"]
+    assert "(41): they begin with mtp.layers.0, where engines look for model.layers.3;" in cause
+    assert "; with mtp, where engines look for model.layers.3.shared_head" in cause
 
 
 def test_experts_in_a_dense_model_are_another_models(tmp_path: Path) -> None:

@@ -1,25 +1,37 @@
 """Tensors of a module that are there under names that engines do not look for, and parts of another
-model's layer in their place."""
+model's layer in their place. A matrix that a format packs is known by its bits per element."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Protocol
 
+from mtp_checkpoints.dtypes import DType
+from mtp_checkpoints.families.base import FLOATS
+
 _FEWEST = 2  # modules by which a part of a layer is known as another's
+_CODES = ("weight_packed", "qweight")
+_BITS = (2, 3, 4, 5, 6, 8)  # of a code
 
 
-class HasShape(Protocol):
-    """A tensor, as far as telling it by its shape needs it."""
+class Stored(Protocol):
+    """A stored tensor, as far as telling it by its shape needs it."""
+
+    @property
+    def dtype(self) -> DType: ...
 
     @property
     def shape(self) -> Sequence[int]: ...
 
 
-class Wanted(HasShape, Protocol):
-    """A tensor that engines look for, unless it is optional."""
+class Wanted(Protocol):
+    """A weight that engines look for, unless it is optional: the shape is that of its values."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
 
     @property
     def optional(self) -> bool: ...
@@ -27,7 +39,7 @@ class Wanted(HasShape, Protocol):
 
 @dataclass(frozen=True)
 class Renamed:
-    """Tensors whose names begin otherwise than engines expect."""
+    """Weights whose names begin otherwise than engines expect."""
 
     wanted: str
     found: str
@@ -43,35 +55,53 @@ class InPlace:
     part: str = ""
 
 
-def renamed(wanted: Mapping[str, HasShape], there: Mapping[str, HasShape]) -> Renamed | None:
-    """Return how most tensors that are missing by their wanted names begin instead, where a good
-    half of them is there under other names, of the same shapes; None where it is not."""
-    missing, others = wanted.keys() - there.keys(), there.keys() - wanted.keys()
-    by_ending: dict[tuple[object, ...], list[str]] = defaultdict(list)
-    for name in others:
-        by_ending[_ending(name), _size(there[name])].append(name)
-    pairs = Counter(
-        _beginnings(name, other)
-        for name in missing
-        for other in by_ending[_ending(name), _size(wanted[name])]
-    )
-    for (first, instead), count in pairs.most_common(1):
-        if 2 * count > len(missing):
-            return Renamed(first, instead, count)
-    return None
+def as_weight(name: str) -> str:
+    """Return the name of a weight by that of the tensor with its values or codes."""
+    module, _, last = name.rpartition(".")
+    return f"{module}.weight" if last in _CODES else name
 
 
-def renamed_singly(wanted: Mapping[str, Wanted], there: Mapping[str, HasShape]) -> InPlace | None:
-    """Return the missing tensors and those that no engine looks for, where the latter have the
+def renamed(wanted: Mapping[str, Wanted], there: Mapping[str, Stored]) -> list[Renamed]:
+    """Return how the weights that are missing by their wanted names begin instead, the commonest
+    first, where a good half of them is there under other names; else nothing. wanted: weights by
+    the names that `as_weight` returns of them."""
+    stored = {as_weight(name): one for name, one in there.items()}
+    by_ending: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for name in sorted(stored.keys() - wanted.keys()):
+        by_ending[_ending(name)].append(name)
+    pairs: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for name in sorted(wanted.keys() - stored.keys()):
+        for other in by_ending[_ending(name)]:
+            if _holds(stored[other], wanted[name]):
+                pairs[_beginnings(name, other)].add(name)
+    told: set[str] = set()
+    found = []
+    for (first, instead), names in sorted(pairs.items(), key=lambda pair: -len(pair[1])):
+        if own := names - told:
+            found.append(Renamed(first, instead, len(own)))
+            told |= own
+    return found if 2 * len(told) > len(_missing(wanted, stored)) else []
+
+
+def renamed_singly(wanted: Mapping[str, Wanted], there: Mapping[str, Stored]) -> InPlace | None:
+    """Return the missing weights and those that no engine looks for, where the latter have the
     shapes of the former: names that end alike are `renamed`'s to tell."""
-    missing, others = _missing(wanted, there), sorted(there.keys() - wanted.keys())
-    sizes = Counter(_size(there[name]) for name in others)
-    if not missing or Counter(_size(wanted[name]) for name in missing) != sizes:
+    names = {as_weight(name): name for name in there}
+    lasts = {_last(name) for name in wanted}  # others are of scales and the like
+    missing = _missing(wanted, names)
+    others = sorted(n for n in names.keys() - wanted.keys() if _last(n) in lasts)
+    if not missing or len(missing) != len(others):
         return None
-    return InPlace(missing, others)
+    left = [there[names[name]] for name in others]
+    for one in map(wanted.__getitem__, missing):
+        fitting = [tensor for tensor in left if _holds(tensor, one)]
+        if not fitting:
+            return None
+        left.remove(min(fitting, key=lambda tensor: tuple(tensor.shape) != tuple(one.shape)))
+    return InPlace(missing, [names[name] for name in others])
 
 
-def of_another_kind(wanted: Mapping[str, Wanted], there: Mapping[str, HasShape]) -> list[InPlace]:
+def of_another_kind(wanted: Mapping[str, Wanted], there: Mapping[str, Stored]) -> list[InPlace]:
     """Return the parts of layers (attention, MLP) of which modules are missing that others lie in
     the place of, as those of another model's layer do."""
     missing, others = _missing(wanted, there), sorted(there.keys() - wanted.keys())
@@ -104,8 +134,16 @@ def _modules_by_part(names: Iterable[str]) -> dict[str, set[str]]:
     return found
 
 
-def _size(tensor: HasShape) -> tuple[int, ...]:
-    return tuple(tensor.shape)
+def _holds(tensor: Stored, wanted: Wanted) -> bool:
+    """Return whether a tensor has the shape of a weight, or as many bits as codes of it."""
+    if tensor.dtype in FLOATS or tuple(tensor.shape) == tuple(wanted.shape):
+        return tuple(tensor.shape) == tuple(wanted.shape)
+    bits, elements = prod(tensor.shape) * tensor.dtype.bits, prod(wanted.shape)
+    return len(wanted.shape) == 2 and bits in (of_code * elements for of_code in _BITS)
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _ending(name: str) -> tuple[str, ...]:

@@ -12,8 +12,13 @@ from typing import TYPE_CHECKING, Any
 from mtp_checkpoints.containers.base import CONFIG_NAME, TensorInfo
 from mtp_checkpoints.containers.safetensors import INDEX_NAME, whole_set
 from mtp_checkpoints.errors import MtpExportError
-from mtp_checkpoints.families.base import FLOATS
-from mtp_checkpoints.families.other_names import of_another_kind, renamed, renamed_singly
+from mtp_checkpoints.families.base import FLOATS, TensorSpec
+from mtp_checkpoints.families.other_names import (
+    as_weight,
+    of_another_kind,
+    renamed,
+    renamed_singly,
+)
 from mtp_checkpoints.families.signs import (
     Announced,
     NamedModule,
@@ -36,9 +41,8 @@ from mtp_checkpoints.families.signs import (
     sglang_adds,
 )
 from mtp_checkpoints.formats.base import SCALES_OF_CODES
-from mtp_checkpoints.quantization.mismatches import StoredTensor
 from mtp_checkpoints.quantization.native import describe, quantization_of
-from mtp_checkpoints.quantization.stored import stored_model
+from mtp_checkpoints.quantization.stored import StoredModel, stored_model
 from mtp_checkpoints.quantization.tools import Tool, known_loss, tool_of
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_export.inspection import shared_tensors
@@ -138,21 +142,21 @@ class Found:
         return numbered or len(self.modules)
 
     @property
-    def wanted_names(self) -> Mapping[str, StoredTensor]:
-        """The MTP part's tensors by the names that a known family gives them; none of another."""
+    def wanted_names(self) -> Mapping[str, TensorSpec]:
+        """The MTP part's weights by the names that a known family gives them; none of another."""
         part = self.context.part(MTP)
         if part is None or part.checkpoint is None:
             return {}
         try:
-            return self.context.layout(part).stored.tensors
+            return _by_name(self.context.layout(part).stored)
         except MtpExportError:  # config_match says why
             return {}
 
     @property
-    def wanted_anywhere(self) -> Mapping[str, StoredTensor]:
-        """All tensors of a model of a known family by their names; none of another."""
+    def wanted_anywhere(self) -> Mapping[str, TensorSpec]:
+        """All weights of a model of a known family by their names; none of another."""
         try:
-            return stored_model(self.config, self.tensors).tensors
+            return _by_name(stored_model(self.config, self.tensors))
         except MtpExportError:  # config_match says why
             return {}
 
@@ -168,6 +172,10 @@ class Found:
     @property
     def repair(self) -> str:
         return graft_command(self.context)
+
+
+def _by_name(stored: StoredModel) -> dict[str, TensorSpec]:
+    return {as_weight(one.tensors[0].name): one.weight for one in stored.weights.values()}
 
 
 def _writer(found: Found) -> Item:
@@ -213,8 +221,8 @@ def _none_there(name: str, found: Found, wanted: Announced) -> Item:
     if folder is not None:
         words = causes.not_in_folder(str(folder), str(wanted))
         return failed(name, words, figure=figure, subject=str(folder), repair=found.repair)
-    if (other := renamed(found.wanted_anywhere, found.tensors)) is not None:
-        words = causes.renamed(other.wanted, other.found, other.count)
+    if others := renamed(found.wanted_anywhere, found.tensors):
+        words = causes.renamed(others)
         return failed(name, words, figure=figure, subject="config.json", repair=found.repair)
     if (draft := found.draft_beside) is not None:
         words = causes.lost_beside(str(wanted), draft.kind, draft.sign)
@@ -260,8 +268,8 @@ def _complete(found: Found) -> Item:
 def _astray(found: Found, tensors: Mapping[str, TensorInfo]) -> list[Problem]:
     """Tensors of the modules that no engine looks for, in the place of those that are missing."""
     wanted, first = found.wanted_names, next(iter(tensors))
-    if (other := renamed(wanted, tensors)) is not None:
-        return [Problem(first, causes.renamed(other.wanted, other.found, other.count))]
+    if others := renamed(wanted, tensors):
+        return [Problem(first, causes.renamed(others))]
     if (single := renamed_singly(wanted, tensors)) is not None:
         return [Problem(single.found[0], causes.renamed_singly(single.wanted, single.found))]
     return [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mtp_checkpoints.families.other_names import Renamed
+
 
 def another_kind(kind: str, sign: str) -> str:
     return (
@@ -98,11 +100,14 @@ def no_projection(name: str) -> str:
     )
 
 
-def renamed(wanted: str, found: str, count: int) -> str:
-    there = f"tensors of the module are there under other names ({count}):"
-    if not wanted:
-        return f"{there} engines look for them without {found}. before each"
-    return f"{there} they begin with {found or 'nothing'}, where engines look for {wanted}"
+def renamed(found: Sequence[Renamed]) -> str:
+    """found: the beginnings of names, the commonest first."""
+    there = "tensors of the module are there under other names"
+    first, count = found[0], sum(one.count for one in found)
+    if not first.wanted:
+        return f"{there} ({count}): engines look for them without {first.found}. before each"
+    begin = [f"with {one.found or 'nothing'}, where engines look for {one.wanted}" for one in found]
+    return f"{there} ({count}): they begin {_some(begin, '; ')}"
 
 
 def renamed_singly(wanted: Sequence[str], found: Sequence[str]) -> str:
@@ -120,9 +125,9 @@ def of_another_kind(part: str, wanted: Sequence[str], found: Sequence[str]) -> s
     )
 
 
-def _some(names: Sequence[str]) -> str:
+def _some(names: Sequence[str], comma: str = ", ") -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
+    return comma.join(names[:3]) + more
 
 
 def fused(name: str) -> str:
