@@ -245,7 +245,8 @@ def test_a_file_outside_the_index_is_named(tmp_path: Path) -> None:
     outcome, items = verified(folder)
     assert (outcome.code, failures(items)) == (7, {item})
     assert "mtp.safetensors" in items[item]["cause"]
-    assert "for vLLM; SGLang reads it as it is (--engine sglang)" in outcome.err
+    assert "this checkpoint for vLLM; " in outcome.err
+    assert ". --engine sglang judges it for SGLang alone: no fault in head" in outcome.err
     outcome, items = verified(folder, "--engine", "sglang")
     assert (outcome.code, failures(items)) == (0, set())
     (folder / "mtp.safetensors").rename(folder / "draft.safetensors")  # which SGLang adds to none

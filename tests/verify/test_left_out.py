@@ -101,13 +101,15 @@ def test_the_verdict_names_the_engine_that_reads_it(tmp_path: Path, engine: str)
     titles = {"vllm": "vLLM", "sglang": "SGLang"}
     assert (outcome.code, failures(items)) == (7, {f"mtp: precision as {titles[other]} reads it"})
     assert json.loads(outcome.out)["engines"] == {engine: True, other: False}
-    reads = f"for {titles[other]}; {titles[engine]} reads it as it is (--engine {engine})"
-    assert f"Do not ship this checkpoint {reads}" in outcome.err
+    found = "no fault in headers and configs"
+    alone = f". --engine {engine} judges it for {titles[engine]} alone: {found}"
+    assert f"Do not ship this checkpoint for {titles[other]}; " in outcome.err
+    assert outcome.err.endswith(f"{alone}.\n")
     page = run_program("verify", folder, "--level", "files")
-    assert f"FAILED {reads}" in " ".join(page.out.split())
-    alone, found = verified(folder, "--engine", engine)
-    assert (alone.code, failures(found)) == (0, set())
-    left = found[f"mtp: precision as {titles[other]} reads it"]
+    assert f"FAILED for {titles[other]}{alone} files" in " ".join(page.out.split())
+    judged, items = verified(folder, "--engine", engine)
+    assert (judged.code, failures(items)) == (0, set())
+    left = items[f"mtp: precision as {titles[other]} reads it"]
     assert (left["status"], left["cause"]) == ("not tested", f"--engine {engine} leaves it out")
     assert verified(folder, "--engine", other)[0].code == 7
 

@@ -24,7 +24,7 @@ def verdict_line(report: Report) -> str:
     alone = f" for {_titles([engine])}" if engine else ""
     depth = {
         Status.PASS: _sound(report) + alone,
-        Status.FAIL: f"FAILED{alone}{_by_engine(report)}",
+        Status.FAIL: f"FAILED{alone}{_for_engines(report)}{_for_one_alone(report)}",
         Status.NOT_TESTED: "nothing was tested",
     }[report.status]
     line = f"Verification of {report.options.bundle}: {depth}"
@@ -52,9 +52,10 @@ def raise_if_failed(report: Report, *, told: bool = False) -> None:
     if not failed:
         return
     what = f"Verification failed in {len(failed)} of {sum(1 for _ in report.items)} items"
-    ship = f"Do not ship this {report.facts['kind']}{_by_engine(report)}"
+    ship = f"Do not ship this {report.facts['kind']}{_for_engines(report)}"
+    one_alone = _for_one_alone(report)
     if told:
-        error = VerificationError(what, todo=ship if report.sound_for else "Do not ship it")
+        error = VerificationError(what, todo=ship + one_alone if one_alone else "Do not ship it")
     elif len(failed) == 1:
         ((check, item),) = failed
         names = unknown_words(item.repair)
@@ -63,7 +64,7 @@ def raise_if_failed(report: Report, *, told: bool = False) -> None:
             what,
             where=report.options.bundle,
             found=f"{check}: {_failure(item)}",
-            todo=f"{ship}; {run if item.repair else _usual(report)}",
+            todo=f"{ship}; {run if item.repair else _usual(report)}{one_alone}",
         )
     else:
         error = _error_of_several(report, what, ship)
@@ -101,7 +102,7 @@ def _error_of_several(report: Report, what: str, ship: str) -> VerificationError
         what,
         where=report.options.bundle,
         found=counted(len(causes), "cause"),
-        todo=ship if mended else f"{ship}; {_usual(report)}",
+        todo=(ship if mended else f"{ship}; {_usual(report)}") + _for_one_alone(report),
     )
     error.add_lines([*_lines_of(causes, repairs(report))])
     return error
@@ -149,24 +150,29 @@ def _clipped(text: str) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]} […]"
 
 
-def _by_engine(report: Report) -> str:
-    """Return the end of a verdict where engines differ: for which it is, and which read it."""
+def _for_engines(report: Report) -> str:
+    """Return the engines that a failure is for, where they differ."""
+    sound = report.sound_for
+    return f" for {_titles(one for one in report.engines if one not in sound)}" if sound else ""
+
+
+def _for_one_alone(report: Report) -> str:
+    """Return the last sentence of a verdict where engines differ: the options that judge it for one
+    which reads it as it is, and what that gives."""
     sound = report.sound_for
     if not sound:
         return ""
-    failed = _titles(name for name in report.engines if name not in sound)
-    alone = " or ".join(f"--engine {name}" for name in sound)
-    reads = "reads" if len(sound) == 1 else "read"
-    return f" for {failed}; {_titles(sound)} {reads} it as it is ({alone})"
+    options = " or ".join(f"--engine {name}" for name in sound)
+    return f". {options} judges it for {_titles(sound, 'or')} alone: {_sound(report)}"
 
 
-def _titles(names: Iterable[str]) -> str:
-    return " and ".join(engine_of(name).title for name in names)
+def _titles(names: Iterable[str], joined: str = "and") -> str:
+    return f" {joined} ".join(engine_of(name).title for name in names)
 
 
 def _sound(report: Report) -> str:
-    """Words for what passed, by the deepest check that ran."""
-    passed = {result.name for result in report.results if result.status is Status.PASS}
-    if passed <= {"files"}:
+    """Words for what passes where nothing fails, by the deepest check that ran."""
+    ran = {one.name for one in report.results if one.status is not Status.NOT_TESTED}
+    if ran <= {"files"}:
         return _OF_FILES
-    return "no fault in files and weights" if passed <= _OF_WEIGHTS else "passed"
+    return "no fault in files and weights" if ran <= _OF_WEIGHTS else "passed"
