@@ -629,6 +629,20 @@ DAMAGED = (
         (r"3\.hnorm\.weight holds the same as model\.norm\.weight", "graft .*--replace"),
     ),
     Folder(
+        "the main model's last norm before the head",
+        glm(),
+        damages.norm_of_another("shared_head.norm.weight", "model.norm.weight"),
+        "weights",
+        (r"shared_head\.norm\.weight holds the same as model\.norm\.weight", "graft .*--replace"),
+    ),
+    Folder(
+        "a main layer's norm as enorm",
+        unquantized(INT4, MTP_OF_GLM, AS_SGLANG_NAMES_IT),
+        damages.norm_of_another("enorm.weight", "model.layers.1.post_attention_layernorm.weight"),
+        "weights",
+        (r"3\.enorm\.weight holds the same as model\.layers\.1\.post_attention_layernorm",),
+    ),
+    Folder(
         "enorm as hnorm",
         deepseek,
         damages.norm_of_another("hnorm.weight", "model.layers.5.enorm.weight"),
@@ -826,11 +840,6 @@ GOOD = (
     Folder("in shards without an index", glm(3), written=lambda f: (f / INDEX).unlink()),
     Folder("float16", glm(), _float16),
     Folder("tied", glm(), _tied),
-    Folder(
-        "the main model's last norm before the head",
-        glm(),
-        damages.norm_of_another("shared_head.norm.weight", "model.norm.weight"),
-    ),
     Folder("with rotary frequencies", deepseek, damages.with_frequencies(mtp=True)),
     Folder(
         "with rotary frequencies of the main layers", glm(), damages.with_frequencies(mtp=False)

@@ -3,6 +3,7 @@ which no part was rounded to zero."""
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from mtp_checkpoints.families.base import Role, weight_name
 from mtp_checkpoints.formats.base import BLOCK
-from mtp_checkpoints.tensors.bundle_folder import MTP
+from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.progress import counted
 from mtp_export.verify import gates
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from mtp_checkpoints.families.spec import ModelSpec
     from mtp_export.verify.context import Context
 
+_IN_LAYER = re.compile(r"\blayers\.\d+\.(.+)", re.ASCII)
 _SAMPLES = 3  # ranges of BLOCK rows that are read of a linear: at its start, middle and end
 _CODE_COLUMNS = 64  # of a block of codes
 _FEW_SCALES = 8  # too few to compare one with the others
@@ -80,26 +82,43 @@ def _norms(norms: Sequence[WeightOnDisk]) -> Item:
 def _own_norms(
     context: Context, family: ModelSpec, norms: Sequence[WeightOnDisk]
 ) -> Iterator[Item]:
-    """No norm of a module is another of it, or the main model's last one, which the norm before the
-    head alone may be."""
-    heads = {layer.modules.head_norm for layer in family.mtp}
-    main, last = context.main, weight_name(family.norm)
-    of_main = None
-    if main is not None and last in main.tensors:
-        of_main = last, main.tensor(last).float()
-    seen: dict[int | None, list[tuple[str, torch.Tensor]]] = defaultdict(list)
+    """No norm of a module is another of it, or one of the main model: the norm before the head may
+    be the last one where a source, as of a bundle, has it so. Those that a main layer has by the
+    same name are `main_layer_copies`'s to tell."""
+    of_main = dict(_norms_of_main(context, family))
+    may_be_main: set[str | None] = set()
+    if context.is_bundle or context.source is not None:
+        may_be_main = {module.modules.head_norm for module in family.mtp}
+    seen: dict[int | None, dict[str, torch.Tensor]] = defaultdict(dict)
     problems = []
     for norm in norms:
         spec, values = norm.stored.weight, norm.encoded(0, norm.rows).dequantize().float()
-        others = [*seen[spec.mtp_layer]]
-        if of_main is not None and spec.module not in heads:
-            others.append(of_main)
-        twin = next((other for other, theirs in others if _are_alike(values, theirs)), None)
+        kind, others = _kind_of(spec.name), dict(seen[spec.mtp_layer])
+        if spec.module not in may_be_main:
+            others |= {name: one for name, one in of_main.items() if _kind_of(name) != kind}
+        twin = next((name for name, theirs in others.items() if _are_alike(values, theirs)), None)
         if twin is not None:
             problems.append(Problem(norm.name, causes.taken_for_another(norm.name, twin)))
-        seen[spec.mtp_layer].append((norm.name, values))
+        seen[spec.mtp_layer][norm.name] = values
     if norms:
         yield verdict("mtp: no norm is another", problems, f"{len(norms)} norms")
+
+
+def _norms_of_main(context: Context, family: ModelSpec) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the norms of the main model by name: the last one alone where its bytes are elsewhere."""
+    layout = next((layout for layout in context.read_layouts if layout.name == MAIN), None)
+    if layout is not None:
+        for weight in written_weights(layout, context.unwritten_tensors):
+            if weight.stored.weight.role is Role.NORM:
+                yield weight.name, weight.encoded(0, weight.rows).dequantize().float()
+    elif context.main is not None and (last := weight_name(family.norm)) in context.main.tensors:
+        yield last, context.main.tensor(last).float()
+
+
+def _kind_of(name: str) -> str:
+    """The name of a norm in its layer, or as a whole outside layers."""
+    in_layer = _IN_LAYER.search(name)
+    return name if in_layer is None else in_layer[1]
 
 
 def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
