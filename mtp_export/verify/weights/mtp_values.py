@@ -105,7 +105,7 @@ def _own_norms(
 
 
 def _norms_of_main(context: Context, family: ModelSpec) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the norms of the main model by name: the last one alone where its bytes are elsewhere."""
+    """Yield the norms of the main model by name: where its bytes are elsewhere, the last alone."""
     layout = next((layout for layout in context.read_layouts if layout.name == MAIN), None)
     if layout is not None:
         for weight in written_weights(layout, context.unwritten_tensors):
