@@ -58,4 +58,15 @@ EXAMPLES = {
         vllm_main=Reader("BailingMoeV25ForCausalLM", _READ | {"use_qkv_bias": False}),
     ),
 }
-RELEASES: Releases = {"BailingMoeV2_5ForCausalLM": None}  # no release read
+# Ling-2.5-1T and 2.6-flash: the defaults of transformers' bailing2_5_moe, which are made for them,
+# and the base that the model card of 2.6-flash and its converter for llama.cpp name.
+RELEASES: Releases = {
+    "BailingMoeV2_5ForCausalLM": {
+        "rms_norm_eps": (1e-6,),
+        "rope_theta": (6e6,),
+        "norm_topk_prob": (True,),
+        "routed_scaling_factor": (2.5,),
+        "n_group": (8,),
+        "topk_group": (4,),
+    }
+}

@@ -37,4 +37,11 @@ EXAMPLES = {
         vllm=_TEXT.vllm,
     ),
 }
-RELEASES: Releases = {"bailing_moe_v3_vl": None}  # no release read
+# Ling-3.0-flash-VL: the text part of its config.json in a test of vLLM.
+RELEASES: Releases = {
+    "bailing_moe_v3_vl": {
+        "rms_norm_eps": (1e-6,),
+        "rope_theta": (6e6,),
+        "partial_rotary_factor": (0.5,),
+    }
+}

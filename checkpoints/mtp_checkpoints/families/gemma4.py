@@ -197,7 +197,8 @@ def _entries(fields: Fields, prefix: str, layers: int) -> Iterator[Entry]:
     yield Entry(f"{prefix}.per_layer_projection_norm.weight", (size,), role)
 
 
-# Gemma-4-26B-A4B and 31B: config.json in NVIDIA's aiconfigurator.
+# Gemma-4-26B-A4B and 31B: config.json in NVIDIA's aiconfigurator. Gemma-4-12B, which is unified:
+# config.json in tests of two engines.
 _VALUES: Values = {
     "rms_norm_eps": (1e-6,),
     "rope_theta": (1e6, 10000.0),
@@ -206,6 +207,6 @@ _VALUES: Values = {
 RELEASES: Releases = {
     "gemma4": _VALUES,
     "gemma4_text": _VALUES,
-    "gemma4_unified": None,  # no release read
-    "gemma4_unified_text": None,
+    "gemma4_unified": _VALUES,
+    "gemma4_unified_text": _VALUES,
 }

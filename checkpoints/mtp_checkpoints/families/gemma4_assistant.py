@@ -127,4 +127,9 @@ def _around(hidden: int, vocab: int, target_hidden: int, clusters: int) -> Itera
         yield Entry(AssistantSpec.ordering, (vocab,), Role.VOCABULARY, (DType.I64,))
 
 
-RELEASES: Releases = {"gemma4_assistant": None, "gemma4_unified_assistant": None}  # none read
+# The assistants of Gemma-4-E2B, E4B, 26B-A4B and 31B: config.json in notes on porting them. Of the
+# unified one no release was read.
+RELEASES: Releases = {
+    "gemma4_assistant": {"rms_norm_eps": (1e-6,), "rope_theta": (1e6, 10000.0)},
+    "gemma4_unified_assistant": None,
+}

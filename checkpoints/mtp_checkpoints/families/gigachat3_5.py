@@ -21,7 +21,7 @@ from mtp_checkpoints.families.parts.feed_forward import GatedMlp, Moe
 from mtp_checkpoints.families.parts.gated_delta import GatedDeltaNet
 from mtp_checkpoints.families.parts.listed import Entry, Listed, matrix
 from mtp_checkpoints.families.parts.mla import Mla
-from mtp_checkpoints.families.releases import Releases
+from mtp_checkpoints.families.releases import PLAIN_GROUPS, Releases
 from mtp_checkpoints.families.spec import LayerSpec, ModelSpec, MtpModules, MtpSpec
 from mtp_checkpoints.families.text_part import TextPart
 
@@ -150,4 +150,14 @@ EXAMPLES = {
         sglang_main=Reader("GigaChat35ForCausalLM", module="gigachat35"),
     ),
 }
-RELEASES: Releases = {"gigachat3_5": None}  # no release read
+# GigaChat3.5-432B-A28B: its groups as a reader of its config.json lists them, and the defaults of
+# vLLM's class, whose layers and heads are the release's.
+RELEASES: Releases = {
+    "gigachat3_5": {
+        **PLAIN_GROUPS,
+        "rms_norm_eps": (1e-6,),
+        "rope_theta": (100000.0,),
+        "norm_topk_prob": (True,),
+        "routed_scaling_factor": (2.5,),
+    }
+}

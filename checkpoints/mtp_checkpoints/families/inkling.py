@@ -249,10 +249,14 @@ EXAMPLES = {
         ),
     ),
 }
-# Inkling: the defaults of transformers' inkling, which are made for it.
+# Inkling and Inkling-Small: config.json in tests of engines, and the defaults of transformers'
+# inkling, which are made for the first.
 _VALUES: Values = {
     "rms_norm_eps": (1e-6,),
     "rms_norm_eps_moe_gate": (1e-6,),
-    "logits_mup_width_multiplier": (24.0,),
+    "logits_mup_width_multiplier": (24.0, 16.0),
+    "route_scale": (8.0,),
+    "log_scaling_n_floor": (128000,),
+    "log_scaling_alpha": (0.1,),
 }
 RELEASES: Releases = {"inkling_mm_model": _VALUES, "inkling_model": _VALUES}

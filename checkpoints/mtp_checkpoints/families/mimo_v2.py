@@ -158,8 +158,8 @@ EXAMPLES = {
     ),
 }
 # V2-Flash: config.json in NVIDIA's aiconfigurator; where transformers saves it, the bases of both
-# kinds of attention are side by side. V2.5 and V2.6-Flash: config.json as tests and reports of
-# engines quote it; a null routed_scaling_factor is 1.
+# kinds of attention are side by side. V2.5 and V2.6, Flash and Pro: config.json as tests and
+# reports of engines quote it; a null routed_scaling_factor is 1.
 _OF_BOTH: Values = {
     **BIASED,
     **PLAIN_GROUPS,
@@ -175,5 +175,10 @@ RELEASES: Releases = {
         "layernorm_epsilon": (1e-5,),
         "rope_theta": (5e6, 10000.0),
     },
-    "mimo_v2": {**_OF_BOTH, "layernorm_epsilon": (1e-5, 1e-6), "rope_theta": (1e7,)},
+    "mimo_v2": {
+        **_OF_BOTH,
+        "layernorm_epsilon": (1e-5, 1e-6),
+        "rope_theta": (1e7,),
+        "attention_value_scale": (0.707, 0.612),
+    },
 }

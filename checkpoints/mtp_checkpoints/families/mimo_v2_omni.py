@@ -31,4 +31,5 @@ EXAMPLES = {
         vllm_main=None,
     ),
 }
-RELEASES: Releases = {"MiMoV2OmniForCausalLM": None}  # no release read
+# vLLM reads each release of mimo_v2 that has towers by this name.
+RELEASES: Releases = {"MiMoV2OmniForCausalLM": mimo_v2.RELEASES["mimo_v2"]}

@@ -92,4 +92,11 @@ EXAMPLES = {
         ),
     ),
 }
-RELEASES: Releases = {"nemotron_h_puzzle": None}  # no release read
+# Nemotron-Labs-3-Puzzle-75B-A9B: its config.json, layers aside, in a test of an engine.
+RELEASES: Releases = {
+    "nemotron_h_puzzle": {
+        "norm_eps": (1e-5,),
+        "norm_topk_prob": (True,),
+        "routed_scaling_factor": (5.0,),
+    }
+}

@@ -60,4 +60,14 @@ EXAMPLES = {
         vllm_main=Reader("PanguUltraMoEForCausalLM", _READ),
     ),
 }
-RELEASES: Releases = {"pangu_ultra_moe": None}  # no release read
+# openPangu-Ultra-MoE-718B and V1.1: config.json in a memory estimator for vLLM and in a listing of
+# the model's parts, which agree.
+RELEASES: Releases = {
+    "pangu_ultra_moe": {
+        "rms_norm_eps": (1e-5,),
+        "rope_theta": (25600000.0,),
+        "rope_scaling": (None,),
+        "norm_topk_prob": (True,),
+        "routed_scaling_factor": (2.5,),
+    }
+}

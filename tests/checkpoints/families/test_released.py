@@ -20,9 +20,8 @@ from runtime.checkpoints import SMALL_CONFIGS
 V3 = RELEASED["deepseek_v3"].config
 # Of whose releases none could be read.
 UNREAD = {
-    *("BailingMoeV2_5ForCausalLM", "bailing_moe_v2", "bailing_moe_v3_vl", "pangu_ultra_moe"),
-    *("intern_s2_preview", "interns2_mobius", "nemotron_h_puzzle", "nemotron_h_omni"),
-    *("gigachat3_5", "MiMoV2OmniForCausalLM", "nemo_speechlm"),
+    *("bailing_moe_v2", "intern_s2_preview", "interns2_mobius"),
+    *("nemotron_h_omni", "nemo_speechlm"),
 }
 OTHERS: dict[str, Any] = {
     "rope_scaling": {"type": "yarn", "factor": 2, "original_max_position_embeddings": 64},
