@@ -26,6 +26,7 @@ from mtp_runtime.drafters import DRAFTERS
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.streaming import open_streamed
 from mtp_runtime.tokenizer import Tokenizer
+from verify.foreign_sources import GLM, released
 
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURE = ROOT / "fixtures/deepseek-v3-tiny"
@@ -123,6 +124,21 @@ def test_fault_is_named(fault: Fault, good: Good, tmp_path: Path) -> None:
     bundle = Path(shutil.copytree(good.bundle, tmp_path / "bundle"))
     fault.plant(bundle)
     assert fault.cause in causes(diagnosis(good, bundle))
+
+
+@pytest.mark.nightly  # every variant of a module over all texts
+def test_a_tuned_head_that_drafts_as_well_is_no_fault(tmp_path: Path) -> None:
+    """The main model's is more certain by 0.04 nats, and has no more drafts accepted."""
+    checkpoint, generator = released(GLM), torch.Generator().manual_seed(5)
+    for last, main in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
+        own = checkpoint.tensors[f"{main}.weight"].float()
+        noise = 0.0 if last == "embed_tokens" else 0.05 * own.std()
+        own += noise * torch.randn(own.shape, generator=generator)
+        checkpoint.set(f"{last}.weight", own.bfloat16())
+    checkpoint.save(tmp_path / "tuned")
+    model = load_model(tmp_path / "tuned", LoadOptions()).model
+    corpus = Corpus(model, tuple(held_out(40, GLM)), TOKENS)
+    assert causes(list(diagnosed(corpus))) == ""
 
 
 @pytest.mark.parametrize("fault", DRAFTER_FAULTS, ids=lambda fault: fault.name)

@@ -82,8 +82,9 @@ class Alternative:
         by far where most drafts are refused. A variant that makes drafts more certain must have
         more accepted by the interval."""
         if self.variant.by_acceptance:
-            low = None if self.rise is None else self.rise.low
-            if low is None or low <= 0:
+            least = self.variant.least_rise if isinstance(self.variant, Variant) else 0.0
+            rise = self.rise
+            if rise is None or rise.low is None or rise.low <= 0 or rise.value < least:
                 return False
         if self.other is None or self.own is None:
             return True

@@ -11,6 +11,7 @@ import torch
 
 from mtp_checkpoints.families.contract import Hidden
 from mtp_checkpoints.families.parts import Rope
+from mtp_export.verify import gates
 from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.changed_weight import (
     gate_and_up_exchanged,
@@ -42,8 +43,8 @@ class Variant:
     before the last norm. depth: the draft position that shows the difference. recycle: feeds the
     next draft in place of the module's own recursion. kind: LOADING where tensors are mixed up,
     CONTRACT where the module is fed something else than it was trained on. by_acceptance: it makes
-    drafts more or less certain too, so that only more accepted ones speak for it. is_left_out: a
-    half of the layer adds nothing.
+    drafts more or less certain too, so that only more accepted ones speak for it, by least_rise at
+    least. is_left_out: a half of the layer adds nothing.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Variant:
     recycle: Recycle | None = None
     kind: str = LOADING
     by_acceptance: bool = False
+    least_rise: float = 0.0
     is_left_out: bool = False
 
 
@@ -102,6 +104,8 @@ def layout_variants(model: Model, module: MtpModule) -> Iterator[Variant]:
             change="the main model's embedding is used",
             cause=causes.EMBEDDING_OF_ANOTHER_CHECKPOINT,
             module=replace(module, embedding=model.embedding),
+            by_acceptance=True,  # one that was trained on may be less certain
+            least_rise=gates.LEAST_RISE,  # engines draft with the main model's in any case
         )
     if module.head.linear is not model.head.linear:
         yield replace(
@@ -110,6 +114,8 @@ def layout_variants(model: Model, module: MtpModule) -> Iterator[Variant]:
             change="the main model's head is used",
             cause=causes.HEAD_OF_ANOTHER_CHECKPOINT,
             module=replace(module, head=replace(module.head, outputs=model.head.outputs)),
+            by_acceptance=True,
+            least_rise=gates.LEAST_RISE,
         )
 
 
