@@ -98,7 +98,8 @@ class BitsAndBytes4(ReadOnlyFormat):
     F32, or U8 where nested; weight.quant_map F32 [16], the numbers of the codes; nested_absmax and
     nested_quant_map of the scales, likewise; weight.quant_state, bytes of JSON.
 
-    In memory codes [N, K] and scales [N, K / 64]. numbers: nf4 or fp4.
+    In memory codes [N, K] and scales [N, K / 64]; scales [N, K], one per element, where blocks run
+    over the ends of rows. numbers: nf4 or fp4.
     """
 
     numbers: str
@@ -111,17 +112,9 @@ class BitsAndBytes4(ReadOnlyFormat):
     word_rows: ClassVar[int] = 1 << 62  # no row is apart from others
     is_one_row: ClassVar[bool] = True
 
-    @property
-    def k_divisor(self) -> int:
-        return BLOCK
-
-    @property
-    def k_unit(self) -> str:
-        return "the block size"
-
     def tensors(self, name: str, shape: tuple[int, ...]) -> tuple[OutputTensor, ...]:
         elements = shape[0] * shape[1]
-        blocks = elements // BLOCK
+        blocks = -(-elements // BLOCK)
         nested = (
             (
                 OutputTensor(f"{name}.nested_absmax", DType.F32, (-(-blocks // _NESTED_BLOCK),)),
@@ -131,7 +124,7 @@ class BitsAndBytes4(ReadOnlyFormat):
             else ()
         )
         return (
-            OutputTensor(name, DType.U8, (elements // 2, 1)),
+            OutputTensor(name, DType.U8, (-(-elements // 2), 1)),
             OutputTensor(f"{name}.absmax", DType.U8 if self.nested else DType.F32, (blocks,)),
             OutputTensor(f"{name}.quant_map", DType.F32, (16,)),
             *nested,
@@ -159,14 +152,15 @@ class BitsAndBytes4(ReadOnlyFormat):
 
         codes, scales, _, *nested, stored = tensors
         state = self._state(stored)
-        columns = state.shape[1]
-        pairs = codes.reshape(-1, columns // 2)
-        indices = torch.stack((pairs >> 4, pairs & 15), dim=-1).flatten(1)
+        rows, columns = state.shape
+        indices = torch.stack((codes >> 4, codes & 15), dim=-1).flatten()[: rows * columns]
         if self.nested:
             factors, table = nested
             wide = factors.repeat_interleave(_NESTED_BLOCK)[: len(scales)]
             scales = table[scales.int()] * wide + state.offset
-        return EncodedWeight(self, indices, scales.reshape(-1, columns // BLOCK))
+        if columns % BLOCK:
+            scales = scales.repeat_interleave(BLOCK)[: rows * columns]
+        return EncodedWeight(self, indices.reshape(rows, columns), scales.reshape(rows, -1))
 
     def _state(self, stored: torch.Tensor, name: str = "quant_state") -> _State:
         """Return what a state says (InvalidInputError for one that is unusable)."""
@@ -184,8 +178,8 @@ class BitsAndBytes4(ReadOnlyFormat):
             wanted = f"a shape, {self.numbers}, blocksize {BLOCK}"
             wanted += f", nested_offset, nested_blocksize {_NESTED_BLOCK}" if self.nested else ""
             raise _unusable(name, wanted, repr(said)[:200])
-        if not isinstance(offset, float) or shape[1] % BLOCK:
-            raise _unusable(name, f"rows of whole blocks of {BLOCK}", repr(said)[:200])
+        if not isinstance(offset, float):
+            raise _unusable(name, "a number as nested_offset", repr(said)[:200])
         return _State((shape[0], shape[1]), offset)
 
     def encoded_rows(self, source: RowSource, start: int, stop: int) -> EncodedWeight:
@@ -197,7 +191,7 @@ class BitsAndBytes4(ReadOnlyFormat):
         import torch
 
         table = torch.tensor(_TABLES[self.numbers], device=codes.device)
-        wide = _finite(scale).repeat_interleave(BLOCK, dim=1)
+        wide = _finite(scale).repeat_interleave(codes.shape[1] // scale.shape[1], dim=1)
         return (table[codes.int()] * wide).to(dtype)
 
 

@@ -64,8 +64,7 @@ def test_states_of_other_weights() -> None:
     refused("shape, nf4, blocksize 64", quant_type="fp4")
     refused("blocksize 64", blocksize=128)
     refused("nested_offset", nested_blocksize=64)
-    refused("whole blocks", nested_offset=None)
-    refused("whole blocks", shape=[16, 32])
+    refused("nested_offset", nested_offset=None)
     with pytest.raises(InvalidInputError, match="JSON"):
         form.check_constants({f"a.{name}": torch.tensor([123], dtype=torch.uint8)}, SHAPE)
     table = stored["weight.quant_map"].flip(0)
@@ -76,6 +75,32 @@ def test_states_of_other_weights() -> None:
     for one, codes in ((FORMS["nf4"], torch.uint8), (FORMS["int8"], torch.int8)):
         with pytest.raises(ValueError, match="finite"):
             one.decode(torch.zeros(1, 64, dtype=codes), torch.full((1, 1), torch.nan), torch.float)
+
+
+@pytest.mark.parametrize("name", ["nf4", "nf4, nested", "fp4"])
+@pytest.mark.parametrize("shape", [(16, 32), (3, 100), (7, 33)])
+def test_blocks_run_over_the_ends_of_rows(name: str, shape: tuple[int, int]) -> None:
+    """The matrix is one row of blocks to bitsandbytes, the last of which may be shorter."""
+    form, stored = FORMS[name], tensors_of(name)
+    values = form.encoded(
+        [stored[t.name.removeprefix("a.")] for t in form.tensors("a.weight", SHAPE)]
+    )
+    flat = values.dequantize().flatten()
+    elements = shape[0] * shape[1]
+    (key,) = (one for one in stored if "quant_state" in one)
+    state = json.loads(bytes(stored[key].tolist())) | {"shape": [*shape]}
+    said = torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8)
+    sizes = {"weight": -(-elements // 2), "weight.absmax": -(-elements // 64)}
+    cut = {last: one[: sizes.get(last, len(one))] for last, one in (stored | {key: said}).items()}
+    layout = form.tensors("a.weight", shape)
+    ordered = [cut[one.name.removeprefix("a.")] for one in layout]
+    for one, tensor in zip(layout, ordered, strict=True):
+        assert one.shape in (tuple(tensor.shape), (-1,)), one
+    form.check_constants(dict(zip([t.name for t in layout[2:]], ordered[2:], strict=True)), shape)
+    found = form.encoded(ordered)
+    assert found.shape == shape
+    assert torch.equal(found.dequantize().flatten(), flat[:elements])
+    assert torch.equal(form.encoded_rows(Rows(ordered), 1, 3).dequantize(), found.dequantize()[1:3])
 
 
 def test_codes_of_rows() -> None:
