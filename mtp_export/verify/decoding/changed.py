@@ -17,6 +17,8 @@ from mtp_export.verify.gates import LEAST_HARM_NATS, LEAST_RESIZED_NATS, LEAST_T
 CONFIDENCE = 0.98
 # Of the best gain: what is less by no more explains as much, however sure the difference is.
 _AS_MUCH = 0.01
+# The same of what is trained, which gives back a share of what is lost.
+_LEAST_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -87,13 +89,18 @@ def leaves_out(better: Sequence[Changed]) -> bool:
 
 def _explaining(better: Sequence[Changed]) -> Sequence[Changed]:
     """Those that are not told from the best, what is left out first: any other change of a half
-    that does harm may be better by chance. Training gives back a share of what is lost alone, so
-    that what is trained explains as much as what is undone: they take turns."""
+    that does harm may be better by chance. What is trained and what is undone take turns."""
     best = better[0]
-    equal = [
-        one for one in better if one is best or one.variant.is_trained or not one.is_told_from(best)
-    ]
+    equal = [one for one in better if one is best or _is_equal(one, best)]
     by_way = ([o for o in equal if o.variant.is_trained is way] for way in (False, True))
     turns = sorted(by_way, key=lambda ones: best not in ones)
     mixed = chain.from_iterable(zip_longest(*turns))
     return sorted(filter(None, mixed), key=lambda one: not one.variant.is_left_out)
+
+
+def _is_equal(one: Changed, best: Changed) -> bool:
+    """True for what explains as much as the best. Training gives back a share of what is lost
+    alone: by how much it is less tells little."""
+    if one.variant.is_trained:
+        return one.gain.value >= _LEAST_SHARE * best.gain.value
+    return not one.is_told_from(best)

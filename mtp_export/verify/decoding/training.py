@@ -3,7 +3,7 @@ damaged gains on other code what nothing of a good model does."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 import torch
@@ -15,6 +15,7 @@ from mtp_export.verify.decoding.changed import Changed, best_first, compared, ex
 from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.layer_variants import LayerVariant
 from mtp_export.verify.diagnosis.neurons import agreements
+from mtp_export.verify.diagnosis.slopes import pointed
 from mtp_export.verify.diagnosis.trainable import Spot, Trainable
 from mtp_export.verify.diagnosis.trainable_module import TrainableModule
 from mtp_export.verify.diagnosis.trained import Half, Trials, Tried
@@ -45,9 +46,9 @@ LEAST_AGREEMENT = 6.0  # of sizes of rows with counts of tokens, in standard err
 
 
 def none_gains(streamed: StreamedModel, tokenizer: Tokenizer, context: Context) -> Iterator[Item]:
-    """No half of a main layer, and then none of the MTP module, gains by training alone what a good
-    one does not; where some do, tensors of the best are trained each alone, and changes of the best
-    of these undone."""
+    """No half of a main layer, and then none of the MTP module, gains by training alone, or by what
+    slopes point to, what a good one does not; where some do, tensors of the best are trained each
+    alone, and changes of the best of these undone."""
     trials = _trials(streamed, tokenizer)
     if isinstance(trials, Item):
         yield trials
@@ -74,7 +75,7 @@ def stands_out(streamed: StreamedModel, tokenizer: Tokenizer, context: Context) 
     trials = _trials(streamed, tokenizer)
     if isinstance(trials, Item) or not _was_trained(trials):
         return None
-    found = _trained_halves(trials, context)
+    found = [*_trained_halves(trials, context), *pointed(trials)]
     ends = (spot for spots in trials.halves.values() for spot in spots if trials.is_end(spot))
     tried = compared(trials.own, chain(found, *map(trials.undone, ends)))
     best = tried[0]
@@ -105,9 +106,8 @@ def beside(
         return []
     found = SideBySide.of(streamed, trials.judging, variants)
     of_variants = compared(found.own, found.tried)
-    known = {one.variant.change for one in of_variants}
-    alone = (o for o in _alone(trials, [half], context) if o.variant.change not in known)
-    return best_first([*of_variants, *alone])
+    alone = _alone(trials, [half], context)
+    return _merged(of_variants, alone, compared(trials.own, pointed(trials)))
 
 
 def _trials(streamed: StreamedModel, tokenizer: Tokenizer) -> Trials | Item:
@@ -148,15 +148,23 @@ def _trained_halves(trials: Trials, context: Context) -> list[Tried]:
 
 def _none_of(trials: Trials, name: str, context: Context) -> Item:
     """No half gains."""
-    tried = compared(trials.own, _trained_halves(trials, context))
+    undone = compared(trials.own, pointed(trials))
+    tried = _merged(undone, compared(trials.own, _trained_halves(trials, context)))
     bound = f"none of {len(tried)} gains {LEAST_TRAINED_NATS} nats by its interval"
     far = [one for one in tried if one.gains_by_training]
     if not far:
         figure = f"{tried[0].gain.value:+.3f} nats when {tried[0].variant.change}"
         return passed(name, figure=figure, bound=bound)
-    alone = _alone(trials, [_half(one) for one in far[:MOST_HALVES]], context)
+    halves = [*dict.fromkeys(map(_half, far))][:MOST_HALVES]
+    alone = _merged(undone, _alone(trials, halves, context))
     better = [one for one in alone if one.gain.low is not None and one.gain.low > 0]
-    return explained(name, [*alone, *tried], better or far, bound)
+    return explained(name, _merged(alone, tried), better or far, bound)
+
+
+def _merged(*some: Iterable[Changed]) -> list[Changed]:
+    """Each change once, best first."""
+    found = {(one.variant.change, one.variant.cause): one for one in chain(*some)}
+    return best_first(found.values())
 
 
 def _half(one: Changed) -> Half:

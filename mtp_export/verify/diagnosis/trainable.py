@@ -3,7 +3,7 @@ under it, as a function of any tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -35,6 +35,11 @@ _OF_ENDS = {EMBEDDING: "the embedding", HEAD: "the last norm (model.norm) and th
 Part = tuple[Tensor, tuple[slice, ...]]
 
 
+def as_they_are(held: Tensor) -> Tensor:
+    """Return a tensor."""
+    return held
+
+
 @dataclass(frozen=True, eq=False)
 class Spot:
     """A tensor of half a layer, and the parts of what holds it in memory."""
@@ -43,6 +48,29 @@ class Spot:
     half: str
     place: Place
     parts: tuple[Part, ...]
+
+    def values(self, of: Callable[[Tensor], Tensor] = as_they_are) -> Tensor:
+        """Return its rows [n, m], or elements [n]. of: returns for what holds it what is of its
+        shape, such as a slope."""
+        first, *more = (of(held)[where] for held, where in self.parts)
+        if more:  # keys' and values' rows of each head
+            return torch.cat([first, more[0].transpose(1, 2)], dim=1).flatten(0, 1)
+        return first.t() if self._is_turned else first
+
+    @torch.no_grad()
+    def put(self, values: Tensor) -> None:
+        """Write other values in its place."""
+        first, *more = (held[where] for held, where in self.parts)
+        if more:
+            by_head = values.view(len(first), -1, values.shape[1])
+            first.copy_(by_head[:, : first.shape[1]])
+            more[0].copy_(by_head[:, first.shape[1] :].transpose(1, 2))
+        else:
+            first.copy_(values.t() if self._is_turned else values)
+
+    @property
+    def _is_turned(self) -> bool:
+        return len(self.parts[0][1]) == 2  # a matrix [in, out]
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ was changed since gains a share of what the change cost, whatever the change was
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -23,6 +24,7 @@ from mtp_export.verify.evidence.likelihood import Likelihood
 from mtp_export.verify.evidence.plain_text import PlainTexts
 
 STEPS, STEP_TEXTS = 12, 8
+SCREEN_TEXTS = 16
 # Of the first step, as a share of a tensor's root mean square; that of a tensor of zeros is one.
 _RATE, _LEAST_SIZE = 0.02, 1e-3
 _MEMORIES = 0.8, 0.95  # of the means of gradients, and of those of their squares
@@ -30,6 +32,7 @@ _DAMPING = 0.1  # of the mean square of all elements, beside each one's
 
 Tried = tuple[LayerVariant, Likelihood]
 Half = tuple[int, str]
+Values = Sequence[tuple[Spot, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,40 @@ class Trials:
         """True for a tensor before the layers, or behind them."""
         return not 0 <= spot.layer < len(self.model.layers)
 
+    def slopes(self) -> dict[Spot, Tensor]:
+        """The slope of the loss of the code at each tensor [n, m], or [n], zero where none is."""
+        spots = [spot for spots in self.halves.values() for spot in spots]
+        leaves, first = _leaves(spots), min(spot.layer for spot in spots)
+        tokens, found = self.code.table, [torch.zeros_like(leaf) for leaf in leaves]
+        rows = self.read[first].view(*tokens.shape, -1)
+        for leaf in leaves:
+            leaf.requires_grad_(True)
+        for some in torch.arange(len(tokens)).split(STEP_TEXTS):
+            loss = self.model.loss(first, rows[some].flatten(0, 1), tokens[some])
+            for total, slope in zip(
+                found, torch.autograd.grad(loss, leaves, allow_unused=True), strict=True
+            ):
+                if slope is not None:
+                    total += slope
+        for leaf in leaves:
+            leaf.requires_grad_(False)
+        by_leaf = {id(leaf): slope for leaf, slope in zip(leaves, found, strict=True)}
+        return {spot: spot.values(lambda leaf: by_leaf[id(leaf)]) for spot in spots}
+
+    def under(self, values: Values) -> Likelihood:
+        """Return the judging texts with other values of some tensors."""
+        number = min(spot.layer for spot, _ in values)
+        with _holding(values):
+            return self._under(number, self.model.part(number))
+
+    @torch.no_grad()
+    def loss_under(self, values: Values) -> float:
+        """Return the loss of some of the judging texts with other values of some tensors."""
+        number, tokens = min(spot.layer for spot, _ in values), self.judging.table
+        rows = self.judged[number].view(*tokens.shape, -1)[:SCREEN_TEXTS]
+        with _holding(values):
+            return float(self.model.loss(number, rows.flatten(0, 1), tokens[:SCREEN_TEXTS]))
+
     def trained_half(self, half: Half) -> Tried:
         """Return half a layer trained alone, with the judging texts under it."""
         layer, part = half
@@ -119,6 +156,17 @@ class Trials:
         """The judging texts with another layer in the place of one."""
         x, head = self.model.behind(number, layer, self.judged[number], self.judging.table)
         return Likelihood.of_states(x, head, self.judging)
+
+
+@contextmanager
+def _holding(values: Values) -> Iterator[None]:
+    """Some tensors with other values, which are then as they were."""
+    before = [spot.values().clone() for spot, _ in values]
+    for spot, other in values:
+        spot.put(other)
+    yield
+    for (spot, _), old in zip(values, before, strict=True):
+        spot.put(old)
 
 
 def _trained(what: str) -> str:

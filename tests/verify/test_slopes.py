@@ -1,0 +1,136 @@
+"""What slopes of plain text's loss point to: the way back to what a tensor was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from cases import export, nightly_but
+from faults import planting
+from mtp_export.verify.decoding.changed import Changed, compared
+from mtp_export.verify.diagnosis.slopes import Undone, of_matrix, of_vector, pointed, sureness
+from mtp_export.verify.diagnosis.trainable import Trainable
+from mtp_export.verify.diagnosis.trained import Trials
+from mtp_export.verify.evidence.plain_text import JUDGING, TRAINING, PlainTexts
+from mtp_export.verify.gates import LEAST_TRAINED_NATS
+from mtp_runtime.streaming import open_streamed
+from mtp_runtime.tokenizer import Tokenizer
+
+FOLDER = Path(__file__).resolve().parents[2] / "fixtures" / "glm4-moe-tiny"
+SHARED = "model.layers.%d.mlp.shared_experts.%s.weight"
+
+
+def interleaved(values: Tensor, parts: int) -> Tensor:
+    return values.view(parts, -1, *values.shape[1:]).transpose(0, 1).reshape(values.shape)
+
+
+def in_part(values: Tensor, first: int, last: int, factor: float) -> Tensor:
+    other = values.clone()
+    other[first:last] *= factor
+    return other
+
+
+def adapted(values: Tensor, rank: int, share: float) -> Tensor:
+    chance = torch.Generator().manual_seed(3)
+    left, right = (torch.randn(size, rank, generator=chance) for size in values.shape)
+    added = left @ right.t()
+    size = values.float().square().mean().sqrt() / added.square().mean().sqrt()
+    return values + added * share * size
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"),
+    [
+        (torch.neg, "has the wrong sign"),
+        (lambda w: w.flip(0), "its rows are in reverse order"),
+        (lambda w: w.flip(1), "its columns are in reverse order"),
+        (lambda w: w.roll(5, 0), "its rows are rolled by 5"),
+        (lambda w: w.roll(24, 1), "the two halves of its columns are swapped"),
+        (partial(interleaved, parts=4), "come by turns from 4 equal parts"),
+        (lambda w: interleaved(w.t(), 12).t(), "its columns are de-interleaved: every 4th"),
+        (lambda w: w[torch.arange(64).view(8, 8)[[0, 6, 2, 3, 4, 5, 1, 7]].flatten()],
+         "in blocks of 8 rows, its blocks 1 and 6 are exchanged"),
+        (lambda w: w.t().reshape(w.shape), "is transposed"),
+        (partial(in_part, first=20, last=40, factor=4.0),
+         "its rows 20 to 39 are about 4 times what they should be"),
+        (lambda w: in_part(w.t(), 6, 20, 0.5).t(),
+         "its columns 6 to 19 are about 0.5 times what they should be"),
+        (partial(adapted, rank=3, share=1.5), "holds a part of rank 3"),
+    ],
+)  # fmt: skip
+def test_the_slope_points_back(change: Callable[[Tensor], Tensor], wrong: str) -> None:
+    """To what a matrix was, of which the squared distance is the loss."""
+    good = torch.randn(64, 48, generator=torch.Generator().manual_seed(1))
+    values = change(good)
+    found = surest(of_matrix(values, values - good), values, values - good)
+    best = min(found, key=lambda one: float((one.values - good).norm()))
+    assert wrong in best.wrong
+    if "rank" not in wrong:
+        torch.testing.assert_close(best.values, good)
+
+
+def test_the_slope_points_back_to_a_vector() -> None:
+    good = torch.randn(64, generator=torch.Generator().manual_seed(1))
+    for values, wrong in ((good + 1, "1 too much"), (good.roll(-9), "rolled by -9")):
+        best = surest(of_vector(values, values - good), values, values - good)[0]
+        assert wrong in best.wrong
+        torch.testing.assert_close(best.values, good)
+
+
+def surest(found: Iterable[Undone], values: Tensor, slope: Tensor) -> list[Undone]:
+    """Those that the slope points to most surely: ways of one direction equally."""
+    tried = [(sureness(slope, one.values - values), one) for one in found]
+    most = max(sure for sure, _ in tried)
+    return [one for sure, one in tried if sure > 0.999 * most]
+
+
+INTERLEAVED = (
+    partial(interleaved, parts=4),
+    ["gate_proj", "layer 1"],
+    "come by turns from 4 equal parts",
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "names", "wrong"),
+    nightly_but(
+        [INTERLEAVED],
+        [
+            (None, [], ""),
+            INTERLEAVED,
+            (lambda w: w.t().reshape(w.shape), ["up_proj", "layer 1"], "is transposed"),
+            (None, ["layer 1", "layer 2"], "in each other's place"),
+        ],
+    ),
+)
+def test_text_is_likelier_with_what_slopes_point_to(
+    change: Callable[..., Tensor] | None, names: list[str], wrong: str, tmp_path: Path
+) -> None:
+    """And it holds what it held then; nothing is likelier of a good model."""
+    bundle = tmp_path / "bundle"
+    assert export(FOLDER, bundle, "--link", "copy", "--quiet").code == 0
+    if change is not None:
+        planting.change(bundle / "main", SHARED % (1, names[0]), change)
+    elif names:
+        planting.swap(bundle / "main", *(SHARED % (layer, "up_proj") for layer in (1, 2)))
+    tokenizer = Tokenizer.find(bundle / "main")
+    texts = (PlainTexts.of_modules(tokenizer, some[:6], 4) for some in (TRAINING, JUDGING))
+    trials = Trials.of(Trainable.of(open_streamed(bundle, "cpu")), *texts)
+    parts = [leaf for spot in trials.model.spots() for leaf, _ in spot.parts]
+    before = [leaf.clone() for leaf in parts]
+    found = compared(trials.own, pointed(trials))
+    assert all(map(torch.equal, before, parts))
+    assert bool(wrong) is any(map(is_better, found))
+    if wrong:
+        assert wrong in found[0].variant.cause
+        assert all(name in found[0].variant.cause for name in names)
+
+
+def is_better(one: Changed) -> bool:
+    low = one.gain.low
+    return low is not None and low > 0 and one.gain.value > LEAST_TRAINED_NATS
