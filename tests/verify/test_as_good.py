@@ -24,9 +24,11 @@ class Found:
         return Estimate(gain, gain - 1e-4, gain + 1e-4, 2369)
 
 
-def changed(name: str, nats: float) -> Changed:
+def changed(name: str, nats: float, *, is_trained: bool = False) -> Changed:
     under = cast(Likelihood, Found(nats))
-    variant = LayerVariant(2, f"{name} is negated", f"{name} has the wrong sign")
+    variant = LayerVariant(
+        2, f"{name} is negated", f"{name} has the wrong sign", is_trained=is_trained
+    )
     return Changed(variant, under, Estimate(nats, nats - 0.2, nats + 0.2, 2369))
 
 
@@ -36,3 +38,13 @@ def test_what_gains_a_hundredth_less_is_named_too(other: float, is_as_good: bool
     item = explained("no layer does harm", tried, tried, "none")
     told = "several explain it equally: v_proj has the wrong sign; or o_proj has the wrong sign"
     assert (told in item.cause) is is_as_good
+
+
+@pytest.mark.parametrize(("gained", "is_as_good"), [(0.3, True), (0.2, False)])
+def test_what_is_trained_is_named_too_where_it_gains_half_as_much(
+    gained: float, is_as_good: bool
+) -> None:
+    """Training gives a share back of what an undone change does."""
+    tried = [changed("v_proj", 0.5), changed("o_proj", gained, is_trained=True)]
+    item = explained("no layer does harm", tried, tried, "none")
+    assert ("o_proj has the wrong sign" in item.cause) is is_as_good
