@@ -1,4 +1,4 @@
-"""What slopes of plain text's loss point to: the way back to what a tensor was."""
+"""Slopes of plain text's loss: they point back to what a tensor was."""
 
 from __future__ import annotations
 

@@ -51,8 +51,8 @@ class Undone:
 
 @dataclass(frozen=True)
 class _Way:
-    """What the slope points to: a variant, its tensors, and how surely, in standard errors of
-    what it points to by chance."""
+    """A change that the slope points to: a variant, its tensors, and how surely, in standard errors
+    of what it points to by chance."""
 
     variant: LayerVariant
     values: tuple[tuple[Spot, Tensor], ...]
@@ -92,8 +92,8 @@ def _of_one(trials: Trials, spot: Spot, slope: Tensor) -> Iterator[_Way]:
 
 
 def sureness(slope: Tensor, way: Tensor) -> float:
-    """How far a slope falls along a way, in standard errors of one that has nothing to do with
-    it."""
+    """Return how far a slope falls along a way, in standard errors of one that has nothing to do
+    with it."""
     return _in_errors(-float((slope * way).sum()), slope.norm() * way.norm(), way.numel())
 
 

@@ -88,7 +88,7 @@ class Trials:
         rows = self.read[first].view(*tokens.shape, -1)
         for leaf in leaves:
             leaf.requires_grad_(True)
-        for some in torch.arange(len(tokens)).split(STEP_TEXTS):
+        for some in torch.split(torch.arange(len(tokens)), STEP_TEXTS):
             loss = self.model.loss(first, rows[some].flatten(0, 1), tokens[some])
             for total, slope in zip(
                 found, torch.autograd.grad(loss, leaves, allow_unused=True), strict=True
