@@ -152,7 +152,8 @@ of `k_proj` times a fifth, a bias of queries without signs. Rows of a shared exp
 turns were caught as a feed-forward of another layer. Of good bundles of two fixtures 26 were judged
 by their values, 24 by training the embedding and the head, and 6 by all of plain text, without
 alarm: the embedding gained up to 0.010 nats, and the head nothing. On an AMD EPYC (Zen 5), beside
-other work.
+other work. Since other numbers of groups are tried, both changes of `topk_group` are caught and
+named.
 
 Of the 16 experts of GLM-4.5's miniature with the rows of `down_proj` by turns 4 are named: without
 one of the others plain text is likelier by less than the 0.03 nats that are asked for.

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cases import export, nightly_but, quantize
+from cases import export, nightly_but, quantize, read_json
 from faults.fault import Fault
 from faults.matrix import no_progress
 from faults.small_model import ROWS
@@ -19,10 +19,12 @@ from mtp_export.verify.check import Item, Level, Status
 from mtp_export.verify.context import Context
 from mtp_export.verify.decoding import likelihood, training
 from mtp_export.verify.diagnosis.leanings import Leaning, Leanings
+from mtp_export.verify.diagnosis.suspected import MainEvidence, MainVariant, group_variants
 from mtp_export.verify.evidence.likelihood import TEMPERATURES, Likelihood
 from mtp_export.verify.evidence.plain_text import CODE, KINDS, NOVEL, PlainTexts
 from mtp_export.verify.evidence.statistics import Estimate
 from mtp_export.verify.options import VerifyOptions
+from mtp_runtime.streaming import open_streamed
 from mtp_runtime.teacher_forcing import Text, Texts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,6 +87,39 @@ def test_a_value_of_another_release_is_not_blamed(
     assert large.status is Status.NOT_TESTED and "more than 1 MiB" in large.cause
     assert {item.status for item in items.values()} == {Status.PASS}
     assert "when rope_theta is 1000000.0, as in a release" in items[LIKELIER].figure
+
+
+@pytest.mark.parametrize(
+    ("unreleased", "tried"),
+    [
+        ({"topk_group": (4,)}, ["topk_group is 1", "topk_group is 4"]),
+        ({"n_group": (8,)}, ["topk_group is 1", "topk_group is 4"]),  # 8 experts are no 8 groups
+        ({"n_group": (2,)}, ["n_group is 2", "topk_group is 1", "topk_group is 4"]),
+        ({"rope_theta": (1e4,)}, []),
+        ({}, []),
+        (None, ["topk_group is 1", "topk_group is 4"]),  # no release was read
+    ],
+)
+def test_other_groups_are_tried(
+    unreleased: dict[str, tuple[object, ...]] | None, tried: list[str]
+) -> None:
+    """Where their numbers are no release's: those that the experts fall into."""
+    folder = ROOT / "fixtures/deepseek-v3-tiny"
+    config = read_json(folder / "config.json")
+    evidence = MainEvidence(open_streamed(folder, "cpu"), config, unreleased, Leanings(Texts(())))
+    found = [*group_variants(evidence)]
+    assert [one.change for one in found] == tried
+    assert all(one.is_guessed for one in found)
+
+
+@pytest.mark.parametrize(
+    ("gain", "is_guessed", "better"),
+    [(0.005, False, True), (0.005, True, False), (0.02, True, True)],
+)
+def test_a_guess_must_gain_more(gain: float, is_guessed: bool, better: bool) -> None:
+    variant = MainVariant("", "", None, is_guessed=is_guessed)  # type: ignore[arg-type]
+    found = Estimate(gain, gain / 2, 2 * gain, 100)
+    assert likelihood.Likelier(variant, found).better is better
 
 
 class Logits:

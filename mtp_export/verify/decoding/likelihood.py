@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from mtp_checkpoints.families.released import unreleased_values
+from mtp_checkpoints.families.released import released_values, unreleased_values
 from mtp_checkpoints.tensors.bundle_folder import MAIN
 from mtp_export.verify.check import WHOLE_CHECK, Item, Status, failed, judged, not_tested, passed
 from mtp_export.verify.context import Context
@@ -37,6 +37,7 @@ from mtp_export.verify.evidence.plain_text import KINDS, MANY_PASSAGES, PlainTex
 from mtp_export.verify.evidence.side_by_side import SideBySide, VariantsOf, among, joined
 from mtp_export.verify.evidence.statistics import Estimate
 from mtp_export.verify.gates import (
+    LEAST_GUESSED_NATS,
     LEAST_HARM_NATS,
     LEAST_KNOWN_NATS,
     LEAST_LIKELIER_NATS,
@@ -50,6 +51,7 @@ from mtp_runtime.tokenizer import Tokenizer
 _NO_HARM = "no layer of the main model does harm"
 # Of a model of more layers, halves that lean to nothing are looked into alone.
 MOST_LAYERS = 8
+GUESSED_ON = 8  # texts, short ones, on which a guess is tried first
 MOST_WEIGHED = 4  # variants that are compared with what training betters
 
 
@@ -67,7 +69,8 @@ class Likelier:
         low, high = self.gain.low, self.gain.high
         if self.variant.is_proven:
             return high is None or high >= 0
-        return low is not None and low > 0 and self.gain.value > LEAST_LIKELIER_NATS
+        least = LEAST_GUESSED_NATS if self.variant.is_guessed else LEAST_LIKELIER_NATS
+        return low is not None and low > 0 and self.gain.value > least
 
     @property
     def explained(self) -> str:
@@ -134,8 +137,8 @@ def _evidence(context: Context, streamed: StreamedModel, leanings: Leanings) -> 
     layout = next(layout for layout in context.layouts if layout.name == MAIN)
     config = layout.checkpoint.config
     found = unreleased_values(config, layout.stored.family)
-    released = {one.field: one.released for one in found}
-    return MainEvidence(streamed, config=config, unreleased=released, leanings=leanings)
+    unreleased = {one.field: one.released for one in found} if released_values(config) else None
+    return MainEvidence(streamed, config=config, unreleased=unreleased, leanings=leanings)
 
 
 def _temperature(own: Likelihood) -> Item:
@@ -157,14 +160,7 @@ def _temperature(own: Likelihood) -> Item:
 def _none_better(own: Likelihood, evidence: MainEvidence, context: Context) -> Item:
     """No variant of the main model makes plain text likelier, nor does what it adds prove one."""
     name = "no undone fault betters the main model"
-    layers, tried = evidence.streamed.config.layers, list[Likelier]()
-    for variant in main_variants(evidence):
-        title = f"likelihood, when {variant.change}"
-        with context.show_count(title, layers, "layers") as advance:
-            other = Likelihood.of(
-                variant.streamed, own.plain, layer_of=variant.layer_of, advance=advance
-            )
-        tried.append(Likelier(variant, own.gain(other, CONFIDENCE)))
+    tried = [Likelier(one, _gain_of(one, own, context)) for one in main_variants(evidence)]
     tried.sort(key=lambda one: -one.gain.value)
     bound = f"none of {len(tried)} gains {LEAST_LIKELIER_NATS} nats by its interval"
     if not tried:
@@ -177,6 +173,21 @@ def _none_better(own: Likelihood, evidence: MainEvidence, context: Context) -> I
     cause = causes.one_of([one.explained for one in better if one.is_as_good_as(better[0])])
     data = undone((one.variant.change, one.gain) for one in tried)
     return failed(name, cause, figure=figure, bound=bound, data=data)
+
+
+def _gain_of(variant: MainVariant, own: Likelihood, context: Context) -> Estimate:
+    """The gain of plain text under a variant; of a guess that gains nothing on some of it, the gain
+    there."""
+    title = f"likelihood, when {variant.change}"
+    for some in (own.first(GUESSED_ON), own) if variant.is_guessed else (own,):
+        with context.show_count(title, variant.streamed.config.layers, "layers") as advance:
+            other = Likelihood.of(
+                variant.streamed, some.plain, layer_of=variant.layer_of, advance=advance
+            )
+        gain = some.gain(other, CONFIDENCE)
+        if gain.value <= 0:
+            break
+    return gain
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 from mtp_checkpoints.errors import MtpExportError
 from mtp_checkpoints.families.released import with_value
+from mtp_checkpoints.families.signs import text_fields
 from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.leanings import Leanings, Negated
 from mtp_export.verify.diagnosis.scaled_variants import (
@@ -47,7 +48,8 @@ class MainVariant:
     change: the difference, in words that follow "when". cause: what is wrong with a bundle that
     finds plain text likelier with the change. layer_of: what runs in place of each layer.
     is_proven: something else tells that it is wrong, so that it suffices that plain text is not
-    less likely.
+    less likely. is_guessed: a value that no release says, which must gain on some texts to be tried
+    on all, and more than by chance.
     """
 
     change: str
@@ -55,16 +57,18 @@ class MainVariant:
     streamed: StreamedModel
     layer_of: LayerOf = as_it_is
     is_proven: bool = False
+    is_guessed: bool = False
 
 
 @dataclass(frozen=True)
 class MainEvidence:
     """Evidence of a main model before anything is undone: how it is read, its config.json, the
-    values in that which no release has, beside those of the releases, and its experts' leanings."""
+    values in that which no release has, beside those of the releases, None where none was read, and
+    its experts' leanings."""
 
     streamed: StreamedModel
     config: Mapping[str, Any]
-    unreleased: Mapping[str, tuple[Any, ...]]
+    unreleased: Mapping[str, tuple[Any, ...]] | None
     leanings: Leanings
 
 
@@ -76,20 +80,44 @@ _WHATEVER_THE_SIZE = (
 )
 
 
+# Groups of experts, of which others go with other numbers of them.
+_GROUPS, _PICKED_GROUPS = "n_group", "topk_group"
+
+
 def released_variants(evidence: MainEvidence) -> Iterator[MainVariant]:
     """The model with a release's value in the place of one that no release has."""
-    for field, values in evidence.unreleased.items():
+    for field, values in (evidence.unreleased or {}).items():
         for value in values if field in _WHATEVER_THE_SIZE else ():
-            config = with_value(evidence.config, field, value)
-            try:
-                opened = evidence.streamed.opened.described_by(config)
-            except MtpExportError:  # the tensors are of no such model
-                continue
-            yield MainVariant(
-                f"{field} is {value}, as in a release",
-                causes.unlikely_value(field, value),
-                StreamedModel(opened),
-            )
+            if (streamed := _described(evidence, field, value)) is not None:
+                change, cause = f"{field} is {value}, as in a release", causes.unlikely_value
+                yield MainVariant(change, cause(field, value), streamed)
+
+
+def group_variants(evidence: MainEvidence) -> Iterator[MainVariant]:
+    """The model with other numbers of groups of experts, those of releases and half and twice as
+    many picked ones, where a number is no release's, or none was read."""
+    released, text = evidence.unreleased, text_fields(evidence.config)
+    if released is not None and not released.keys() & {_GROUPS, _PICKED_GROUPS}:
+        return
+    for field in (_GROUPS, _PICKED_GROUPS):
+        if not isinstance(own := text.get(field), int):
+            continue
+        beside = (own // 2, 2 * own) if field == _PICKED_GROUPS else ()
+        for value in sorted({*beside, *(released or {}).get(field, ())} - {0, own}):
+            if (streamed := _described(evidence, field, value)) is not None:
+                cause = causes.likelier_value(field, own, value)
+                yield MainVariant(f"{field} is {value}", cause, streamed, is_guessed=True)
+
+
+def _described(evidence: MainEvidence, field: str, value: object) -> StreamedModel | None:
+    """The model as a config.json with another value describes it; None where its tensors are of no
+    such model, and where it is the same."""
+    opened = evidence.streamed.opened
+    try:
+        other = opened.described_by(with_value(evidence.config, field, value))
+    except MtpExportError:
+        return None
+    return None if other.spec == opened.spec else StreamedModel(other)
 
 
 def negated_variants(evidence: MainEvidence) -> Iterator[MainVariant]:
@@ -109,6 +137,7 @@ def negated_variants(evidence: MainEvidence) -> Iterator[MainVariant]:
 # Of a main model; the likelihood of plain text judges the variants of each.
 OF_MAIN: dict[str, Callable[[MainEvidence], Iterable[MainVariant]]] = {
     "config values of the releases": released_variants,
+    "groups of experts": group_variants,
     "sign of single experts": negated_variants,
 }
 

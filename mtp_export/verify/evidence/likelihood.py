@@ -84,6 +84,12 @@ class Likelihood:
         """The mask of texts [n] of a kind."""
         return torch.tensor([one == kind for one in self.plain.kinds])
 
+    def first(self, count: int) -> Likelihood:
+        """So many of the texts."""
+        plain = self.plain.first(count)
+        rows = len(plain.texts.tokens)
+        return Likelihood(plain, self.sums[:count], self.counts[:count], self.states[:rows])
+
     def temperature(self, kind: str) -> float:
         """The temperature at which a kind of texts is likeliest."""
         means = self.per_token(kind)

@@ -80,6 +80,10 @@ class PlainTexts:
         texts = (Text(text.tokens[1:], text.prompt_size) for text in self.texts.texts)
         return PlainTexts(Texts(tuple(texts)), self.kinds)
 
+    def first(self, count: int) -> PlainTexts:
+        """So many of the texts, of which the built-in prompts come first."""
+        return PlainTexts(Texts(self.texts.texts[:count]), self.kinds[:count])
+
     def code(self) -> PlainTexts:
         """The code, on which many variants of a model are compared."""
         code = [one for one, kind in zip(self.texts.texts, self.kinds, strict=True) if kind == CODE]
