@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
@@ -45,6 +45,12 @@ def format_bytes(count: float) -> str:
 def counted(count: int, unit: str) -> str:
     """Return a number of things for people: 1 shard, 2 shards."""
     return f"{count:,} {unit}{'' if count == 1 else 's'}"
+
+
+def shortened(names: Sequence[str], most: int, separator: str = ", ") -> str:
+    """Return the first of many names or sentences, and how many more there are."""
+    shown, more = separator.join(names[:most]), len(names) - most
+    return f"{shown}{separator.rstrip(' ,')} and {more:,} more" if more > 0 else shown
 
 
 def format_binary(count: float) -> str:

@@ -49,7 +49,7 @@ from mtp_export.bundle.run_folder import (
     remove_unfinished,
     room_of,
 )
-from mtp_export.progress import ProgressCallback
+from mtp_export.progress import ProgressCallback, shortened
 
 _MOST_NAMED = 12
 _POLL_SECONDS = 0.5
@@ -247,9 +247,7 @@ def _unmade(
 
 
 def _named(missing: Mapping[Share, str]) -> str:
-    named = [f"{share} ({state})" for share, state in missing.items()]
-    more = [f"and {len(named) - _MOST_NAMED} more"] if len(named) > _MOST_NAMED else []
-    return ", ".join([*named[:_MOST_NAMED], *more])
+    return shortened([f"{share} ({state})" for share, state in missing.items()], _MOST_NAMED)
 
 
 def _retire(output: Path) -> None:

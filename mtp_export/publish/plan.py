@@ -23,7 +23,7 @@ from mtp_checkpoints.sources.files import read_failure
 from mtp_checkpoints.sources.hub import model_uri
 from mtp_checkpoints.sources.hub_client import HubClient, RepositoryFile
 from mtp_checkpoints.tensors.manifest import manifest_sha256
-from mtp_export.progress import ProgressCallback, ShowProgress
+from mtp_export.progress import ProgressCallback, ShowProgress, shortened
 from mtp_export.publish.base_model import BaseModel, base_model
 from mtp_export.publish.card import card_files
 from mtp_export.publish.content import Content, Shard, read_content
@@ -216,12 +216,10 @@ def _check_free(repository: Repository, in_the_way: Sequence[str]) -> None:
     """Refuse a repository whose files this push would replace or remove (OutputExistsError)."""
     if not in_the_way:
         return
-    more = len(in_the_way) - _NAMED
-    named = ", ".join(in_the_way[:_NAMED]) + (f" and {more} more" if more > 0 else "")
     raise OutputExistsError(
         "The repository has other files than those of this bundle",
         where=repository.address,
-        found=named,
+        found=shortened(in_the_way, _NAMED),
         todo="Push to a new repository; or replace them with --overwrite, which removes those of"
         " another model too. The repository's history keeps them",
     )

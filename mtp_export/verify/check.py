@@ -16,6 +16,7 @@ from typing import Any, TypedDict, Unpack
 from mtp_checkpoints.errors import IoError, MtpExportError, ResourceError, UnsupportedError
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.sources.files import read_failure
+from mtp_export.progress import shortened
 
 WHOLE_CHECK = "all of it"  # the item of a check that did not run at all
 MTP_MODULE = "the MTP module"  # the subject of a failure that is no single tensor's
@@ -161,11 +162,9 @@ def verdict(name: str, problems: Sequence[Problem], figure: str = "", bound: str
     if not problems:
         return passed(name, figure=figure, bound=bound)
     problems = [Problem(_clipped(problem.subject), _clipped(problem.words)) for problem in problems]
-    words = "; ".join(problem.words for problem in problems[:_NAMED_PROBLEMS])
-    more = len(problems) - _NAMED_PROBLEMS
     return failed(
         name,
-        words + (f"; and {more:,} more" if more > 0 else ""),
+        shortened([problem.words for problem in problems], _NAMED_PROBLEMS, "; "),
         figure=f"{len(problems):,} wrong" + (f" of {figure}" if figure else ""),
         bound=bound,
         subject=problems[0].subject,

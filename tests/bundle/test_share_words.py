@@ -224,9 +224,7 @@ def test_a_share_alone_leaves_nothing_of_a_wrong_source(
     assert not output.exists()
 
 
-@pytest.mark.parametrize(
-    ("missing", "more"), [(12, ""), (13, ", and 1 more"), (15, ", and 3 more")]
-)
+@pytest.mark.parametrize(("missing", "more"), [(12, ""), (13, " and 1 more"), (15, " and 3 more")])
 def test_a_dozen_missing_shares_are_named(
     missing: int, more: str, small: Path, output: Path
 ) -> None:

@@ -43,12 +43,22 @@ def test_the_best_come_first_and_no_more_than_a_chart_holds() -> None:
     assert len(rows) == MOST_UNDONE and rows[0]["gain"]["value"] == pytest.approx(19 / 7)
 
 
+def test_a_change_comes_once_and_those_that_are_named_come_at_all() -> None:
+    gains = [(f"change {n}", Estimate(n / 7, 0.0, 1.0, 9)) for n in range(20)]
+    named = [("change 1", Estimate(0.5, 0.4, 0.6, 99)), ("change 19", Estimate(9.0, 8.0, 9.9, 99))]
+    rows = undone(reversed([("change 18", gains[2][1]), *gains]), named=named)["undone"]
+    shown = [(int(row["change"].split()[1]), row["gain"]["value"]) for row in rows]
+    others = [(n, pytest.approx(n / 7)) for n in range(18, 12, -1)]
+    assert shown == [(19, 9.0), *others, (1, 0.5)]
+
+
 def test_the_page_has_a_bar_for_each(report: Report) -> None:
     (chart,) = charts(report)
     assert chart.title.startswith("Check acceptance: gain in nats per token")
     labels = re.findall(r'<text class=""[^>]*>([^<]*)<', chart.svg)
     assert labels == [
-        "halves are exchanged, of a matrix whose name is as lo…",
+        "halves are exchanged, of a matrix whose name is as",
+        "long as names are",
         "a norm is shifted",
         "of one prompt",
         "nothing &lt;else&gt; is",

@@ -76,10 +76,15 @@ def explained(name: str, tried: Sequence[Changed], better: Sequence[Changed], bo
     """The failure that those that are better explain."""
     best = better[0]
     figure = f"{best.gain.value:+.3f} nats when {best.variant.change}"
-    equal = [one.variant.cause for one in _explaining(better)]
-    cause = causes.likelier(causes.one_of(equal), best.gain.value, best.variant.change)
-    data = {**undone((one.variant.change, one.gain) for one in tried), EQUAL: len(equal)}
+    equal = _explaining(better)
+    all_causes = causes.one_of([one.variant.cause for one in equal])
+    cause = causes.likelier(all_causes, best.gain.value, best.variant.change)
+    data = {**undone(_gains(tried), named=_gains(equal)), EQUAL: len(equal)}
     return failed(name, cause, figure=figure, bound=bound, data=data)
+
+
+def _gains(tried: Sequence[Changed]) -> list[tuple[str, Estimate]]:
+    return [(one.variant.change, one.gain) for one in tried]
 
 
 def leaves_out(better: Sequence[Changed]) -> bool:

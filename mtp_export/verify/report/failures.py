@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from mtp_export.progress import shortened
 from mtp_export.verify.check import (
     ENGINE,
     EQUAL,
@@ -47,16 +48,12 @@ class Cause:
     @property
     def title(self) -> str:
         """Names of the first items, each behind its check's, and how many more there are."""
-        names = [f"{check}, {item.name}" for check, item in self.items[:_MOST_NAMES]]
-        more = len(self.items) - len(names)
-        return "; ".join([*names, f"and {more:,} more"] if more else names)
+        return shortened([f"{check}, {item.name}" for check, item in self.items], _MOST_NAMES, "; ")
 
     @property
     def text(self) -> str:
         """The first sentences on what is wrong, as one."""
-        more = len(self.words) - _MOST_SENTENCES
-        shown = self.words[:_MOST_SENTENCES]
-        return "; ".join([*shown, f"and {more:,} more"] if more > 0 else shown)
+        return shortened(self.words, _MOST_SENTENCES, "; ")
 
     @property
     def is_vague(self) -> bool:
@@ -201,11 +198,9 @@ def repairs(report: Report) -> dict[str, str]:
 
 def named(names: Sequence[str]) -> str:
     """Return the first of many names, and how many more there are."""
-    more = len(names) - _MOST_NAMES
-    if any(", " in name for name in names) and more > 0:
-        return f"{'; '.join(names[:_MOST_NAMES])}; and {more:,} more"
-    separator = "; " if any(", " in name for name in names) else ", "
-    return separator.join(names)
+    if any(", " in name for name in names):
+        return shortened(names, _MOST_NAMES, "; ")
+    return ", ".join(names)
 
 
 def _are_among(own: set[str], subjects: set[str]) -> bool:

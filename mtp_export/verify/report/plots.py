@@ -10,12 +10,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from textwrap import wrap
 
 _WIDTH, _LEFT, _RIGHT = 360, 34, 8
 _ROW, _TOP, _BOTTOM = 26, 8, 24
 _HEIGHT = 210
 _LEGEND_ROW = 18
-_LABEL, _VALUE = 54, 130  # characters of a label above its bar, and room for a value behind one
+_LABEL, _LINE = 54, 14  # characters of a line above a bar, and its height
+_VALUE = 130  # room for a value behind a bar
 _DOT = 4  # radius of a series of one point
 MOST_SERIES = 6
 # A chart in a file of its own is seen on pages of any colour: it brings its background.
@@ -105,24 +107,31 @@ def bars(rows: Sequence[Bar], title: str, mark: float | None = None) -> str:
 
 
 def ranking(rows: Sequence[Bar], title: str) -> str:
-    """A chart of horizontal bars from zero, each below its label; one that is long is shown whole
-    where the bar is pointed at. The best one is of another series."""
-    height = 2 * _TOP + 2 * _ROW * len(rows)
+    """A chart of horizontal bars from zero, each below its label of two lines at most; one that is
+    longer is shown whole where the bar is pointed at. The best one is of another series."""
+    labels = [wrap(row.label, _LABEL, max_lines=2, placeholder="…") for row in rows]
+    height = 2 * _TOP + _ROW * len(rows) + sum(_label_height(label) for label in labels)
     most = max((row.value for row in rows), default=0.0) or 1.0
     span = _WIDTH - 2 * _RIGHT - _VALUE
     parts = []
-    for number, row in enumerate(rows):
-        y = _TOP + 2 * _ROW * number
+    y = _TOP
+    for number, (row, label) in enumerate(zip(rows, labels, strict=True)):
         width = max(1.0, span * row.value / most)
-        label = row.label if len(row.label) <= _LABEL else f"{row.label[: _LABEL - 1]}…"
-        parts.append(_text(_RIGHT, y + 17, text=label, anchor="start"))
+        for line, text in enumerate(label):
+            parts.append(_text(_RIGHT, y + 17 + line * _LINE, text=text, anchor="start"))
+        y += _label_height(label)
         parts.append(
-            f'<rect class="s{0 if number else 1}" x="{_RIGHT}" y="{y + _ROW}" width="{width:.1f}"'
+            f'<rect class="s{0 if number else 1}" x="{_RIGHT}" y="{y}" width="{width:.1f}"'
             f' height="16" rx="2"><title>{escape(row.label)}</title></rect>'
         )
         x = _RIGHT + width + 6
-        parts.append(_text(x, y + _ROW + 12, text=row.text, anchor="start", style="strong"))
+        parts.append(_text(x, y + 12, text=row.text, anchor="start", style="strong"))
+        y += _ROW
     return _svg(height, parts, title)
+
+
+def _label_height(lines: Sequence[str]) -> int:
+    return _ROW + _LINE * (len(lines) - 1)
 
 
 def lines(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from mtp_checkpoints.errors import VerificationError
 from mtp_checkpoints.layouts import engine_of
-from mtp_export.progress import counted
+from mtp_export.progress import counted, shortened
 from mtp_export.verify.check import LEFT_OUT, Item, Status, unknown_words
 from mtp_export.verify.report.failures import MOST_CAUSES, Cause, causes_of, repairs
 from mtp_export.verify.report.report import BUNDLE, Report
@@ -83,13 +83,11 @@ def raise_if_not_tested(report: Report) -> None:
         if item.status is Status.NOT_TESTED and LEFT_OUT not in item.data
     ]
     if left:
-        named = "; ".join(left[:_NAMED_ITEMS])
-        more = len(left) - _NAMED_ITEMS
         raise VerificationError(
             f"Not everything was tested: {len(left)} of {sum(1 for _ in report.items)} items",
             where=report.options.bundle,
             expected="no item that is not tested, with --strict",
-            found=named + (f"; and {more} more" if more > 0 else ""),
+            found=shortened(left, _NAMED_ITEMS, "; "),
             todo="Give what they lack, or leave out --strict",
         )
 

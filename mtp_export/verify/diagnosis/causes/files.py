@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from mtp_export.progress import counted
+from mtp_export.progress import counted, shortened
+
+_MOST_SHARES = 12
 
 # --- Files and tensors compared with the manifest -------------------------------------------------
 
@@ -80,11 +82,10 @@ def bundle_unfinished(bundle: str, done: int, shards: int) -> str:
 def shares_unfinished(bundle: str, missing: Sequence[str], count: int) -> str:
     if not missing:
         return f"{bundle} is unfinished: its {count} shares are made and not put together"
-    more = f" and {len(missing) - 12} more" if len(missing) > 12 else ""
-    named = ", ".join(missing[:12]) + more
     return (
         f"{bundle} is unfinished: of its {count} shares, {len(missing)}"
-        f" {'is' if len(missing) == 1 else 'are'} missing or still made ({named})"
+        f" {'is' if len(missing) == 1 else 'are'} missing or still made"
+        f" ({shortened(missing, _MOST_SHARES)})"
     )
 
 

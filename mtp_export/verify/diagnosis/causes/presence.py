@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mtp_checkpoints.families.other_names import Renamed
+from mtp_export.progress import shortened
+
+_NAMED = 3
 
 
 def another_kind(kind: str, sign: str) -> str:
@@ -107,27 +110,23 @@ def renamed(found: Sequence[Renamed]) -> str:
     if not first.wanted:
         return f"{there} ({count}): engines look for them without {first.found}. before each"
     begin = [f"with {one.found or 'nothing'}, where engines look for {one.wanted}" for one in found]
-    return f"{there} ({count}): they begin {_some(begin, '; ')}"
+    return f"{there} ({count}): they begin {shortened(begin, _NAMED, '; ')}"
 
 
 def renamed_singly(wanted: Sequence[str], found: Sequence[str]) -> str:
     return (
         f"tensors of the module are there under other names, by their shapes ({len(found)}):"
-        f" {_some(found)} lie where engines look for {_some(wanted)}"
+        f" {shortened(found, _NAMED)} lie where engines look for {shortened(wanted, _NAMED)}"
     )
 
 
 def of_another_kind(part: str, wanted: Sequence[str], found: Sequence[str]) -> str:
     """wanted and found: modules of a part of a layer."""
     return (
-        f"{part} is of another kind than config.json says: it has {_some(found)}, and lacks"
-        f" {_some(wanted)}. The layer is another model's"
+        f"{part} is of another kind than config.json says: it has"
+        f" {shortened(found, _NAMED)}, and lacks {shortened(wanted, _NAMED)}."
+        " The layer is another model's"
     )
-
-
-def _some(names: Sequence[str], comma: str = ", ") -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return comma.join(names[:3]) + more
 
 
 def fused(name: str) -> str:
