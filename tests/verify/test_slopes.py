@@ -12,12 +12,11 @@ from torch import Tensor
 
 from cases import export, nightly_but
 from faults import planting
-from mtp_export.verify.decoding.changed import Changed, compared
+from mtp_export.verify.decoding.changed import compared
 from mtp_export.verify.diagnosis.slopes import Undone, of_matrix, of_vector, pointed, sureness
 from mtp_export.verify.diagnosis.trainable import Trainable
 from mtp_export.verify.diagnosis.trained import Trials
 from mtp_export.verify.evidence.plain_text import JUDGING, TRAINING, PlainTexts
-from mtp_export.verify.gates import LEAST_TRAINED_NATS
 from mtp_runtime.streaming import open_streamed
 from mtp_runtime.tokenizer import Tokenizer
 
@@ -125,12 +124,7 @@ def test_text_is_likelier_with_what_slopes_point_to(
     before = [leaf.clone() for leaf in parts]
     found = compared(trials.own, pointed(trials))
     assert all(map(torch.equal, before, parts))
-    assert bool(wrong) is any(map(is_better, found))
+    assert bool(wrong) is any(one.is_no_good_models for one in found)
     if wrong:
         assert wrong in found[0].variant.cause
         assert all(name in found[0].variant.cause for name in names)
-
-
-def is_better(one: Changed) -> bool:
-    low = one.gain.low
-    return low is not None and low > 0 and one.gain.value > LEAST_TRAINED_NATS

@@ -12,7 +12,12 @@ from mtp_export.verify.diagnosis.layer_variants import LayerVariant
 from mtp_export.verify.diagnosis.undone import undone
 from mtp_export.verify.evidence.likelihood import Likelihood
 from mtp_export.verify.evidence.statistics import Estimate
-from mtp_export.verify.gates import LEAST_HARM_NATS, LEAST_RESIZED_NATS, LEAST_TRAINED_NATS
+from mtp_export.verify.gates import (
+    LEAST_HARM_NATS,
+    LEAST_POINTED_NATS,
+    LEAST_RESIZED_NATS,
+    LEAST_TRAINED_NATS,
+)
 
 CONFIDENCE = 0.98
 # Of the best gain: what is less by no more explains as much, however sure the difference is.
@@ -42,11 +47,12 @@ class Changed:
         return high is not None and high > LEAST_HARM_NATS and self.gain.value > 0
 
     @property
-    def gains_by_training(self) -> bool:
-        """True where other texts are likelier than training makes a good model's, by the
-        interval."""
+    def is_no_good_models(self) -> bool:
+        """True where other texts are likelier than training, or an undone change that the slope
+        points to, makes a good model's, by the interval."""
         low = self.gain.low
-        return low is not None and low > 0 and self.gain.value > LEAST_TRAINED_NATS
+        least = LEAST_TRAINED_NATS if self.variant.is_trained else LEAST_POINTED_NATS
+        return low is not None and low > 0 and self.gain.value > least
 
     @property
     def is_far(self) -> bool:

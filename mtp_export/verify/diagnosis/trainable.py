@@ -139,12 +139,15 @@ class Trainable:
     def part(self, number: int) -> Any:
         """Return a layer by its number, and for those before the first and behind the last the
         ends."""
-        return self.layers[number] if 0 <= number < len(self.layers) else self.ends
+        return self.layers[number] if self.is_layer(number) else self.ends
+
+    def is_layer(self, number: int) -> bool:
+        """False for what is before the layers, or behind them."""
+        return 0 <= number < len(self.layers)
 
     def where(self, number: int) -> str:
         """Return the words for a layer, or for what is before or behind the layers."""
-        is_layer = 0 <= number < len(self.layers)
-        return causes.main_layer(number) if is_layer else "the main model"
+        return causes.main_layer(number) if self.is_layer(number) else "the main model"
 
     def words(self, half: str) -> str:
         """Return the words for half a layer, or for an end."""
@@ -211,7 +214,7 @@ def over_texts(layer: DecoderLayer, x: Tensor, texts: int) -> Tensor:
 
 def in_memory(head: Head) -> Head:
     """The head with tensors of its own."""
-    return _with_matrix(replace(head, norm=with_parts(head.norm, own)), _dense(head.linear))
+    return _with_matrix(replace(head, norm=with_parts(head.norm, in_float32)), _dense(head.linear))
 
 
 def _with_matrix(head: Head, matrix: Linear) -> Head:
@@ -245,21 +248,21 @@ def followed(layer: DecoderLayer) -> DecoderLayer:
             expected="latent or grouped-query attention to all tokens, or a gated delta net",
             found=", ".join(kinds),
         )
-    found: DecoderLayer = with_parts(layer, own)
+    found: DecoderLayer = with_parts(layer, in_float32)
     return found
 
 
-def own(part: Any) -> Any:
+def in_float32(part: Any) -> Any:
     """Return the part that takes a part's place; None for one whose parts are looked into."""
     if isinstance(part, Linear):
         return _dense(part)
     if isinstance(part, Rope):
         return part
     if isinstance(part, StoredHalves):
-        return with_parts(part.dense, own)
+        return with_parts(part.dense, in_float32)
     if isinstance(part, Moe):
-        held_experts = tuple(with_parts(one, own) for one in part.experts.every())
-        router, gate = (with_parts(one, own) for one in (part.router, part.shared_gate))
+        held_experts = tuple(with_parts(one, in_float32) for one in part.experts.every())
+        router, gate = (with_parts(one, in_float32) for one in (part.router, part.shared_gate))
         experts = HeldExperts(held_experts)
         return replace(part, router=router, shared_gate=gate, experts=experts)
     if isinstance(part, Tensor) and part.is_floating_point():

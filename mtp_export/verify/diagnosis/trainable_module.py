@@ -20,9 +20,9 @@ from mtp_export.verify.diagnosis.trainable import (
     Trainable,
     every_place,
     followed,
+    in_float32,
     in_memory,
     over_texts,
-    own,
 )
 from mtp_runtime.models.execution import Head
 from mtp_runtime.models.model import MtpModule
@@ -44,7 +44,7 @@ class TrainableModule(Trainable):
         module = streamed.rest().mtp
         assert module is not None, "a model with a module"
         parts = ("embedding_norm", "hidden_norm", "projection")
-        found = {name: with_parts(getattr(module, name), own) for name in parts}
+        found = {name: with_parts(getattr(module, name), in_float32) for name in parts}
         head = in_memory(module.head)
         module = replace(module, **found, layer=followed(module.layer), head=head)
         return cls((module,), head, None)

@@ -78,7 +78,7 @@ class Trials:
 
     def is_end(self, spot: Spot) -> bool:
         """True for a tensor before the layers, or behind them."""
-        return not 0 <= spot.layer < len(self.model.layers)
+        return not self.model.is_layer(spot.layer)
 
     def slopes(self) -> dict[Spot, Tensor]:
         """The slope of the loss of the code at each tensor [n, m], or [n], zero where none is."""
