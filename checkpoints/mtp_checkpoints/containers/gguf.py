@@ -40,9 +40,9 @@ from mtp_checkpoints.containers.gguf_architectures.base import (
 from mtp_checkpoints.containers.gguf_architectures.keys_read import TOKENS, KeyReader
 from mtp_checkpoints.containers.gguf_file import NAME, SUFFIX, GgufHeader, read_header, split_name
 from mtp_checkpoints.containers.gguf_forms import Form
-from mtp_checkpoints.containers.gguf_latents import JoinedHalves, joined, kind_of
-from mtp_checkpoints.containers.gguf_restored import Restored, held, restored
 from mtp_checkpoints.containers.gguf_values import Value, text
+from mtp_checkpoints.containers.joined_halves import JoinedHalves, joined, kind_of
+from mtp_checkpoints.containers.restored import Restored, held, restored
 from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.sources.byte_source import ByteSource

@@ -15,7 +15,7 @@ from typing import Any
 
 from mtp_checkpoints.containers.base import ShardHeader, TensorInfo
 from mtp_checkpoints.containers.gguf_forms import OFFSET_NORM
-from mtp_checkpoints.containers.gguf_restored import restored
+from mtp_checkpoints.containers.restored import restored
 from mtp_checkpoints.dtypes import DType
 
 _MODELS = frozenset({"qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"})

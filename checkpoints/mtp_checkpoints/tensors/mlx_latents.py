@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mtp_checkpoints.containers.base import ShardHeader, TensorInfo
-from mtp_checkpoints.containers.gguf_latents import Computed, joined
+from mtp_checkpoints.containers.joined_halves import Computed, joined
 from mtp_checkpoints.dtypes import DType, tensor_bytes
 from mtp_checkpoints.families.base import FLOATS
 from mtp_checkpoints.sources.byte_source import Place

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from mtp_checkpoints.containers import container_of
 from mtp_checkpoints.containers.base import QUANTIZATION, Opened, ShardHeader, TensorInfo
-from mtp_checkpoints.containers.gguf_latents import undecoded
-from mtp_checkpoints.containers.gguf_restored import held
+from mtp_checkpoints.containers.joined_halves import undecoded
+from mtp_checkpoints.containers.restored import held
 from mtp_checkpoints.sources.addresses import byte_source
 from mtp_checkpoints.sources.byte_source import ByteSource, Place, local_path
 from mtp_checkpoints.sources.strict_json import parsed_json_object

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mtp_checkpoints.containers.base import TensorInfo
-from mtp_checkpoints.containers.gguf_latents import Computed
+from mtp_checkpoints.containers.joined_halves import Computed
 from mtp_checkpoints.dtypes import DType, tensor_bytes
 from mtp_checkpoints.formats import UNQUANTIZED
 from mtp_checkpoints.sources.byte_source import Place

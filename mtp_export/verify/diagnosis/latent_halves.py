@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-from mtp_checkpoints.containers.gguf_latents import JoinedHalves
+from mtp_checkpoints.containers.joined_halves import JoinedHalves
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.verify.diagnosis.causes import weights as causes
 

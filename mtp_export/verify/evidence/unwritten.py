@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mtp_checkpoints.containers.base import TensorInfo
-from mtp_checkpoints.containers.gguf_restored import held
+from mtp_checkpoints.containers.restored import held
 from mtp_checkpoints.sources.byte_source import OpenFile, Place
 from mtp_checkpoints.weights.weight_values import WeightOnDisk, weights_on_disk
 from mtp_export.verify.evidence.parts import PartLayout

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from mtp_checkpoints.containers.base import TensorInfo
-from mtp_checkpoints.containers.gguf_restored import Restored
+from mtp_checkpoints.containers.restored import Restored
 from mtp_checkpoints.errors import MtpExportError
 from mtp_checkpoints.sources.direct_io import equal_bytes
 from mtp_checkpoints.sources.disk_queue import BLOCK_BYTES, DiskQueue

@@ -10,7 +10,7 @@ from itertools import chain
 from statistics import median
 from typing import TYPE_CHECKING
 
-from mtp_checkpoints.containers.gguf_restored import Restored
+from mtp_checkpoints.containers.restored import Restored
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.formats.base import BLOCK
 from mtp_export.progress import counted

@@ -1,4 +1,4 @@
-"""Tensors of GGUF files in another form than released ones, put back into the released form when
+"""Tensors that files have in another form than released ones, put back into the released form when
 they are read."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.containers.gguf_forms import Elements, Form
-from mtp_checkpoints.containers.gguf_latents import (
+from mtp_checkpoints.containers.joined_halves import (
     Computed,
     JoinedHalves,
     decoded_values,

@@ -1,5 +1,6 @@
-"""kv_b_proj of a GGUF file, which holds its halves apart: the keys' transposed, k_b [h, c, n], and
-the values', v_b [h, v, c]. Put together when it is read, it has the rows of released models."""
+"""kv_b_proj of files that hold its halves apart, as those of llama.cpp and mlx-lm: the keys'
+transposed, k_b [h, c, n], and the values', v_b [h, v, c]. Put together when it is read, it has the
+rows of released models."""
 
 from __future__ import annotations
 
