@@ -171,8 +171,8 @@ class Context(OpenedPlace):
 
     @property
     def parts_of_others(self) -> tuple[str, ...]:
-        """The parts that are no copy or conversion of the source's, and are not compared with it:
-        the main model of a graft, and of a checkpoint that another tool quantized."""
+        """The parts that are no copy or conversion of the source's by this tool: the main model of
+        a graft, and of a checkpoint that another tool quantized."""
         grafted = self.recorded("base_quant") == GRAFTED
         return (MAIN,) if grafted or self._is_by_another_tool else ()
 

@@ -28,6 +28,7 @@ from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.diagnosis.weight_bugs import explain, explain_within
 from mtp_export.verify.evidence.parts import Part
 from mtp_export.verify.evidence.weight_facts import AgainstSource
+from mtp_export.verify.weights.others_main import compared_by_values
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
@@ -80,11 +81,14 @@ def run(context: Context) -> Iterator[Item]:
     source_weights = context.source_weights
     assert source_weights is not None, "there is a source"
     for layout in context.layouts:
-        if layout.name in context.parts_of_others:
+        if layout.name in context.parts_of_others and context.is_bundle:
             why = "others quantized it, and what that did to its weights is not known"
             yield not_tested(f"{layout.name}: weights against the source", why)
             continue
         facts = context.walks.of(layout.name).facts
+        if layout.name in context.parts_of_others:
+            yield from compared_by_values(facts, layout.stored.family, source_weights.weights)
+            continue
         names = [one.weight.stored.weight.name for one in facts if one.against is None]
         alone = [Problem(name, causes.not_in_source(name)) for name in names]
         compared = [Compared(one.weight, one.against) for one in facts if one.against is not None]

@@ -1,0 +1,135 @@
+"""The main model of a checkpoint that another tool quantized, compared with --source tensor by
+tensor by decoded values: within the noise of its formats, or by scales that tools move between the
+weights of a layer."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from mtp_checkpoints.families.base import Role
+from mtp_checkpoints.formats import WeightFormat
+from mtp_checkpoints.weights.weight_values import WeightOnDisk
+from mtp_export.progress import counted
+from mtp_export.verify.check import Item, Problem, not_tested, verdict
+from mtp_export.verify.diagnosis.causes import weights as causes
+from mtp_export.verify.diagnosis.weight_bugs import explain
+from mtp_export.verify.evidence.weight_facts import WeightFacts
+
+if TYPE_CHECKING:
+    from mtp_checkpoints.families.spec import ModelSpec
+    from mtp_export.verify.diagnosis.channel_scales import LayerWeight
+
+_LAYER = re.compile(r"(.*?\blayers\.\d+)\.", re.ASCII)
+_EXPLAINED = 3  # wrong weights whose cause is looked for
+_NAME = "main: weights against the source"
+
+
+def compared_by_values(
+    facts: Sequence[WeightFacts], family: ModelSpec, weights: Mapping[str, WeightOnDisk]
+) -> Iterator[Item]:
+    """Every weight of the main part. weights: the source's by their released names."""
+    by_layer: dict[str, list[WeightFacts]] = defaultdict(list)
+    alone, count = list[Problem](), 0
+    for fact in facts:
+        name = fact.weight.stored.weight.name
+        if fact.against is None:
+            alone.append(Problem(name, causes.not_in_source(name)))
+            continue
+        if fact.against.failure:
+            raise fact.against.failure
+        found, count = _LAYER.match(name), count + 1
+        by_layer[found[1] if found else ""].append(fact)
+    yield verdict("main: weights that the source has", alone, f"{count:,}")
+    wrong, scaled = list[WeightFacts](), 0
+    for layer in by_layer.values():
+        apart = [fact for fact in layer if not _is_near(fact)]
+        unexplained = _not_made_up_for(apart, layer, family) if apart else []
+        scaled += len(apart) - len(unexplained)
+        wrong += unexplained
+    if _is_rotated(wrong, count):
+        yield not_tested(_NAME, causes.ROTATED, figure=f"{len(wrong):,} of {count:,} unlike")
+        return
+    problems = [_problem(fact, weights, explained=n < _EXPLAINED) for n, fact in enumerate(wrong)]
+    moved = f", {counted(scaled, 'weight')} with scales of channels" if scaled else ""
+    yield verdict(_NAME, problems, f"{count:,} by values{moved}", "within the noise of their forms")
+
+
+def _is_near(fact: WeightFacts) -> bool:
+    """Return whether a weight is the source's within the noise of its format."""
+    against = fact.against
+    assert against is not None, "compared"
+    if against.difference is None:
+        return against.equal and not against.error
+    return against.difference.sqnr_db >= _least_db(fact.weight.stored.format)
+
+
+def _least_db(weight_format: WeightFormat) -> float:
+    """The bound of a format; that of four bits holds for fewer nowhere."""
+    bits = getattr(weight_format, "bits", 4)
+    return (
+        min(weight_format.gate.sqnr_db, 5.0 * bits - 6.0)
+        if bits < 4
+        else weight_format.gate.sqnr_db
+    )
+
+
+def _not_made_up_for(
+    apart: Sequence[WeightFacts], layer: Sequence[WeightFacts], family: ModelSpec
+) -> list[WeightFacts]:
+    """The weights of a layer that are not the source's, nor with scales that others undo."""
+    from mtp_export.verify.diagnosis.channel_scales import makes_up_for
+
+    known = {id(fact): _layer_weight(fact, family) for fact in layer if _is_decoded(fact)}
+    others = list(known.values())
+    wrong = []
+    for fact in apart:
+        own = known.get(id(fact))
+        fits = own is not None and (
+            not own.is_matrix or own.scaled.sqnr_db >= _least_db(fact.weight.stored.format)
+        )
+        if own is None or not fits or not makes_up_for(own, others):
+            wrong.append(fact)
+    return wrong
+
+
+def _is_decoded(fact: WeightFacts) -> bool:
+    return (
+        fact.against is not None
+        and not fact.against.error
+        and fact.statistics.is_sound
+        and len(fact.weight.stored.weight.shape) <= 2
+    )
+
+
+def _layer_weight(fact: WeightFacts, family: ModelSpec) -> LayerWeight:
+    from mtp_export.verify.diagnosis.channel_scales import LayerWeight
+
+    assert fact.against is not None, "decoded"
+    is_norm = fact.weight.stored.weight.role is Role.NORM
+    return LayerWeight(fact.weight, fact.against, family.facts.norm_offset if is_norm else 0.0)
+
+
+def _is_rotated(wrong: Sequence[WeightFacts], count: int) -> bool:
+    """Return whether most weights, and the embedding, are unlike, whose rows are as long as the
+    source's: a rotation of the stream leaves that."""
+    embedding = [one for one in wrong if one.weight.stored.weight.role is Role.EMBEDDING]
+    if 2 * len(wrong) < count or not embedding or embedding[0].against is None:
+        return False
+    own, source = (
+        one.encoded(0, min(one.rows, 1024)).dequantize().float().norm(dim=1)
+        for one in (embedding[0].weight, embedding[0].against.source)
+    )
+    return bool(own.allclose(source, rtol=0.02))
+
+
+def _problem(fact: WeightFacts, weights: Mapping[str, WeightOnDisk], *, explained: bool) -> Problem:
+    against, name = fact.against, fact.weight.name
+    assert against is not None, "compared"
+    level = None if against.difference is None else f"{against.difference.sqnr_db:.1f} dB"
+    cause = None
+    if explained:
+        cause = against.error or explain(fact.weight, against.source, weights)
+    return Problem(name, causes.not_the_sources(name, level, cause))

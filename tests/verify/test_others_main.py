@@ -1,0 +1,143 @@
+"""Main models of other tools' formats beside --source, tensor by tensor by their decoded values."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cases import nightly_but, run_program
+from quantized_by_others import LINEAR, METHODS, Tensors, read_all, unquantized
+from verify.foreign_sources import GLM, Checkpoint, released
+
+INLINE = [name for name, how in METHODS.items() if how.file is None]
+ITEM = "main: weights against the source"
+LAYER = "model.layers.1."
+Change = Callable[[Tensors], None]
+
+
+def made(method: str, *, smoothed: bool, change: Change = lambda _: None) -> Checkpoint:
+    """The miniature in a format, its main linears smoothed and changed before."""
+    found, how = released(GLM), METHODS[method]
+    tensors = dict(unquantized(read_all(GLM)))
+    if smoothed:
+        smooth(tensors)
+    change(tensors)
+    found.tensors = {}
+    for name, tensor in tensors.items():
+        module, own = name.removesuffix(".weight"), found.tensors
+        if LINEAR.match(name) and re.match(how.covers, name) and not name.startswith(found.layer):
+            parts, _ = how.encode(tensor.float())
+            own |= {f"{module}.{last}": one.contiguous() for last, one in parts.items()}
+        else:
+            own[name] = tensor if tensor.dtype is torch.float32 else tensor.to(how.dtype)
+    found.config |= {"quantization_config": copy.deepcopy(how.config)}
+    found.config["torch_dtype"] = str(how.dtype).removeprefix("torch.")
+    return found
+
+
+def smooth(tensors: Tensors) -> None:
+    """Divide norms and rows of up by scales, and multiply the columns that take them, as AWQ and
+    SmoothQuant do."""
+    generator = torch.Generator().manual_seed(1)
+
+    def move(divided: str, takers: list[str]) -> None:
+        own = tensors[divided]
+        scales = torch.exp(0.4 * torch.randn(len(own), generator=generator))
+        tensors[divided] = (own.float() / scales.reshape(-1, *[1] * (own.dim() - 1))).bfloat16()
+        for name in takers:
+            tensors[name] = (tensors[name].float() * scales).bfloat16()
+
+    for number in range(3):
+        layer = f"model.layers.{number}."
+        own = [name for name in tensors if name.startswith(layer)]
+        takers = [name for name in own if re.search(r"self_attn\.[qkv]_proj\.weight$", name)]
+        move(f"{layer}input_layernorm.weight", takers)
+        takers = [n for n in own if re.search(r"(gate_proj|up_proj|mlp\.gate)\.weight$", n)]
+        move(f"{layer}post_attention_layernorm.weight", takers)
+        for name in (name for name in own if name.endswith("up_proj.weight")):
+            move(name, [name.replace("up_proj", "down_proj")])
+
+
+def judged(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:
+    checkpoint.save(folder)
+    options = ("--level", "weights", "--source", GLM, "--json", "--quiet")
+    checks = json.loads(run_program("verify", folder, *options).out)["checks"]
+    (items,) = (check["items"] for check in checks if check["name"] == "weights")
+    found: dict[str, Any] = {item["name"]: item for item in items}[ITEM]
+    return found
+
+
+@pytest.mark.parametrize("method", nightly_but(["awq", "modelopt nvfp4"], INLINE))
+def test_every_format_is_compared_by_its_values(method: str, tmp_path: Path) -> None:
+    item = judged(made(method, smoothed=False), tmp_path / "main")
+    assert (item["status"], item["figure"]) == ("pass", "97 by values")
+
+
+@pytest.mark.parametrize("method", ["awq", "compressed-tensors, int4"])
+def test_scales_that_were_moved_are_no_difference(method: str, tmp_path: Path) -> None:
+    item = judged(made(method, smoothed=True), tmp_path / "main")
+    assert (item["status"], item["figure"]) == (
+        "pass",
+        "97 by values, 74 weights with scales of channels",
+    )
+
+
+def exchanged(one: str, other: str) -> Change:
+    def change(tensors: Tensors) -> None:
+        names = [f"model.layers.{name}.weight" for name in (one, other)]
+        tensors[names[0]], tensors[names[1]] = (tensors[name] for name in reversed(names))
+
+    return change
+
+
+def times(name: str, factor: float | torch.Tensor) -> Change:
+    def change(tensors: Tensors) -> None:
+        tensors[f"{LAYER}{name}.weight"] = (tensors[f"{LAYER}{name}.weight"] * factor).bfloat16()
+
+    return change
+
+
+RAMP = torch.linspace(0.5, 2, 128)
+DOWN = "mlp.shared_experts.down_proj"
+DAMAGES: dict[str, tuple[Change, bool, str]] = {
+    "experts": (
+        exchanged("1.mlp.experts.0.up_proj", "1.mlp.experts.1.up_proj"),
+        False,
+        "it holds model.layers.1.mlp.experts.1.up_proj",
+    ),
+    "keys, smoothed": (
+        exchanged("1.self_attn.k_proj", "2.self_attn.k_proj"),
+        True,
+        "it holds the codes of model.layers.2.self_attn.k_proj",
+    ),
+    "norm alone": (times("input_layernorm", RAMP), False, "input_layernorm.weight is not the"),
+    "norm, smoothed": (times("input_layernorm", RAMP), True, "input_layernorm.weight is not the"),
+    "columns alone": (times("self_attn.q_proj", RAMP), False, "q_proj.qweight is not the source's"),
+    "one matrix": (times(DOWN, 2.0), False, "every scale is 2"),
+}
+
+
+@pytest.mark.parametrize("name", nightly_but(["keys, smoothed", "columns alone"], [*DAMAGES]))
+def test_what_no_other_weight_makes_up_for_is_told(name: str, tmp_path: Path) -> None:
+    change, smoothed, words = DAMAGES[name]
+    item = judged(made("awq", smoothed=smoothed, change=change), tmp_path / "main")
+    assert item["status"] == "fail"
+    assert words in item["cause"]
+
+
+def test_a_rotated_stream_is_not_compared(tmp_path: Path) -> None:
+    def rotate(tensors: Tensors) -> None:
+        rotation = torch.linalg.qr(torch.randn(128, 128, generator=torch.Generator()))[0]
+        for name, own in tensors.items():
+            if own.dim() == 2 and own.shape[1] == 128:
+                tensors[name] = (own.float() @ rotation).bfloat16()
+
+    item = judged(made("awq", smoothed=False, change=rotate), tmp_path / "main")
+    assert (item["status"], "rotated the stream" in item["cause"]) == ("not tested", True)
