@@ -104,8 +104,8 @@ def makes_up_for(own: LayerWeight, layer: Sequence[LayerWeight]) -> bool:
     vectors = (one.factors for one in others if not one.is_matrix)
     if any(_are_inverse(found.columns, one, relative=found.has_rows) for one in vectors):
         return True
-    of_rows = (one.scaled for one in others if one.is_matrix)
-    return any(_are_inverse(found.columns, o.rows, relative=o.has_rows) for o in of_rows)
+    matrices = (one.scaled for one in others if one.is_matrix)
+    return any(_are_inverse(found.columns, m.rows, relative=m.has_rows) for m in matrices)
 
 
 def _columns(layer: Sequence[LayerWeight]) -> Iterator[torch.Tensor]:
