@@ -19,13 +19,14 @@ from mtp_export.verify.check import Item, Level, Status
 from mtp_export.verify.context import Context
 from mtp_export.verify.decoding import likelihood, training
 from mtp_export.verify.diagnosis.leanings import Leaning, Leanings
-from mtp_export.verify.diagnosis.suspected import MainEvidence, MainVariant, group_variants
+from mtp_export.verify.diagnosis.suspected import MainEvidence, group_variants
 from mtp_export.verify.evidence.likelihood import TEMPERATURES, Likelihood
 from mtp_export.verify.evidence.plain_text import CODE, KINDS, NOVEL, PlainTexts
 from mtp_export.verify.evidence.statistics import Estimate
 from mtp_export.verify.options import VerifyOptions
-from mtp_runtime.streaming import open_streamed
+from mtp_runtime.streaming import StreamedModel, open_streamed
 from mtp_runtime.teacher_forcing import Text, Texts
+from mtp_runtime.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPERATURE = "temperature of plain text"
@@ -113,13 +114,30 @@ def test_other_groups_are_tried(
 
 
 @pytest.mark.parametrize(
-    ("gain", "is_guessed", "better"),
-    [(0.005, False, True), (0.005, True, False), (0.02, True, True)],
+    ("on_prompts", "on_passages", "blamed"),
+    [(0.08, 0.06, True), (0.08, 0.005, False), (-0.01, 0.06, False)],
 )
-def test_a_guess_must_gain_more(gain: float, is_guessed: bool, better: bool) -> None:
-    variant = MainVariant("", "", None, is_guessed=is_guessed)  # type: ignore[arg-type]
-    found = Estimate(gain, gain / 2, 2 * gain, 100)
-    assert likelihood.Likelier(variant, found).better is better
+def test_passages_judge_a_guess(
+    on_prompts: float, on_passages: float, blamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts that begin alike gain together: they only say what is worth trying."""
+    folder = ROOT / "fixtures/deepseek-v3-tiny"
+    streamed, config = open_streamed(folder, "cpu"), read_json(folder / "config.json")
+    evidence = MainEvidence(streamed, config, {"topk_group": (4,)}, Leanings(Texts(())))
+    plain = PlainTexts.of(Tokenizer.find(folder))
+
+    def under(model: StreamedModel, texts: PlainTexts, **_: object) -> Likelihood:
+        sizes = torch.tensor([len(text.tokens) for text in texts.texts.texts])
+        gain = on_prompts if texts.kinds == plain.kinds[: len(texts.kinds)] else on_passages
+        noise = 0.001 * torch.arange(len(sizes)).cos()
+        each = sizes * (noise + gain) if model is not streamed else 0 * sizes
+        sums = each.double()[:, None].expand(-1, len(TEMPERATURES))
+        return Likelihood(texts, sums, sizes, torch.zeros(int(sizes.sum()), 1))
+
+    monkeypatch.setattr(likelihood.Likelihood, "of", under)
+    context = Context.open(VerifyOptions(folder, None, Level.RUN), no_progress)
+    found = likelihood._none_better(under(streamed, plain), evidence, context)
+    assert (found.status is Status.FAIL) is blamed
 
 
 class Logits:

@@ -4,7 +4,7 @@ temperature near 1, and no other way to run the model may make the text likelier
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mtp_checkpoints.families.released import released_values, unreleased_values
 from mtp_checkpoints.tensors.bundle_folder import MAIN
@@ -18,7 +18,7 @@ from mtp_export.verify.decoding.changed import (
     explained,
     leaves_out,
 )
-from mtp_export.verify.decoding.training import beside, none_gains, stands_out
+from mtp_export.verify.decoding.training import LEAST_TEXTS, beside, none_gains, stands_out
 from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.halves import MOST_SUSPECTS, AddedByHalves, Suspect
 from mtp_export.verify.diagnosis.layer_variants import (
@@ -33,7 +33,12 @@ from mtp_export.verify.diagnosis.suspected import MainEvidence, MainVariant, mai
 from mtp_export.verify.diagnosis.tensor_variants import SIZES, Place, tensor_variants
 from mtp_export.verify.diagnosis.undone import undone
 from mtp_export.verify.evidence.likelihood import Likelihood, chance
-from mtp_export.verify.evidence.plain_text import KINDS, MANY_PASSAGES, PlainTexts
+from mtp_export.verify.evidence.plain_text import (
+    JUDGING,
+    KINDS,
+    MANY_PASSAGES,
+    PlainTexts,
+)
 from mtp_export.verify.evidence.side_by_side import SideBySide, VariantsOf, among, joined
 from mtp_export.verify.evidence.statistics import Estimate
 from mtp_export.verify.gates import (
@@ -51,7 +56,8 @@ from mtp_runtime.tokenizer import Tokenizer
 _NO_HARM = "no layer of the main model does harm"
 # Of a model of more layers, halves that lean to nothing are looked into alone.
 MOST_LAYERS = 8
-GUESSED_ON = 8  # texts, short ones, on which a guess is tried first
+# Short texts on which a guess is tried first, and passages of each of some modules that judge it.
+GUESSED_ON, GUESSED_PASSAGES = 8, 2
 MOST_WEIGHED = 4  # variants that are compared with what training betters
 
 
@@ -160,7 +166,9 @@ def _temperature(own: Likelihood) -> Item:
 def _none_better(own: Likelihood, evidence: MainEvidence, context: Context) -> Item:
     """No variant of the main model makes plain text likelier, nor does what it adds prove one."""
     name = "no undone fault betters the main model"
-    tried = [Likelier(one, _gain_of(one, own, context)) for one in main_variants(evidence)]
+    tried = [
+        Likelier(one, _gain_of(one, own, evidence, context)) for one in main_variants(evidence)
+    ]
     tried.sort(key=lambda one: -one.gain.value)
     bound = f"none of {len(tried)} gains {LEAST_LIKELIER_NATS} nats by its interval"
     if not tried:
@@ -175,19 +183,31 @@ def _none_better(own: Likelihood, evidence: MainEvidence, context: Context) -> I
     return failed(name, cause, figure=figure, bound=bound, data=data)
 
 
-def _gain_of(variant: MainVariant, own: Likelihood, context: Context) -> Estimate:
-    """The gain of plain text under a variant; of a guess that gains nothing on some of it, the gain
-    there."""
+def _gain_of(
+    variant: MainVariant, own: Likelihood, evidence: MainEvidence, context: Context
+) -> Estimate:
+    """The gain of plain text under a variant; of a guess on passages of modules, and where it gains
+    nothing on less text, the gain there: short texts that begin alike may gain together."""
+    if not variant.is_guessed:
+        return own.gain(_under(variant, own.plain, context), CONFIDENCE)
+    some = own.first(GUESSED_ON)
+    gain = some.gain(_under(variant, some.plain, context), CONFIDENCE)
+    if gain.value > 0:
+        gain = own.gain(_under(variant, own.plain, context), CONFIDENCE)
+    if not Likelier(variant, gain).better:
+        return gain
+    tokenizer = Tokenizer.find(evidence.streamed.opened.folder)
+    passages = PlainTexts.of_modules(tokenizer, JUDGING, GUESSED_PASSAGES)
+    if len(passages.kinds) < LEAST_TEXTS:  # of a Python without its sources
+        return replace(gain, low=None)
+    unchanged = Likelihood.of(evidence.streamed, passages)
+    return unchanged.gain(_under(variant, passages, context), CONFIDENCE)
+
+
+def _under(variant: MainVariant, plain: PlainTexts, context: Context) -> Likelihood:
     title = f"likelihood, when {variant.change}"
-    for some in (own.first(GUESSED_ON), own) if variant.is_guessed else (own,):
-        with context.show_count(title, variant.streamed.config.layers, "layers") as advance:
-            other = Likelihood.of(
-                variant.streamed, some.plain, layer_of=variant.layer_of, advance=advance
-            )
-        gain = some.gain(other, CONFIDENCE)
-        if gain.value <= 0:
-            break
-    return gain
+    with context.show_count(title, variant.streamed.config.layers, "layers") as advance:
+        return Likelihood.of(variant.streamed, plain, layer_of=variant.layer_of, advance=advance)
 
 
 @dataclass(frozen=True)
