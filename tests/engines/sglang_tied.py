@@ -17,7 +17,7 @@ from vllm_tied import EMBEDDING, in_both_orders, loaded_by
 
 
 class Tied(nn.Module):
-    """What the loading asks of a model with a tied embedding."""
+    """Model with a tied embedding, as far as its loading asks."""
 
     start_layer, end_layer, pooler = 0, 1, None
     pp_group = SimpleNamespace(is_first_rank=True, is_last_rank=True)
