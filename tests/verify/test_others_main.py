@@ -22,17 +22,20 @@ LAYER = "model.layers.1."
 Change = Callable[[Tensors], None]
 
 
-def made(method: str, *, smoothed: bool, change: Change = lambda _: None) -> Checkpoint:
-    """The miniature in a format, its main linears smoothed and changed before."""
+def made(
+    method: str, *, smoothed: bool, change: Change = lambda _: None, mtp: bool = False
+) -> Checkpoint:
+    """The miniature in a format, its main linears, or all, smoothed and changed before."""
     found, how = released(GLM), METHODS[method]
     tensors = dict(unquantized(read_all(GLM)))
     if smoothed:
-        smooth(tensors)
+        smooth(tensors, layers=4 if mtp else 3)
     change(tensors)
     found.tensors = {}
     for name, tensor in tensors.items():
         module, own = name.removesuffix(".weight"), found.tensors
-        if LINEAR.match(name) and re.match(how.covers, name) and not name.startswith(found.layer):
+        is_covered = LINEAR.match(name) and re.match(how.covers, name)
+        if is_covered and (mtp or not name.startswith(found.layer)):
             parts, _ = how.encode(tensor.float())
             own |= {f"{module}.{last}": one.contiguous() for last, one in parts.items()}
         else:
@@ -42,7 +45,7 @@ def made(method: str, *, smoothed: bool, change: Change = lambda _: None) -> Che
     return found
 
 
-def smooth(tensors: Tensors) -> None:
+def smooth(tensors: Tensors, layers: int) -> None:
     """Divide norms and rows of up by scales, and multiply the columns that take them, as AWQ and
     SmoothQuant do."""
     generator = torch.Generator().manual_seed(1)
@@ -54,7 +57,7 @@ def smooth(tensors: Tensors) -> None:
         for name in takers:
             tensors[name] = (tensors[name].float() * scales).bfloat16()
 
-    for number in range(3):
+    for number in range(layers):
         layer = f"model.layers.{number}."
         own = [name for name in tensors if name.startswith(layer)]
         takers = [name for name in own if re.search(r"self_attn\.[qkv]_proj\.weight$", name)]
@@ -66,27 +69,43 @@ def smooth(tensors: Tensors) -> None:
 
 
 def judged(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:
+    """The items of check weights, by name."""
     checkpoint.save(folder)
     options = ("--level", "weights", "--source", GLM, "--json", "--quiet")
     checks = json.loads(run_program("verify", folder, *options).out)["checks"]
     (items,) = (check["items"] for check in checks if check["name"] == "weights")
-    found: dict[str, Any] = {item["name"]: item for item in items}[ITEM]
-    return found
+    return {item["name"]: item for item in items}
 
 
 @pytest.mark.parametrize("method", nightly_but(["awq", "modelopt nvfp4"], INLINE))
 def test_every_format_is_compared_by_its_values(method: str, tmp_path: Path) -> None:
-    item = judged(made(method, smoothed=False), tmp_path / "main")
+    item = judged(made(method, smoothed=False), tmp_path / "main")[ITEM]
     assert (item["status"], item["figure"]) == ("pass", "97 by values")
 
 
 @pytest.mark.parametrize("method", ["awq", "compressed-tensors, int4"])
 def test_scales_that_were_moved_are_no_difference(method: str, tmp_path: Path) -> None:
-    item = judged(made(method, smoothed=True), tmp_path / "main")
+    item = judged(made(method, smoothed=True), tmp_path / "main")[ITEM]
     assert (item["status"], item["figure"]) == (
         "pass",
         "97 by values, 74 weights with scales of channels",
     )
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_an_mtp_layer_may_be_smoothed_too(damaged: bool, tmp_path: Path) -> None:
+    name = f"model.layers.3.{DOWN}.weight"
+
+    def change(tensors: Tensors) -> None:
+        tensors[name] = tensors[name].flip(0) if damaged else tensors[name]
+
+    checkpoint = made("awq", smoothed=True, change=change, mtp=True)
+    items = judged(checkpoint, tmp_path / "whole")
+    failed = [item["cause"] for item in items.values() if item["status"] == "fail"]
+    assert len(failed) == damaged, failed
+    assert all("3.mlp.shared_experts.down_proj" in cause for cause in failed)
+    moved = items["mtp: scales of channels that others undo"]["figure"]
+    assert moved == f"{31 if damaged else 33} weights"  # without down, none makes up for up
 
 
 def exchanged(one: str, other: str) -> Change:
@@ -127,7 +146,7 @@ DAMAGES: dict[str, tuple[Change, bool, str]] = {
 @pytest.mark.parametrize("name", nightly_but(["keys, smoothed", "columns alone"], [*DAMAGES]))
 def test_what_no_other_weight_makes_up_for_is_told(name: str, tmp_path: Path) -> None:
     change, smoothed, words = DAMAGES[name]
-    item = judged(made("awq", smoothed=smoothed, change=change), tmp_path / "main")
+    item = judged(made("awq", smoothed=smoothed, change=change), tmp_path / "main")[ITEM]
     assert item["status"] == "fail"
     assert words in item["cause"]
 
@@ -139,5 +158,5 @@ def test_a_rotated_stream_is_not_compared(tmp_path: Path) -> None:
             if own.dim() == 2 and own.shape[1] == 128:
                 tensors[name] = (own.float() @ rotation).bfloat16()
 
-    item = judged(made("awq", smoothed=False, change=rotate), tmp_path / "main")
+    item = judged(made("awq", smoothed=False, change=rotate), tmp_path / "main")[ITEM]
     assert (item["status"], "rotated the stream" in item["cause"]) == ("not tested", True)

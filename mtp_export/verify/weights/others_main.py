@@ -1,6 +1,6 @@
 """The main model of a checkpoint that another tool quantized, compared with --source tensor by
 tensor by decoded values: within the noise of its formats, or by scales that tools move between the
-weights of a layer."""
+weights of a layer, as they may in an MTP layer too."""
 
 from __future__ import annotations
 
@@ -31,30 +31,41 @@ def compared_by_values(
     facts: Sequence[WeightFacts], family: ModelSpec, weights: Mapping[str, WeightOnDisk]
 ) -> Iterator[Item]:
     """Every weight of the main part. weights: the source's by their released names."""
-    by_layer: dict[str, list[WeightFacts]] = defaultdict(list)
-    alone, count = list[Problem](), 0
-    for fact in facts:
-        name = fact.weight.stored.weight.name
-        if fact.against is None:
-            alone.append(Problem(name, causes.not_in_source(name)))
-            continue
-        if fact.against.failure:
-            raise fact.against.failure
-        found, count = _LAYER.match(name), count + 1
-        by_layer[found[1] if found else ""].append(fact)
+    alone = [
+        Problem(name, causes.not_in_source(name))
+        for name in (f.weight.stored.weight.name for f in facts if f.against is None)
+    ]
+    count = len(facts) - len(alone)
+    for failure in (fact.against.failure for fact in facts if fact.against is not None):
+        if failure is not None:
+            raise failure
     yield verdict("main: weights that the source has", alone, f"{count:,}")
-    wrong, scaled = list[WeightFacts](), 0
-    for layer in by_layer.values():
-        apart = [fact for fact in layer if not _is_near(fact)]
-        unexplained = _not_made_up_for(apart, layer, family) if apart else []
-        scaled += len(apart) - len(unexplained)
-        wrong += unexplained
+    wrong, scaled = unlike_and_scaled(facts, family)
     if _is_rotated(wrong, count):
         yield not_tested(_NAME, causes.ROTATED, figure=f"{len(wrong):,} of {count:,} unlike")
         return
     problems = [_problem(fact, weights, explained=n < _EXPLAINED) for n, fact in enumerate(wrong)]
-    moved = f", {counted(scaled, 'weight')} with scales of channels" if scaled else ""
+    moved = f", {counted(len(scaled), 'weight')} with scales of channels" if scaled else ""
     yield verdict(_NAME, problems, f"{count:,} by values{moved}", "within the noise of their forms")
+
+
+def unlike_and_scaled(
+    facts: Sequence[WeightFacts], family: ModelSpec
+) -> tuple[list[WeightFacts], list[WeightFacts]]:
+    """Return the weights that are not the source's within the noise of their formats: those that
+    nothing makes up for, and those with scales of channels that others of their layer undo."""
+    by_layer: dict[str, list[WeightFacts]] = defaultdict(list)
+    for fact in (fact for fact in facts if fact.against is not None):
+        found = _LAYER.match(fact.weight.stored.weight.name)
+        by_layer[found[1] if found else ""].append(fact)
+    wrong, scaled = list[WeightFacts](), list[WeightFacts]()
+    for layer in by_layer.values():
+        apart = [fact for fact in layer if not _is_near(fact)]
+        unexplained = _not_made_up_for(apart, layer, family) if apart else []
+        known = {id(fact) for fact in unexplained}
+        wrong += unexplained
+        scaled += [fact for fact in apart if id(fact) not in known]
+    return wrong, scaled
 
 
 def _is_near(fact: WeightFacts) -> bool:
@@ -67,13 +78,9 @@ def _is_near(fact: WeightFacts) -> bool:
 
 
 def _least_db(weight_format: WeightFormat) -> float:
-    """The bound of a format; that of four bits holds for fewer nowhere."""
-    bits = getattr(weight_format, "bits", 4)
-    return (
-        min(weight_format.gate.sqnr_db, 5.0 * bits - 6.0)
-        if bits < 4
-        else weight_format.gate.sqnr_db
-    )
+    """The bound of a format; MLX's has that of four bits for fewer too."""
+    bits, usual = getattr(weight_format, "bits", 4), weight_format.gate.sqnr_db
+    return min(usual, 5.0 * bits - 6.0) if bits < 4 else usual
 
 
 def _not_made_up_for(
