@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import pytest
@@ -18,10 +18,11 @@ class Found:
     """A likelihood whose gains over others are known to a ten-thousandth of a nat."""
 
     nats: float
+    unsure: float = 1e-4
 
     def fitted_gain(self, other: Found, confidence: float) -> Estimate:
         gain = other.nats - self.nats
-        return Estimate(gain, gain - 1e-4, gain + 1e-4, 2369)
+        return Estimate(gain, gain - self.unsure, gain + self.unsure, 2369)
 
 
 def changed(name: str, nats: float, *, is_trained: bool = False) -> Changed:
@@ -48,3 +49,12 @@ def test_what_is_trained_is_named_too_where_it_gains_half_as_much(
     tried = [changed("v_proj", 0.5), changed("o_proj", gained, is_trained=True)]
     item = explained("no layer does harm", tried, tried, "none")
     assert ("o_proj has the wrong sign" in item.cause) is is_as_good
+
+
+def test_a_change_that_is_found_in_two_ways_is_named_once() -> None:
+    """Both do the same to every text, whatever they are called."""
+    tried = [changed("v_proj", 2.687), changed("the values", 2.687), changed("o_proj", 2.686)]
+    ways = [replace(one, under=cast(Likelihood, Found(one.gain.value, 0.0))) for one in tried]
+    item = explained("no layer does harm", ways, ways, "none")
+    assert "v_proj has the wrong sign; or o_proj has the wrong sign" in item.cause
+    assert item.data["equal_causes"] == 2

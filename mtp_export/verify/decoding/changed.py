@@ -20,6 +20,9 @@ from mtp_export.verify.gates import (
 )
 
 CONFIDENCE = 0.98
+_SAME_NATS = (
+    1e-5  # by which the same texts under the same weights differ, added up in another order
+)
 # Of the best gain: what is less by no more explains as much, however sure the difference is.
 _AS_MUCH = 0.01
 # The same of what is trained, which gives back a share of what is lost.
@@ -67,6 +70,13 @@ class Changed:
         least = _AS_MUCH * max(0.0, best.gain.value)
         return found is not None and found.low is not None and found.low > least
 
+    def is_the_same_as(self, other: Changed) -> bool:
+        """True for a change that does to every text what another does: it is that one, found in
+        another way."""
+        found = self.under.fitted_gain(other.under, CONFIDENCE)
+        ends = () if found is None else (found.low, found.high)
+        return bool(ends) and all(end is not None and abs(end) < _SAME_NATS for end in ends)
+
 
 def compared(own: Likelihood, others: Iterable[tuple[LayerVariant, Likelihood]]) -> list[Changed]:
     """Variants compared with the model as it is, each at its temperature, best first."""
@@ -105,8 +115,12 @@ def _explaining(better: Sequence[Changed]) -> Sequence[Changed]:
     equal = [one for one in better if one is best or _is_equal(one, best)]
     by_way = ([o for o in equal if o.variant.is_trained is way] for way in (False, True))
     turns = sorted(by_way, key=lambda ones: best not in ones)
-    mixed = chain.from_iterable(zip_longest(*turns))
-    return sorted(filter(None, mixed), key=lambda one: not one.variant.is_left_out)
+    mixed = filter(None, chain.from_iterable(zip_longest(*turns)))
+    found = list[Changed]()
+    for one in sorted(mixed, key=lambda one: not one.variant.is_left_out):
+        if not any(map(one.is_the_same_as, found)):
+            found.append(one)
+    return found
 
 
 def _is_equal(one: Changed, best: Changed) -> bool:
