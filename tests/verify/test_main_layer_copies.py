@@ -15,7 +15,7 @@ from quantized_by_others import LINEAR, read_all, unquantized
 from verify.foreign_damages import BLOCK
 from verify.foreign_folders import listed
 from verify.foreign_folders import unquantized as left_out
-from verify.foreign_sources import Checkpoint
+from verify.foreign_sources import GLM, Checkpoint, quantized
 
 ITEM = "mtp: no main layer in its place"
 AWQ = left_out("awq", "model.layers.3.", "model.decoder.")
@@ -83,7 +83,7 @@ def test_a_module_that_shares_a_part_passes(
     change(checkpoint)
     code, item = judged(checkpoint, tmp_path / "good")
     assert (code, item["status"]) == (0, "pass")
-    assert item["figure"] == "3 main layers in other formats"
+    assert item["figure"] == "3 main layers in other codes"
 
 
 def original_attention(checkpoint: Checkpoint) -> None:
@@ -99,3 +99,33 @@ def test_a_part_of_a_main_layer_is_named(tmp_path: Path) -> None:
     code, item = judged(checkpoint, tmp_path / "taken")
     assert (code, item["subject"]) == (7, "model.layers.3.self_attn.q_proj.weight")
     assert "model.layers.3.self_attn is the main layer model.layers.2.self_attn" in item["cause"]
+
+
+def test_the_experts_of_a_main_layer_are_named(tmp_path: Path) -> None:
+    """Whose router and shared experts are the module's own."""
+    checkpoint = AWQ()
+    own = {name: one for name, one in checkpoint.mtp().items() if ".experts." not in name}
+    original_layer(checkpoint)
+    checkpoint.tensors |= own
+    code, item = judged(checkpoint, tmp_path / "taken")
+    assert (code, item["subject"]) == (7, "model.layers.3.mlp.experts.0.gate_proj.weight")
+    assert "model.layers.3.mlp.experts is the main layer model.layers.2.mlp" in item["cause"]
+
+
+def test_a_main_layer_in_other_codes_of_its_format_is_named(tmp_path: Path) -> None:
+    """Quantized anew, its scales rounded up to powers of two."""
+    checkpoint = quantized(GLM, "fp8", "quantized")
+    for name, tensor in {**checkpoint.tensors}.items():
+        if not name.startswith("model.layers.2."):
+            continue
+        last = name.removeprefix("model.layers.2.")
+        if last.endswith("_scale_inv"):
+            checkpoint.set(last, tensor.log2().ceil().exp2())
+        elif (scale := checkpoint.tensors.get(f"{name}_scale_inv")) is not None:
+            ratio = float(scale) / float(scale.log2().ceil().exp2())
+            checkpoint.set(last, (tensor.float() * ratio).to(tensor.dtype))
+        else:
+            checkpoint.set(last, tensor)
+    code, item = judged(checkpoint, tmp_path / "taken")
+    assert code == 7
+    assert "model.layers.3 is the main layer model.layers.2 in another format" in item["cause"]

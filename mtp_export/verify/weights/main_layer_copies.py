@@ -1,17 +1,17 @@
-"""A main layer, or a part of one, in the MTP module's place in another format, of whose linears no
-bytes are equal, and single norms of a main layer in a module."""
+"""A main layer, or a part of one, in the MTP module's place in another format or quantized anew, of
+whose linears no bytes are equal, and single norms of a main layer in a module."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 from statistics import median
 from typing import TYPE_CHECKING
 
 from mtp_checkpoints.containers.restored import Restored
 from mtp_checkpoints.families.base import Role
+from mtp_checkpoints.formats import UNQUANTIZED
 from mtp_checkpoints.formats.base import BLOCK
 from mtp_export.progress import counted
 from mtp_export.verify.check import Item, Problem, verdict
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 _LAYER = re.compile(r"(.*?\blayers\.\d+)\.(.+)", re.ASCII)
+_IN_PART = 3  # components of the name of a linear of a part of a layer; experts' have more
 _SAMPLES = 8  # linears whose first rows are compared
 # What rounding a norm or a bias to the coarsest dtype of one, bf16, changes at most.
 _ROUNDING, _SMALLEST = 2.0**-8, 1e-7
@@ -34,26 +35,27 @@ Pair = tuple[WeightFacts, WeightFacts]  # the module's weight, and the main laye
 
 
 def in_other_formats(main: Sequence[WeightFacts], mtp: Sequence[WeightFacts]) -> Iterator[Item]:
-    """No MTP layer is a main one whose linears are stored in another format.
+    """No MTP layer is a main one whose linears are stored in another format or in other codes.
 
     It is where all that engines never quantize (norms, router, biases) is that layer's, and the
-    linears are within the error of the format; its attention or its MLP alone is where the other
-    part is unlike, as no training leaves it. Equal bytes are found by their digests alone.
+    linears are within the error of the format; its attention, its MLP or its experts alone are where
+    the other parts are unlike, as no training leaves it. Equal bytes are found by their digests
+    alone.
     """
     layers, problems, compared = _by_layer(main), list[Problem](), 0
     for layer, own in _by_layer(mtp).items():
         for other, theirs in layers.items():
             pairs = _pairs(own, theirs)
-            if not any(map(_differ_in_form, pairs)):
+            if not any(map(_differ_in_codes, pairs)):
                 continue
             compared += 1
             parts = [""] if _are_one(pairs) else _taken_parts(own, theirs)
             for part in parts:
-                first = next(p[0].weight.name for p in _of(part, own, theirs) if _differ_in_form(p))
+                first = next(p[0].weight.name for p in _of(part, own, theirs) if _differ_in_codes(p))
                 words = causes.main_layer_in_its_place(f"{layer}{part}", f"{other}{part}")
                 problems.append(Problem(first, words))
     if compared:
-        figure = f"{counted(compared, 'main layer')} in other formats"
+        figure = f"{counted(compared, 'main layer')} in other codes"
         yield verdict("mtp: no main layer in its place", problems, figure)
 
 
@@ -101,17 +103,25 @@ def _of(part: str, own: Layer, theirs: Layer) -> list[Pair]:
 
 def _taken_parts(own: Layer, theirs: Layer) -> list[str]:
     """Parts of a layer that are another's, of whose other linears none is."""
-    parts = dict.fromkeys(f".{name.partition('.')[0]}" for name in own)
-    pairs = {part: _of(part, own, theirs) for part in parts}
-    linears = {part: list(filter(_is_linear, of_part)) for part, of_part in pairs.items()}
-    return [
-        part
-        for part, of_part in pairs.items()
-        if any(map(_differ_in_form, of_part))
-        and _are_one(of_part)
-        and any(others := [_sampled(them) for name, them in linears.items() if name != part])
-        and all(_sqnr_db(pair) < _UNLIKE_DB for pair in chain(*others))
-    ]
+    linears = [pair for pair in _of("", own, theirs) if _is_linear(pair)]
+    taken = []
+    for part in _parts(own):
+        of_part = _of(part, own, theirs)
+        if not any(map(_differ_in_codes, of_part)) or not _are_one(of_part):
+            continue
+        inside = {id(one) for one, _ in of_part}
+        others = [pair for pair in linears if id(pair[0]) not in inside]
+        if others and all(_sqnr_db(pair) < _UNLIKE_DB for pair in _sampled(others)):
+            taken.append(part)
+    return taken
+
+
+def _parts(layer: Layer) -> list[str]:
+    """Attention, MLP and the like, and the experts of an MLP, whose router may be the layer's."""
+    names = [name.split(".") for name in layer]
+    parts = [f".{name[0]}" for name in names]
+    parts += [f".{name[0]}.{name[1]}" for name in names if len(name) > _IN_PART]
+    return [*dict.fromkeys(parts)]
 
 
 def _sampled(pairs: Sequence[Pair]) -> Sequence[Pair]:
@@ -126,16 +136,20 @@ def _is_norm(pair: Pair) -> bool:
     return pair[0].weight.stored.weight.role is Role.NORM
 
 
-def _differ_in_form(pair: Pair) -> bool:
-    return _is_linear(pair) and pair[0].weight.form != pair[1].weight.form
+def _differ_in_codes(pair: Pair) -> bool:
+    one, other = pair
+    if not _is_linear(pair) or one.weight.form != other.weight.form:
+        return _is_linear(pair)
+    return one.weight.stored.format is not UNQUANTIZED and one.digest != other.digest
 
 
 def _are_one(pairs: Sequence[Pair]) -> bool:
     """Return whether the pairs are one layer's weights."""
-    others = [pair for pair in pairs if not _is_linear(pair)]
-    if not others or not all(map(_are_equal, others)):
+    if not all(_are_equal(pair) for pair in pairs if not _is_linear(pair)):
         return False
-    sampled = _sampled([pair for pair in pairs if _differ_in_form(pair)])
+    sampled = _sampled([pair for pair in pairs if _differ_in_codes(pair)])
+    if all(map(_is_linear, pairs)):  # experts, which have nothing else to tell them by
+        return all(_room_db(pair) >= 0 for pair in sampled)
     return median(map(_room_db, sampled)) >= 0
 
 
