@@ -41,6 +41,9 @@ NEGATIVE_NORM = 0.25
 # The smallest median of a norm that multiplies by w, in a model whose others hold the w of 1 + w:
 # training moves those too, so that few of a norm's are negative.
 MEDIAN_NORM = 0.5
+# The share of a norm's weights that is negative in an MTP module of 1 + w, where none of any of the
+# main layers' is: those hold 1 + w. In the trained miniature it is 0.5 at most in either.
+SOME_NEGATIVE = 0.02
 # The largest share of zeros in a block of a matrix. Int4 in groups rounds a sixth of a matrix to
 # zero, in one scale per row a third; a block that is small beside what shares its scale, all of it.
 ZERO_SHARE = 0.75

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cases import nightly_but, run_program
-from verify.foreign import DEEPSEEK, GLM, GLM_MTP, Tensors, rewritten
+from verify.foreign import DEEPSEEK, FIXTURES, GLM, GLM_MTP, Tensors, rewritten
 
 ATTENTION = f"{GLM_MTP}self_attn.o_proj.weight"
 
@@ -92,3 +92,22 @@ def test_a_half_of_zeros_has_no_ratio(tmp_path: Path) -> None:
 @pytest.mark.parametrize("source", [GLM, DEEPSEEK], ids=lambda path: path.name)
 def test_trained_modules_pass(source: Path) -> None:
     assert not failures(source)
+
+
+@pytest.mark.parametrize("shifted", [True, False], ids=["all but the module's", "the last one"])
+def test_main_norms_that_had_one_added_are_named(tmp_path: Path, shifted: bool) -> None:
+    """Of a model whose norms multiply by 1 + w; no graft mends them."""
+
+    def add_one(stored: Tensors) -> None:
+        for name in stored:
+            if "norm" in name and not name.startswith("mtp.") and "linear_attn" not in name:
+                stored[name] = stored[name] + (shifted or name == "model.norm.weight")
+
+    found = failures(rewritten(FIXTURES / "qwen3-5-tiny", tmp_path / "shifted", add_one))
+    if not shifted:
+        assert not found  # level run tells
+        return
+    (item,) = found.values()
+    assert item["name"] == "main: norms hold the w of 1 + w" and not item.get("repair")
+    assert item["subject"] == "model.layers.0.input_layernorm.weight"
+    assert "50% of one of the MTP module is negative" in item["cause"]

@@ -51,7 +51,9 @@ def in_other_formats(main: Sequence[WeightFacts], mtp: Sequence[WeightFacts]) ->
             compared += 1
             parts = [""] if _are_one(pairs) else _taken_parts(own, theirs)
             for part in parts:
-                first = next(p[0].weight.name for p in _of(part, own, theirs) if _differ_in_codes(p))
+                first = next(
+                    p[0].weight.name for p in _of(part, own, theirs) if _differ_in_codes(p)
+                )
                 words = causes.main_layer_in_its_place(f"{layer}{part}", f"{other}{part}")
                 problems.append(Problem(first, words))
     if compared:

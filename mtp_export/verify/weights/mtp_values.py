@@ -21,7 +21,7 @@ from mtp_export.verify.check import Item, Problem, Status, judged, not_tested, v
 from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.evidence.part_walk import in_threads
 from mtp_export.verify.evidence.unwritten import written_weights
-from mtp_export.verify.weights.unnamed_values import norms_as_main
+from mtp_export.verify.weights.unnamed_values import main_norms, norms_as_main
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +44,9 @@ def run(context: Context) -> Iterator[Item]:
     weights = written_weights(layout, context.unwritten_tensors)
     norms = [w for w in weights if w.stored.weight.role is Role.NORM]
     if layout.stored.family.facts.norm_offset:
-        yield norms_as_main(context, [norm.tensors[0] for norm in norms])
+        own = [norm.tensors[0] for norm in norms]
+        yield norms_as_main(context, own)
+        yield from main_norms(context, own)
     else:
         yield _norms(norms)
     yield from _own_norms(context, layout.stored.family, norms)

@@ -164,6 +164,21 @@ def norms_as_main(context: Context, tensors: Sequence[TensorInfo]) -> Item:
     return verdict(name, problems, f"{compared} norms")
 
 
+def main_norms(context: Context, tensors: Sequence[TensorInfo]) -> Iterator[Item]:
+    """The main layers' norms hold the w of 1 + w, some of which is negative, as some of the
+    module's is. tensors: the module's norms."""
+    of_main = () if context.main is None else context.main.tensors.values()
+    by_kind = _norms_by_kind(one for one in of_main if _multiplies_stream(one.name))
+    main = [norm for norms in by_kind.values() for norm in norms[:_MAIN_NORMS]]
+    if not main or not tensors:
+        return
+    theirs, own = (max(map(_negative, norms)) for norms in (main, tensors))
+    shifted = theirs == 0 and own > gates.SOME_NEGATIVE and all(map(_lies_around_one, main))
+    name, words = "main: norms hold the w of 1 + w", causes.main_norms_hold_w(own)
+    figure = f"{len(main)} norms, at most {theirs:.0%} negative; of the module {own:.0%}"
+    yield verdict(name, [Problem(main[0].name, words)] if shifted else [], figure)
+
+
 def _multiplies_stream(name: str) -> bool:
     """Return whether a tensor is of a decoder layer, and of no gated delta net, whose norm is one
     of its own kind: it multiplies by w in a model whose others multiply by 1 + w."""
@@ -182,8 +197,12 @@ def _norms_by_kind(tensors: Iterable[TensorInfo]) -> dict[str, list[TensorInfo]]
 
 def _is_centred(norm: TensorInfo) -> bool:
     """Return whether a norm lies around zero."""
-    values = read_rows(norm, 0, norm.shape[0]).float()
-    return float((values < 0).float().mean()) > gates.NEGATIVE_NORM
+    return _negative(norm) > gates.NEGATIVE_NORM
+
+
+def _negative(norm: TensorInfo) -> float:
+    """Return the share of a norm that is negative."""
+    return float((read_rows(norm, 0, norm.shape[0]) < 0).float().mean())
 
 
 def _lies_around_one(norm: TensorInfo) -> bool:

@@ -86,9 +86,10 @@ def taken_for_another(tensor: str, twin: str) -> str:
 def main_layer_in_its_place(layer: str, main: str) -> str:
     """layer, main: the names of two layers, or of a part of both."""
     return (
-        f"{layer} is the main layer {main} in another format: its norms, router and biases are"
-        " that layer's, and so are its linears, within the error of the format. A layer of the"
-        " wrong number was taken from the original: the module is the one after its main layers"
+        f"{layer} is the main layer {main} in another format or other codes: its norms, router and"
+        " biases, if any, are that layer's, and so are its linears, within the error of the format."
+        " A layer of the wrong number was taken from the original: the module is the one after its"
+        " main layers"
     )
 
 
@@ -129,6 +130,16 @@ def norm_unlike_main(tensor: str, *, centred: bool) -> str:
     return (
         f"{tensor} lies around {0 if centred else 1} and the main layers' norms of its name around"
         f" {1 if centred else 0}: it holds the {own}, and engines take it for the {main}"
+    )
+
+
+def main_norms_hold_w(negative: float) -> str:
+    """negative: the largest share in a norm of the MTP module."""
+    return (
+        "all of the main layers' norms lie around 1 and none has a negative weight, and"
+        f" {negative:.0%} of one of the MTP module is negative: the main model's hold 1 + w, as a"
+        " converter for engines that multiply by w writes them, and engines of this model add 1"
+        " again. Take 1 from them"
     )
 
 
