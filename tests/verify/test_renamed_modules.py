@@ -8,9 +8,11 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from cases import run_program
-from verify.foreign import FIXTURES, Tensors, rewritten
+from faults.small_model import family_config, write_dense
+from verify.foreign import FIXTURES, INDEX, Tensors, rewritten
 from verify.foreign_damages import rename
 from verify.foreign_folders import QWEN_NAMES
 from verify.foreign_sources import GLM, quantized
@@ -66,3 +68,38 @@ def test_experts_in_a_dense_model_are_another_models(tmp_path: Path) -> None:
     assert "mtp.layers.0.mlp is of another kind than config.json says" in item["cause"]
     assert "it has gate, shared_expert, and lacks down_proj, gate_proj, up_proj" in item["cause"]
     assert "under other names" not in item["cause"]
+
+
+def test_a_module_of_a_wider_model_is_named(tmp_path: Path) -> None:
+    def change(stored: Tensors) -> None:
+        for name, one in stored.items():
+            if name.startswith("mtp.") and 128 in one.shape:
+                stored[name] = torch.ones([160 if n == 128 else n for n in one.shape]).bfloat16()
+
+    item = complete(rewritten(QWEN, tmp_path / "wider", change))
+    assert "hidden states of 160 channels" in item["cause"] and "have 128" in item["cause"]
+    assert "the module is another model's" in item["cause"]
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_moe", "qwen3_5_moe_text"])
+def test_a_module_of_a_model_of_more_experts_is_named(model_type: str, tmp_path: Path) -> None:
+    """Whatever config.json calls their number, and wherever it says it."""
+    folder = write_dense(tmp_path / "more", config=family_config(model_type))
+    (shard,) = (path for path in folder.glob("*.safetensors") if "mtp.fc.weight" in load_file(path))
+    stored = load_file(shard)
+    for name, one in list(stored.items()):
+        if ".experts." in name and name.startswith("mtp."):
+            first, number, last = name.partition("experts.")[0], *name.split(".")[5:7]
+            stored[f"{first}experts.{int(number) + 8}.{last}.weight"] = one.clone()
+    gate = "mtp.layers.0.mlp.gate.weight"
+    stored[gate] = torch.cat([stored[gate], stored[gate].flip(0)])
+    save_file(stored, shard)
+    index = folder / INDEX
+    places = json.loads(index.read_text())["weight_map"] | dict.fromkeys(stored, shard.name)
+    index.write_text(json.dumps({"weight_map": places}))
+    outcome = run_program("verify", folder, "--level", "files", "--json", "--quiet")
+    (files,) = (c for c in json.loads(outcome.out)["checks"] if c["name"] == "files")
+    item = {item["name"]: item for item in files["items"]}["mtp: experts"]
+    assert (outcome.code, item["status"]) == (7, "fail")
+    assert "num_experts 8, and every layer of mtp has 16 experts, those of main 8" in item["cause"]
+    assert "one is another model's" in item["cause"]

@@ -194,14 +194,23 @@ def hidden_size(config: Mapping[str, Any]) -> int | None:
     return _positive(config, "hidden_size")
 
 
+def expert_field(config: Mapping[str, Any]) -> tuple[str, int] | None:
+    """Return the field of config.json, or of its text part, that has the number of experts, and
+    that number."""
+    return next(_fields_above_0(config, *_EXPERT_COUNTS), None)
+
+
 def _positive(config: Mapping[str, Any], *names: str) -> int | None:
     """Return the first of some fields that is a number above 0, of config.json or its text part."""
+    return next((value for _, value in _fields_above_0(config, *names)), None)
+
+
+def _fields_above_0(config: Mapping[str, Any], *names: str) -> Iterator[tuple[str, int]]:
     for name in names:
-        for _, fields in _configs(config):
+        for prefix, fields in _configs(config):
             value = fields.get(name)
             if type(value) is int and value > 0:
-                return value
-    return None
+                yield f"{prefix}{name}", value
 
 
 def is_transposed(name: str, shape: Sequence[int], hidden: int | None) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_checkpoints.containers.base import CONFIG_NAME
 from mtp_checkpoints.errors import MtpExportError
-from mtp_checkpoints.families.signs import expert_count
+from mtp_checkpoints.families.signs import expert_count, expert_field
 from mtp_checkpoints.formats.base import BLOCK
 from mtp_checkpoints.quantization.methods import undecoded_of
 from mtp_checkpoints.quantization.native import quantization_of, replaced_quantization
@@ -33,7 +33,6 @@ _VALUES: Mapping[tuple[str, ...], tuple[Any, ...]] = {
     ("strategy",): ("channel", "group"),
     (_BLOCK_SIZE,): ([BLOCK, BLOCK],),
 }
-_EXPERTS = "n_routed_experts"  # of config.json
 # Of activations, and of single modules.
 _OTHERS = frozenset(
     {"input_activations", "output_activations", "kv_cache_scheme", "dynamic", "extra_config"}
@@ -121,12 +120,18 @@ def _other_fits(context: Context, name: str) -> bool:
 def _experts_of(context: Context, layout: PartLayout) -> _Field | None:
     """Return the number of routed experts by which a part is as stored, if another one is said."""
     config, tensors = layout.checkpoint.config, layout.checkpoint.tensors
-    there, said = expert_count(tensors), config.get(_EXPERTS)
+    there, said = expert_count(tensors), expert_field(config)
     part = context.part(layout.name)
-    if there is None or type(said) is not int or said == there or part is None:
+    if there is None or said is None or said[1] == there or part is None:
         return None
-    fits = _layout_by(context, part, {**config, _EXPERTS: there})
-    return None if fits is None else _Field(_EXPERTS, said, stored=there)
+    fits = _layout_by(context, part, _with_field(config, said[0], there))
+    return None if fits is None else _Field(*said, stored=there)
+
+
+def _with_field(config: Mapping[str, Any], field: str, value: int) -> dict[str, Any]:
+    """field: with the name of the part of config.json that it is in, if any, before a point."""
+    first, _, rest = field.partition(".")
+    return {**config, first: _with_field(config[first], rest, value) if rest else value}
 
 
 def _layout_by(context: Context, part: Part, config: dict[str, Any]) -> PartLayout | None:

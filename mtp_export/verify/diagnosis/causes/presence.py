@@ -129,6 +129,13 @@ def of_another_kind(part: str, wanted: Sequence[str], found: Sequence[str]) -> s
     )
 
 
+def of_another_width(own: int, wanted: int) -> str:
+    return (
+        f"its norms are of hidden states of {own} channels, and config.json and the main model have"
+        f" {wanted}: the module is another model's"
+    )
+
+
 def fused(name: str) -> str:
     return (
         f"{name} holds all experts in one tensor, as transformers 5 saves them, and engines look"
