@@ -38,9 +38,8 @@ def in_other_formats(main: Sequence[WeightFacts], mtp: Sequence[WeightFacts]) ->
     """No MTP layer is a main one whose linears are stored in another format or in other codes.
 
     It is where all that engines never quantize (norms, router, biases) is that layer's, and the
-    linears are within the error of the format; its attention, its MLP or its experts alone are where
-    the other parts are unlike, as no training leaves it. Equal bytes are found by their digests
-    alone.
+    linears are within the error of the format; its attention, MLP or experts alone are where the
+    other parts are unlike, as no training leaves it. Equal bytes are found by their digests alone.
     """
     layers, problems, compared = _by_layer(main), list[Problem](), 0
     for layer, own in _by_layer(mtp).items():
