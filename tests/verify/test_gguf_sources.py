@@ -130,8 +130,8 @@ FAULTS: dict[str, tuple[Fault, str]] = {
         in_another_block,
         f"begin with model.layers.{LAYERS + 1}, where engines look for model.layers.{LAYERS}",
     ),
-    "halves exchanged": (halves_exchanged, "its keys' and its values' half are exchanged"),
-    "keys not transposed": (not_transposed, "its keys' half is not transposed"),
+    "halves exchanged": (halves_exchanged, "half are exchanged: attn_v_b lies in attn_k_b's place"),
+    "keys not transposed": (not_transposed, "half is not transposed, as attn_k_b has to be"),
     "experts in another order": (
         experts_in_another_order,
         f"it holds model.layers.{LAYERS}.mlp.experts.3.up_proj.weight",

@@ -1,5 +1,5 @@
-"""Bugs of converters into GGUF, which holds kv_b_proj in two halves, of keys and of values: each in
-the other's place, or keys that were not transposed."""
+"""Bugs of converters into GGUF and MLX, which hold kv_b_proj in two halves, of keys and of values:
+each in the other's place, or keys that were not transposed."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ def undone_halves(
     nope, value = file.keys.shape[2], file.values.shape[1]
     heads = len(found) // (nope + value)
     by_head = found[: heads * (nope + value)].view(heads, nope + value, -1)
-    yield causes.LATENT_HALVES_EXCHANGED, partial(_exchanged, by_head, nope)
-    yield causes.LATENT_KEYS_NOT_TRANSPOSED, partial(_transposed, by_head, nope)
+    keys, values = (
+        half.name.removesuffix(".weight").rpartition(".")[2] for half in (file.keys, file.values)
+    )
+    yield causes.latent_halves_exchanged(keys, values), partial(_exchanged, by_head, nope)
+    yield causes.latent_keys_not_transposed(keys), partial(_transposed, by_head, nope)
 
 
 def _exchanged(by_head: torch.Tensor, nope: int) -> torch.Tensor:

@@ -282,10 +282,6 @@ COLUMN_HALVES_SWAPPED = (
     "its two halves of columns are swapped: the order of embedding and hidden state, or of two"
     " fused matrices"
 )
-LATENT_HALVES_EXCHANGED = (
-    "its keys' and its values' half are exchanged: the GGUF file has v_b in k_b's place"
-)
-LATENT_KEYS_NOT_TRANSPOSED = "its keys' half is not transposed, as k_b of a GGUF file has to be"
 ROW_HALVES_SWAPPED = "its two halves of rows are swapped"
 TRANSPOSED = "it is transposed"
 SIGN_FLIPPED = "its sign is flipped"
@@ -340,6 +336,16 @@ def calibrated_for_others(tensor: str, lost_db: float) -> str:
 
 def scales_off_by(factor: float) -> str:
     return f"every scale is {factor:.4g} times what it must be"
+
+
+def latent_halves_exchanged(keys: str, values: str) -> str:
+    """keys and values: what the file calls the halves."""
+    return f"its keys' and its values' half are exchanged: {values} lies in {keys}'s place"
+
+
+def latent_keys_not_transposed(keys: str) -> str:
+    """keys: as above."""
+    return f"its keys' half is not transposed, as {keys} has to be"
 
 
 def holds_another(tensor: str) -> str:
