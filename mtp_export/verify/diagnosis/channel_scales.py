@@ -108,6 +108,11 @@ def makes_up_for(own: LayerWeight, layer: Sequence[LayerWeight]) -> bool:
     return any(_are_inverse(found.columns, m.rows, relative=m.has_rows) for m in matrices)
 
 
+def undoes(norm: LayerWeight, own: LayerWeight) -> bool:
+    """Return whether the columns of a matrix undo the scales of a norm."""
+    return _are_inverse(norm.factors, own.scaled.columns)
+
+
 def _columns(layer: Sequence[LayerWeight]) -> Iterator[torch.Tensor]:
     return (one.scaled.columns for one in layer if one.is_matrix)
 

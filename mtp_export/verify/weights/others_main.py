@@ -9,11 +9,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from mtp_checkpoints.families.base import Role
+from mtp_checkpoints.families.base import Role, weight_name
 from mtp_checkpoints.formats import WeightFormat
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.progress import counted
 from mtp_export.verify.check import Item, Problem, not_tested, verdict
+from mtp_export.verify.diagnosis.causes import relations
 from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.diagnosis.weight_bugs import explain
 from mtp_export.verify.evidence.weight_facts import WeightFacts
@@ -42,7 +43,7 @@ def compared_by_values(
     yield verdict("main: weights that the source has", alone, f"{count:,}")
     wrong, scaled = unlike_and_scaled(facts, family)
     if _is_rotated(wrong, count):
-        yield not_tested(_NAME, causes.ROTATED, figure=f"{len(wrong):,} of {count:,} unlike")
+        yield not_tested(_NAME, relations.ROTATED, figure=f"{len(wrong):,} of {count:,} unlike")
         return
     problems = [_problem(fact, weights, explained=n < _EXPLAINED) for n, fact in enumerate(wrong)]
     moved = f", {counted(len(scaled), 'weight')} with scales of channels" if scaled else ""
@@ -61,7 +62,7 @@ def unlike_and_scaled(
     wrong, scaled = list[WeightFacts](), list[WeightFacts]()
     for layer in by_layer.values():
         apart = [fact for fact in layer if not _is_near(fact)]
-        unexplained = _not_made_up_for(apart, layer, family) if apart else []
+        unexplained = _wrong(apart, layer, family) if apart else []
         known = {id(fact) for fact in unexplained}
         wrong += unexplained
         scaled += [fact for fact in apart if id(fact) not in known]
@@ -83,10 +84,11 @@ def _least_db(weight_format: WeightFormat) -> float:
     return min(usual, 5.0 * bits - 6.0) if bits < 4 else usual
 
 
-def _not_made_up_for(
+def _wrong(
     apart: Sequence[WeightFacts], layer: Sequence[WeightFacts], family: ModelSpec
 ) -> list[WeightFacts]:
-    """The weights of a layer that are not the source's, nor with scales that others undo."""
+    """The weights of a layer that are not the source's, nor with scales that others undo, and those
+    without the scales by which others undo a norm's."""
     from mtp_export.verify.diagnosis.channel_scales import makes_up_for
 
     known = {id(fact): _layer_weight(fact, family) for fact in layer if _is_decoded(fact)}
@@ -99,7 +101,35 @@ def _not_made_up_for(
         )
         if own is None or not fits or not makes_up_for(own, others):
             wrong.append(fact)
-    return wrong
+    unexplained, far = ({id(fact) for fact in facts} for facts in (wrong, apart))
+    vectors = [fact for fact in apart if len(fact.weight.stored.weight.shape) == 1]
+    norms = [fact for fact in vectors if id(fact) not in unexplained]
+    near = [fact for fact in layer if id(fact) in known.keys() - far]
+    return wrong + [fact for norm in norms for fact in _unscaled(norm, near, known, family)]
+
+
+def _unscaled(
+    norm: WeightFacts,
+    near: Sequence[WeightFacts],
+    known: Mapping[int, LayerWeight],
+    family: ModelSpec,
+) -> Iterator[WeightFacts]:
+    """Yield the weights that take what a norm makes and whose columns have not the scales that it
+    was divided by. A square one may be the attention's output, which does not take it."""
+    from mtp_export.verify.diagnosis.channel_scales import undoes
+
+    name, size = norm.weight.stored.weight.name, norm.weight.rows
+    layers = (*family.layers, *(mtp.layer for mtp in family.mtp))
+    prefixes = {weight_name(one.input_norm): one.attention_prefix for one in layers}
+    prefixes |= {weight_name(one.post_norm): one.feed_forward_prefix for one in layers}
+    if name not in prefixes or any(one.norms_after for one in layers):
+        return
+    for fact in near:
+        stored = fact.weight.stored.weight
+        is_taker = stored.name.startswith(f"{prefixes[name]}.") and len(stored.shape) == 2
+        takes = is_taker and stored.shape[1] == size != stored.shape[0]
+        if takes and not undoes(known[id(norm)], known[id(fact)]):
+            yield fact
 
 
 def _is_decoded(fact: WeightFacts) -> bool:
@@ -137,6 +167,8 @@ def _problem(fact: WeightFacts, weights: Mapping[str, WeightOnDisk], *, explaine
     assert against is not None, "compared"
     level = None if against.difference is None else f"{against.difference.sqnr_db:.1f} dB"
     cause = None
+    if _is_near(fact):
+        return Problem(name, relations.not_scaled(name))
     if explained:
         cause = against.error or explain(fact.weight, against.source, weights)
     return Problem(name, causes.not_the_sources(name, level, cause))

@@ -257,3 +257,16 @@ def some_of_the_sources(noun: str, count: int, different: int, total: int) -> st
 
 def explained_equally(first: str, second: str) -> str:
     return f"{first}, or {second}: both explain it equally"
+
+
+def not_scaled(tensor: str) -> str:
+    return (
+        f"{tensor} is as the source has it, and the norm before it is not: that was divided by"
+        " scales, with which its columns were to be multiplied as those of other weights are"
+    )
+
+
+ROTATED = (
+    "most weights are unlike the source's, and the rows of the embedding are as long as there: the"
+    " tool rotated the stream, and nothing is compared"
+)

@@ -320,12 +320,6 @@ def not_the_sources(tensor: str, level: str | None, cause: str | None) -> str:
     return words if cause is None else f"{words}: {cause}"
 
 
-ROTATED = (
-    "most weights are unlike the source's, and the rows of the embedding are as long as there: the"
-    " tool rotated the stream, and nothing is compared"
-)
-
-
 def calibrated_for_others(tensor: str, lost_db: float) -> str:
     return (
         f"{tensor} was calibrated for something else: its outputs are {lost_db:.1f} dB worse along"
