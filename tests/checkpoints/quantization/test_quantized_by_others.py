@@ -284,6 +284,12 @@ def test_awq_leaves_out_parts_of_names() -> None:
         None,
         AwqInt4(32),
     ]
+    config = AWQ | {"modules_to_not_convert": ["mlp.gate", "attn.qkv"]}
+    joined = ("x.mlp.gate_proj", "x.mlp.up_proj", "x.self_attn.v_proj")  # gate_up_proj, qkv_proj
+    assert formats(config, *joined, "x.mlp.down_proj", "x.mlp.experts.up_proj", EXPERT) == [
+        *[None] * 3,
+        *[AwqInt4(32)] * 3,
+    ]
     reading = quant_config_of({"quant_method": "awq", "w_bit": 4, "q_group_size": 64})
     assert reading.format_of(EXPERT, Role.ATTENTION) == AwqInt4(64)
     assert reading.fused_format("x", AwqInt4(64)) == AwqInt4(64)

@@ -22,18 +22,23 @@ from mtp_checkpoints.quantization.method import (
 from mtp_checkpoints.quantization.native import Config
 
 _LEFT_OUT = "modules_to_not_convert"
+# Engines ask for linears that they load as one by its name first.
+_JOINED = dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj")
+_JOINED |= dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj")
 
 
 @dataclass(frozen=True)
 class _Awq(Unfused):
-    """One format for every linear whose name has none of these parts."""
+    """One format for every linear of whose names none has one of these parts."""
 
     format: WeightFormat
     left_out: tuple[str, ...]
 
     def format_of(self, module: str, role: Role) -> WeightFormat | None:
-        skipped = role not in LINEAR_ROLES or any(part in module for part in self.left_out)
-        return None if skipped else self.format
+        parent, _, last = module.rpartition(".")
+        names = (module, f"{parent}.{_JOINED.get(last, last)}")
+        listed = any(part in name for part in self.left_out for name in names)
+        return None if listed or role not in LINEAR_ROLES else self.format
 
 
 def _read(quantization: Mapping[str, Any]) -> _Awq:
