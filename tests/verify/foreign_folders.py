@@ -170,13 +170,13 @@ DAMAGED = (
     Folder(
         "in a file outside the index",
         glm(own_file="mtp.safetensors"),
-        words=(r"mtp\.safetensors", "index"),
+        words=(r"mtp\.safetensors", "index: vLLM and transformers"),
         written=damages.unindexed(r"layers\.3\."),
     ),
     Folder(
         "in a file of another name outside the index",
         glm(own_file="draft_head.safetensors"),
-        words=(r"draft_head\.safetensors", "index"),
+        words=(r"draft_head\.safetensors", "index: vLLM, SGLang and transformers"),
         written=damages.unindexed(r"layers\.3\."),
     ),
     Folder(

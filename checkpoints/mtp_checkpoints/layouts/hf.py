@@ -36,7 +36,7 @@ from mtp_checkpoints.quantization.undecoded import MLX_METHOD
 VLLM_PROBE = "command -v vllm"
 VLLM_READING = DraftReading(
     by_main_config=True,
-    reason="vLLM builds the draft with the quantization_config of main/config.json",
+    reason="vLLM builds the draft with the quantization_config of the main model",
     reads=vllm_reads,
     builds_projection=True,  # `fc` of qwen3_5_mtp.py and qwen3_next_mtp.py
     refuses_recomputed=frozenset({"glm4_moe"}),  # glm4_moe_mtp.py looks up every name of the layer

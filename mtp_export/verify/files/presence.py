@@ -357,8 +357,10 @@ def _indexed(context: Context, found: Found) -> Iterator[Item]:
                 outside |= {tensor.name: shard.path.name for tensor in shard.tensors}
     lost = sorted(name for name in found.mtp_names if name in outside)
     files = list(dict.fromkeys(outside[name] for name in lost))
-    problems = [Problem(lost[0], causes.not_in_index(file)) for file in files]
-    if not files or not all(sglang_adds(found.config, file) for file in files):
+    added = files and all(sglang_adds(found.config, file) for file in files)
+    engines = "vLLM and transformers" if added else "vLLM, SGLang and transformers"
+    problems = [Problem(lost[0], causes.not_in_index(file, engines)) for file in files]
+    if not added:
         yield verdict(_INDEXED, problems)
         return
     yield passed(f"{_INDEXED}, as SGLang reads it", figure=causes.added(files[0]), data=_FOR_SGLANG)

@@ -193,10 +193,11 @@ def class_of_a_draft(architecture: str) -> str:
     )
 
 
-def not_in_index(file: str) -> str:
+def not_in_index(file: str, engines: str) -> str:
+    """engines: that follow the index and add no file of this name."""
     return (
-        f"{file} is not in the index: engines that follow the index, as vLLM and SGLang do, will"
-        " not load it, and transformers never opens it. An export writes its tensors into an index"
+        f"{file} is not in the index: {engines}, which follow it, will not load that file. An"
+        " export writes its tensors into an index"
     )
 
 
