@@ -67,7 +67,7 @@ def draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
         reading, config = engine.draft_reading, layout.checkpoint.config
         if reading.by_main_config:
             if context.main is None:
-                yield not_tested(name, "main/ is not there or cannot be opened")
+                yield not_tested(name, "there is no main model, or it cannot be opened")
                 continue
             config = context.main.config
             if (known := undecoded_main(context)) is not None:

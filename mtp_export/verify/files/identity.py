@@ -22,7 +22,7 @@ from mtp_export.verify.files.listed_files import unlike_listed
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
-    from mtp_export.verify.evidence.parts import Part
+    from mtp_export.verify.evidence.parts import Part, PartLayout
 
 _TOKENIZER_JSON = "tokenizer.json"
 _TOKENIZER_FILES = (
@@ -40,7 +40,7 @@ def run(context: Context) -> Iterator[Item]:
         is_main_changed = CONFIG_NAME in unlike[MAIN].keys() - unlike[MTP].keys()
         yield _configs(context, context.main.config, context.mtp.config, is_main_changed)
     for layout in context.layouts:
-        yield _yarn(layout.name, layout.checkpoint.config)
+        yield _yarn(layout, context.is_bundle)
     if not isinstance(context.options.bundle, Path):
         yield not_tested("tokenizer", "nothing but headers is downloaded")
         return
@@ -86,17 +86,17 @@ def _configs(
     return verdict(name, problems, f"{len(wanted)} fields")
 
 
-def _yarn(part: str, config: Mapping[str, Any]) -> Item:
+def _yarn(layout: PartLayout, is_bundle: bool) -> Item:
     """yarn's two factors come together in every released model: mscale on the rotary part, and
     mscale_all_dim on the whole attention score, which replaces it."""
-    fields = text_fields(config)
+    fields = text_fields(layout.checkpoint.config)
     scaling = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     figure = f"mscale {scaling.get('mscale')}, mscale_all_dim {scaling.get('mscale_all_dim')}"
     problems = []
     if scaling.get("mscale") and not scaling.get("mscale_all_dim"):
-        words = causes.yarn_scale_dropped(part, scaling["mscale"])
-        problems.append(Problem(f"{part}/config.json", words))
-    return verdict(f"{part}: yarn's attention scale", problems, figure)
+        file = f"{layout.name}/{CONFIG_NAME}" if is_bundle else CONFIG_NAME
+        problems.append(Problem(file, causes.yarn_scale_dropped(file, scaling["mscale"])))
+    return verdict(f"{layout.name}: yarn's attention scale", problems, figure)
 
 
 def _tokenizer(context: Context, part: Part, unlike: Mapping[str, str]) -> Item:
@@ -133,7 +133,7 @@ def _without_tokenizer(context: Context, name: str, part: Part, unlike: Mapping[
     """The item of a part without a tokenizer: of a bundle it fails."""
     files = ", ".join(_VOCABULARIES)
     if not context.is_bundle:
-        return not_tested(name, causes.no_tokenizer(part.name, files))
+        return not_tested(name, causes.no_tokenizer(str(part.folder), files))
     missing = [
         Problem(str(part.folder / file), words)
         for file, words in unlike.items()
@@ -141,7 +141,7 @@ def _without_tokenizer(context: Context, name: str, part: Part, unlike: Mapping[
     ]
     is_listed = context.manifest is not None  # with all that the export found
     tell = causes.source_without_tokenizer if is_listed else causes.no_tokenizer
-    return verdict(name, missing or [Problem(str(part.folder), tell(part.name, files))])
+    return verdict(name, missing or [Problem(str(part.folder), tell(f"{part.name}/", files))])
 
 
 def _is_vocabulary(file: str) -> bool:

@@ -293,7 +293,8 @@ def _tokenizers(context: Context) -> Item:
             count += 1
             wanted = files.read(path.name) if path.name in files.names() else None
             if wanted is None or not _holds(path, wanted):
-                words = causes.another_tokenizer(f"{part.name}/{path.name}")
+                own = f"{part.name}/{path.name}" if context.is_bundle else path.name
+                words = causes.another_tokenizer(own)
                 problems.append(Problem(str(path), words))
     return verdict(
         "tokenizer is the source's", problems, figure=counted(count, "file"), bound="byte for byte"

@@ -304,21 +304,20 @@ def main_config_differs(key: str, found: object, wanted: object) -> str:
     return f"{unchanged}, and {found!r} by main/config.json"
 
 
-def yarn_scale_dropped(part: str, mscale: object) -> str:
+def yarn_scale_dropped(config: str, mscale: object) -> str:
     return (
-        f"{part}/config.json has yarn's mscale {mscale} without mscale_all_dim: yarn's attention"
+        f"{config} has yarn's mscale {mscale} without mscale_all_dim: yarn's attention"
         " scale was dropped, and attention is flatter than in training"
     )
 
 
-def no_tokenizer(part: str, files: str) -> str:
-    return f"no tokenizer: {part}/ has none of {files}"
+def no_tokenizer(folder: str, files: str) -> str:
+    return f"no tokenizer: {folder} has none of {files}"
 
 
-def source_without_tokenizer(part: str, files: str) -> str:
-    return (
-        f"{no_tokenizer(part, files)}; its source had none either: put one there before the export"
-    )
+def source_without_tokenizer(folder: str, files: str) -> str:
+    words = no_tokenizer(folder, files)
+    return f"{words}; its source had none either: put one there before the export"
 
 
 def no_token_id(token: object, found: object) -> str:
