@@ -19,6 +19,7 @@ from typing import Any
 from mtp_checkpoints.containers.base import ShardHeader, TensorInfo
 from mtp_checkpoints.containers.joined_halves import Computed, joined
 from mtp_checkpoints.dtypes import DType, tensor_bytes
+from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.families.base import FLOATS
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.tensors.tensor_reader import read_rows
@@ -98,12 +99,21 @@ class _Affine:
         return codes.path / codes.name
 
     def open(self, once: range | None = None) -> Computed:
-        """Read the groups and decode them (IoError)."""
+        """Read the groups and decode them (IoError, InvalidInputError for damaged scales)."""
         import torch
 
         from mtp_kernels.quantize.affine import dequantized_affine
 
         words, *numbers = (read_rows(one, 0, one.shape[0]).flatten(0, 1) for one in self.tensors)
+        for stored, number in zip(self.tensors[1:], numbers, strict=True):
+            if not number.isfinite().all():
+                raise InvalidInputError(
+                    f"Tensor {stored.name} is damaged",
+                    where=stored.path,
+                    expected="finite numbers",
+                    found="NaN or infinity",
+                    todo="Get the file again",
+                )
         codes = words.contiguous().view(torch.int32)
         values = dequantized_affine(codes, self.bits, *numbers).contiguous()
         with closing(self.tensors[0].file.open()) as file:

@@ -10,6 +10,7 @@ import torch
 
 from cases import run_program
 from decoded_mains import affine
+from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.tensors.reader import Checkpoint
 from quantized_by_others import LINEAR, unquantized
 from verify.foreign_sources import DEEPSEEK, shortened
@@ -77,3 +78,16 @@ def test_a_half_that_is_damaged_is_named(damage: str, tmp_path: Path) -> None:
     items = [i for check in json.loads(outcome.out)["checks"] for i in check["items"]]
     failed = [item for item in items if item["status"] == "fail"]
     assert outcome.code == 7 and NAME in json.dumps(failed), outcome.err
+
+
+@pytest.mark.parametrize("end", ["scales", "biases"])
+def test_numbers_of_groups_that_are_not_finite_are_refused(end: str, tmp_path: Path) -> None:
+    folder, name = tmp_path / "mlx", NAME.replace("kv_b_proj.weight", f"unembed_out.{end}")
+    checkpoint, _ = held(4)
+    checkpoint.tensors[name] = checkpoint.tensors[name].clone()
+    checkpoint.tensors[name][1, 2, 0] = torch.nan
+    checkpoint.save(folder)
+    with pytest.raises(InvalidInputError, match=f"{name} is damaged"):
+        Checkpoint.open(folder).tensor(NAME)
+    outcome = run_program("verify", folder, "--level", "weights", "--quiet")
+    assert outcome.code == 7 and name in outcome.err, (outcome.out, outcome.err)
