@@ -92,6 +92,17 @@ def test_scales_that_were_moved_are_no_difference(method: str, tmp_path: Path) -
     )
 
 
+def test_a_router_of_an_mtp_layer_that_was_not_smoothed(tmp_path: Path) -> None:
+    name = "model.layers.3.mlp.gate.weight"
+
+    def change(tensors: Tensors) -> None:
+        tensors[name] = read_all(GLM)[name]
+
+    items = judged(made("awq", smoothed=True, change=change, mtp=True), tmp_path / "whole")
+    failed = [item["cause"] for item in items.values() if item["status"] == "fail"]
+    assert len(failed) == 1 and f"{name} is as the source has it" in failed[0], failed
+
+
 @pytest.mark.parametrize("damaged", [False, True])
 def test_an_mtp_layer_may_be_smoothed_too(damaged: bool, tmp_path: Path) -> None:
     name = f"model.layers.3.{DOWN}.weight"

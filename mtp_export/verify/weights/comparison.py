@@ -23,12 +23,16 @@ from mtp_checkpoints.tensors.untied_head import with_head_like
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.bundle.tuning import trainings_of
 from mtp_export.progress import counted, format_bytes
-from mtp_export.verify.check import Item, Problem, not_tested, passed, verdict
+from mtp_export.verify.check import Item, Problem, not_tested, verdict
 from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.diagnosis.weight_bugs import explain, explain_within
 from mtp_export.verify.evidence.parts import Part, PartLayout
 from mtp_export.verify.evidence.weight_facts import AgainstSource, WeightFacts
-from mtp_export.verify.weights.others_main import compared_by_values, unlike_and_scaled
+from mtp_export.verify.weights.others_main import (
+    compared_by_values,
+    unlike_and_scaled,
+    unscaled_problems,
+)
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
@@ -99,20 +103,24 @@ def run(context: Context) -> Iterator[Item]:
         if tuned:
             why = "the manifest records that tune trained them: they are the source's no more"
             yield not_tested(f"{layout.name}: tuned weights", why, figure=f"{len(tuned):,}")
-        scaled = _scaled(context, layout, facts)
+        scaled, unscaled = _scaled(context, layout, facts)
         if scaled:
-            figure = counted(len(scaled), "weight")
-            yield passed(f"{layout.name}: scales of channels that others undo", figure=figure)
+            name, figure = "scales of channels that others undo", counted(len(scaled), "weight")
+            yield verdict(f"{layout.name}: {name}", unscaled, figure)
         kept = [one for one in compared if one.weight.name not in tuned | scaled]
         yield from _part_items(layout.name, kept, source_weights.weights, _named(context))
     yield _tokenizers(context)
 
 
-def _scaled(context: Context, layout: PartLayout, facts: Sequence[WeightFacts]) -> set[str]:
-    """Names of the weights of a part that another tool quantized with scales that it moved."""
-    by_other = context.parts_of_others and not context.is_bundle
-    _, scaled = unlike_and_scaled(facts, layout.stored.family) if by_other else ((), ())
-    return {fact.weight.name for fact in scaled}
+def _scaled(
+    context: Context, layout: PartLayout, facts: Sequence[WeightFacts]
+) -> tuple[set[str], list[Problem]]:
+    """Names of the weights of a part that another tool quantized with scales that it moved, and
+    problems of those that lack such scales."""
+    if not context.parts_of_others or context.is_bundle:
+        return set(), []
+    wrong, scaled = unlike_and_scaled(facts, layout.stored.family)
+    return {fact.weight.name for fact in scaled}, unscaled_problems(wrong)
 
 
 def _named(context: Context) -> frozenset[str]:

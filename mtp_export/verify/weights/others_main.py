@@ -69,6 +69,12 @@ def unlike_and_scaled(
     return wrong, scaled
 
 
+def unscaled_problems(wrong: Sequence[WeightFacts]) -> list[Problem]:
+    """Problems of the weights that lack scales by which others undo a norm's, of all wrong ones."""
+    names = [fact.weight.name for fact in wrong if _is_near(fact)]
+    return [Problem(name, relations.not_scaled(name)) for name in names]
+
+
 def _is_near(fact: WeightFacts) -> bool:
     """Return whether a weight is the source's within the noise of its format."""
     against = fact.against
