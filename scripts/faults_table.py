@@ -67,10 +67,10 @@ _SUSPECTED = """## {heading}
 
 Weights and config values that look right, planted into bundles of the trained fixtures, which are
 run without `--source`. `tests/verify/test_run_faults.py`, `test_qwen_module_faults.py`,
-`test_likelihood.py`, `test_layer_variants.py`, `test_trained.py`, `test_balanced_norms.py` and
-`test_cut_off.py` plant each again: the check must fail and say the words. `python -m faults.blind`
-(with tests/ on the path) draws others at random, over fixtures, schemes and parts, exports each
-whole and judges it; `python -m faults.good_bundles` does so with good bundles: of the 273 rows,
+`test_likelihood.py`, `test_layer_variants.py`, `test_trained.py`, `test_balanced_norms.py`,
+`test_cut_off.py` and `test_scaled_runs.py` plant each again: the check must fail and say the words.
+`python -m faults.blind` (with tests/ on the path) draws others at random, over fixtures, schemes
+and parts, exports each whole and judges it; `python -m faults.good_bundles` does so with good bundles: of the 273 rows,
 targets and drafts of the three fixtures that it lists `export` and `quantize` refuse 172, and the
 other 101 were judged by files and weights, on plain text, with halves of layers and MTP modules
 trained, and on seeds of 16 prompts: each on one of 20 at least, 108 times in all, without a false
@@ -153,6 +153,7 @@ turns were caught as a feed-forward of another layer. Of good bundles of two fix
 by their values, 24 by training the embedding and the head, and 6 by all of plain text, without
 alarm: the embedding gained up to 0.010 nats, and the head nothing. On an AMD EPYC (Zen 5), beside
 other work. Since other numbers of groups are tried, the half of `topk_group` is caught and named.
+So are the columns of `k_proj` since runs of another size are looked for.
 
 Of the 16 experts of GLM-4.5's miniature with the rows of `down_proj` by turns 4 are named: without
 one of the others plain text is likelier by less than the 0.03 nats that are asked for.
@@ -264,6 +265,7 @@ def _draft_lines() -> Iterator[str]:
 
 def _suspected_lines() -> Iterator[str]:
     from faults.suspected_faults import (
+        SCALED_RUN_FAULTS,
         SUSPECTED_FAULTS,
         SUSPECTED_LAYER_FAULTS,
         SUSPECTED_MAIN_FAULTS,
@@ -275,7 +277,8 @@ def _suspected_lines() -> Iterator[str]:
 
     of_modules = (*SUSPECTED_FAULTS, *SUSPECTED_QWEN_FAULTS)
     of_main = (*SUSPECTED_MAIN_FAULTS, *SUSPECTED_LAYER_FAULTS, *TRAINED_LAYER_FAULTS)
-    faults = (*of_modules, *of_main, *SUSPECTED_NORM_FAULTS, *SUSPECTED_VALUE_FAULTS)
+    of_values = (*SUSPECTED_NORM_FAULTS, *SUSPECTED_VALUE_FAULTS, *SCALED_RUN_FAULTS)
+    faults = (*of_modules, *of_main, *of_values)
     totals = _totals([fault.caught_by for fault in faults])
     yield _SUSPECTED.format(heading=SUSPECTED_HEADING, count=len(faults), totals=totals)
     yield "| fault | named by | which says |"

@@ -31,7 +31,7 @@ _OF_VALUES = (
     *("weights.value_checks", "weights.zero_points", "weights.word_order"),
     *("weights.channel_groups", "weights.joined_numbers", "weights.mtp_values"),
     *("weights.unnamed_values", "weights.neurons", "weights.norm_places"),
-    *("weights.query_and_key_norms", "weights.cut_off"),
+    *("weights.query_and_key_norms", "weights.cut_off", "weights.scaled_runs"),
 )
 # In the order of a report. A new check is one file and one line here.
 CHECKS: dict[str, Check] = {

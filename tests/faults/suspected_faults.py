@@ -103,6 +103,14 @@ def gates_first(weight: torch.Tensor) -> torch.Tensor:
     return weight.view(4, 2, 32, -1).flip(1).reshape(weight.shape)
 
 
+def run_scaled(
+    weight: torch.Tensor, axis: int, first: int, last: int, factor: float
+) -> torch.Tensor:
+    """With some of its rows, columns or elements multiplied."""
+    weight.movedim(axis, 0)[first:last] *= factor
+    return weight
+
+
 def columns_exchanged(weight: torch.Tensor) -> torch.Tensor:
     """Its halves of columns in each other's place."""
     return torch.cat([*weight.chunk(2, dim=1)][::-1], dim=1)
@@ -318,6 +326,21 @@ SUSPECTED_VALUE_FAULTS: tuple[Fault, ...] = (
           partial(changed, "main", "model.norm.weight",
                   lambda w: w.index_fill(0, torch.arange(33, 77), 0.0)),
           "ledger", "elements 33 to 76 of model.norm.weight are zero", **_qwen),
+)  # fmt: skip
+# By sizes of rows, columns and elements alone.
+SCALED_RUN_FAULTS: tuple[Fault, ...] = (
+    Fault("columns of k_proj of a main layer times a fifth",
+          partial(changed, "main", "model.layers.0.self_attn.k_proj.weight",
+                  partial(run_scaled, axis=1, first=47, last=97, factor=0.209)),
+          "ledger", "columns 47 to 96 of model.layers.0.self_attn.k_proj.weight are 0.2", **_glm),
+    Fault("rows of down_proj of one expert times 1.5",
+          partial(changed, "main", _MLP % "down_proj",
+                  partial(run_scaled, axis=0, first=30, last=60, factor=1.5)),
+          "ledger", f"of {_MLP % 'down_proj'} are 1.4 times as large as the others", **_glm),
+    Fault("part of a norm of a main layer doubled",
+          partial(changed, "main", "model.layers.2.post_attention_layernorm.weight",
+                  partial(run_scaled, axis=0, first=100, last=128, factor=2.0)),
+          "ledger", "of model.layers.2.post_attention_layernorm.weight are", **_glm),
 )  # fmt: skip
 # Of the MTP module of Qwen3.5, whose drafts show them.
 _module = "mtp.layers.0"

@@ -20,17 +20,20 @@ _OF_TOKENS = (Role.EMBEDDING, Role.HEAD, Role.OWN_EMBEDDING, Role.OWN_HEAD)
 
 def run(context: Context) -> Iterator[Item]:
     """The matrices and norms of all parts that the walk looked into."""
-    facts = [
-        one
-        for layout in context.read_layouts
-        for one in context.walks.of(layout.name).facts
-        if one.note is not None
-        and not one.statistics.is_constant
-        and context.unwritten_tensors.isdisjoint(tensor.name for tensor in one.weight.tensors)
-    ]
+    facts = [*noted(context)]
     if facts:
         wrong = [problem for one in facts for problem in _problems(one, one.note)]
         yield verdict("no weight is cut off or lost in part", wrong, f"{len(facts):,} weights")
+
+
+def noted(context: Context) -> Iterator[WeightFacts]:
+    """Yield what the walk found of the weights of all parts that it looked into."""
+    for layout in context.read_layouts:
+        for one in context.walks.of(layout.name).facts:
+            names = (tensor.name for tensor in one.weight.tensors)
+            is_written = context.unwritten_tensors.isdisjoint(names)
+            if one.note is not None and not one.statistics.is_constant and is_written:
+                yield one
 
 
 def _problems(fact: WeightFacts, note: Note | None) -> Iterator[Problem]:

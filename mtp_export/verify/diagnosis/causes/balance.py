@@ -41,6 +41,14 @@ def cut_off(tensor: str, share: float) -> str:
     )
 
 
+def run_scaled(tensor: str, axis: str, first: int, last: int, factor: float) -> str:
+    """axis: rows, columns or elements."""
+    return (
+        f"{axis} {first} to {last} of {tensor} are {factor:.2g} times as large as the others: that"
+        " part of it was multiplied"
+    )
+
+
 def run_lost(tensor: str, axis: str, first: int, last: int) -> str:
     """axis: rows or columns."""
     return f"{axis} {first} to {last} of {tensor} are zero: they were lost, or never written"
