@@ -94,16 +94,16 @@ def released_variants(evidence: MainEvidence) -> Iterator[MainVariant]:
 
 
 def group_variants(evidence: MainEvidence) -> Iterator[MainVariant]:
-    """The model with other numbers of groups of experts, those of releases and half and twice as
-    many picked ones, where a number is no release's, or none was read."""
+    """The model with other numbers of groups of experts, those of releases and twice as many picked
+    ones, where a number is no release's, or none was read: fewer are no better."""
     released, text = evidence.unreleased, text_fields(evidence.config)
     if released is not None and not released.keys() & {_GROUPS, _PICKED_GROUPS}:
         return
     for field in (_GROUPS, _PICKED_GROUPS):
         if not isinstance(own := text.get(field), int):
             continue
-        beside = (own // 2, 2 * own) if field == _PICKED_GROUPS else ()
-        for value in sorted({*beside, *(released or {}).get(field, ())} - {0, own}):
+        beside = (2 * own,) if field == _PICKED_GROUPS else ()
+        for value in sorted({*beside, *(released or {}).get(field, ())} - {own}):
             if (streamed := _described(evidence, field, value)) is not None:
                 cause = causes.likelier_value(field, own, value)
                 yield MainVariant(f"{field} is {value}", cause, streamed, is_guessed=True)
