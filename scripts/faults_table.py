@@ -70,13 +70,14 @@ run without `--source`. `tests/verify/test_run_faults.py`, `test_qwen_module_fau
 `test_likelihood.py`, `test_layer_variants.py`, `test_trained.py`, `test_balanced_norms.py`,
 `test_cut_off.py` and `test_scaled_runs.py` plant each again: the check must fail and say the words.
 `python -m faults.blind` (with tests/ on the path) draws others at random, over fixtures, schemes
-and parts, exports each whole and judges it; `python -m faults.good_bundles` does so with good bundles: of the 273 rows,
-targets and drafts of the three fixtures that it lists `export` and `quantize` refuse 172, and the
-other 101 were judged by files and weights, on plain text, with halves of layers and MTP modules
-trained, and on seeds of 16 prompts: each on one of 20 at least, 108 times in all, without a false
-alarm (66ef052a, on an AMD EPYC, Zen 5; 11 times the numbers were those of another bundle, whose
-verdict was taken). Before that training, 342 of these bundles times seeds had none either
-(6145a473). All 101 on all 20 seeds were not judged, nor were any by what came after.
+and parts, exports each whole and judges it; `python -m faults.good_bundles` does so with good
+bundles: of the 273 rows, targets and drafts of the three fixtures that it lists `export` and
+`quantize` refuse 172, and the other 101 were judged by files and weights, on plain text, with
+halves of layers and MTP modules trained, and on seeds of 16 prompts: each on one of 20 at least,
+108 times in all, without a false alarm (66ef052a, on an AMD EPYC, Zen 5; 11 times the numbers were
+those of another bundle, whose verdict was taken). Before that training, 342 of these bundles times
+seeds had none either (6145a473). All 101 on all 20 seeds were not judged, nor were any by what came
+after.
 
 With `--count 30 --seed 52711`, which nobody had seen, 25 change tokens or acceptance by more than
 1 %. Each was judged once, in batches of ten with what was missing mended between them: `quantize`
