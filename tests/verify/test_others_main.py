@@ -104,6 +104,21 @@ def test_a_router_of_an_mtp_layer_that_was_not_smoothed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damaged", [False, True])
+def test_the_main_model_of_a_graft_is_compared_too(damaged: bool, tmp_path: Path) -> None:
+    change, smoothed, words = DAMAGES["experts"]
+    change = change if damaged else lambda tensors: None
+    made("awq", smoothed=smoothed, change=change).save(tmp_path / "main")
+    bundle = tmp_path / "bundle"
+    graft = ("graft", "--main", tmp_path / "main", "--mtp", GLM, "--output-dir", bundle)
+    assert run_program(*graft, "--replace", "--quiet").code == 0
+    options = ("--level", "weights", "--source", GLM, "--json", "--quiet")
+    checks = json.loads(run_program("verify", bundle, *options).out)["checks"]
+    (item,) = (i for check in checks for i in check["items"] if i["name"] == ITEM)
+    assert item["status"] == ("fail" if damaged else "pass")
+    assert (words in item["cause"]) is damaged
+
+
+@pytest.mark.parametrize("damaged", [False, True])
 def test_an_mtp_layer_may_be_smoothed_too(damaged: bool, tmp_path: Path) -> None:
     name = f"model.layers.3.{DOWN}.weight"
 

@@ -1,6 +1,6 @@
-"""The main model of a checkpoint that another tool quantized, compared with --source tensor by
-tensor by decoded values: within the noise of its formats, or by scales that tools move between the
-weights of a layer, as they may in an MTP layer too."""
+"""The main model that another tool quantized, in a checkpoint or a graft, compared with --source
+tensor by tensor by decoded values: within the noise of its formats, or by scales that tools move
+between the weights of a layer, as they may in an MTP layer too."""
 
 from __future__ import annotations
 
