@@ -107,9 +107,11 @@ LEAST_HARM_NATS = 0.03
 # else makes it suspected: sizes gain up to 0.041 in good bundles of the trained fixtures, and 0.986
 # where a norm of it is another layer's.
 LEAST_RESIZED_NATS = 0.1
-# The least gain of other texts by training half a layer, or a tensor, on code: up to 0.014 in good
-# bundles of the trained fixtures.
+# The least gain of other texts by training the embedding, the head or half an MTP module on code:
+# up to 0.014 in good bundles of the trained fixtures.
 LEAST_TRAINED_NATS = 0.02
+# The same of half a layer beside all others that are trained: up to 0.001 there.
+LEAST_SHARE_NATS = 0.002
 # The same of a change undone that the slope points to: up to 0.003 in good bundles.
 LEAST_POINTED_NATS = 0.01
 

@@ -18,8 +18,8 @@ from mtp_export.verify.diagnosis.trainable_module import INPUTS, TrainableModule
 from mtp_export.verify.diagnosis.trained import Trials
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.likelihood import Likelihood
-from mtp_export.verify.evidence.plain_text import JUDGING, TRAINING, PlainTexts
-from mtp_export.verify.gates import LEAST_TRAINED_NATS
+from mtp_export.verify.evidence.plain_text import JUDGING, MORE_TRAINING, TRAINING, PlainTexts
+from mtp_export.verify.gates import LEAST_SHARE_NATS, LEAST_TRAINED_NATS
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.streaming import open_streamed
 from mtp_runtime.tokenizer import Tokenizer
@@ -59,6 +59,29 @@ def test_a_damaged_half_gains_and_stays_as_it_is(tmp_path: Path) -> None:
     gain = trials.own.fitted_gain(trials.trained_half((0, "feed_forward"))[1], 0.98)
     assert all(map(torch.equal, before, parts))
     assert gain is not None and gain.low is not None and gain.low > LEAST_TRAINED_NATS
+
+
+@pytest.mark.nightly  # trains a model for as many steps as verify
+@pytest.mark.parametrize("damaged", [False, True], ids=["good", "noise in o_proj"])
+def test_a_damaged_half_shares_in_training_beside_all_others(tmp_path: Path, damaged: bool) -> None:
+    """The damage costs 0.02 nats; taken back, all tensors hold what they held."""
+    bundle = tmp_path / "bundle"
+    assert export(FIXTURES / "glm4-moe-tiny", bundle, "--link", "copy", "--quiet").code == 0
+    if damaged:
+        planting.change(bundle / "main", "model.layers.0.self_attn.o_proj.weight", noisy)
+    tokenizer = Tokenizer.find(bundle / "main")
+    modules = ((*TRAINING, *MORE_TRAINING), JUDGING)
+    texts = (PlainTexts.of_modules(tokenizer, names, 8) for names in modules)
+    trials = Trials.of(Trainable.of(open_streamed(bundle, "cpu")), *texts)
+    parts = [leaf for spot in trials.model.spots() for leaf, _ in spot.parts]
+    before = [leaf.clone() for leaf in parts]
+    found = {
+        (variant.layer, variant.half): without.fitted_gain(trained, 0.98)
+        for variant, without, trained in trials.taken_back()
+    }
+    assert all(map(torch.equal, before, parts))
+    sharing = [half for half, gain in found.items() if gain and gain.value > LEAST_SHARE_NATS]
+    assert sharing == ([(0, "attention")] if damaged else [])
 
 
 def test_a_module_under_autograd_is_the_one_that_runs_and_gains_where_it_is_damaged(

@@ -12,12 +12,7 @@ from mtp_export.verify.diagnosis.layer_variants import LayerVariant
 from mtp_export.verify.diagnosis.undone import undone
 from mtp_export.verify.evidence.likelihood import Likelihood
 from mtp_export.verify.evidence.statistics import Estimate
-from mtp_export.verify.gates import (
-    LEAST_HARM_NATS,
-    LEAST_POINTED_NATS,
-    LEAST_RESIZED_NATS,
-    LEAST_TRAINED_NATS,
-)
+from mtp_export.verify.gates import LEAST_HARM_NATS, LEAST_RESIZED_NATS
 
 CONFIDENCE = 0.98
 _SAME_NATS = (
@@ -37,25 +32,21 @@ class Changed:
     under: Likelihood
     gain: Estimate
 
+    def gains(self, least: float) -> bool:
+        """True where the texts are likelier by more than so many nats, and by the interval."""
+        low = self.gain.low
+        return low is not None and low > 0 and self.gain.value > least
+
     @property
     def better(self) -> bool:
-        """True where the texts are likelier by far, and by the interval."""
-        low = self.gain.low
-        return low is not None and low > 0 and self.gain.value > LEAST_HARM_NATS
+        """True where the texts are likelier by far."""
+        return self.gains(LEAST_HARM_NATS)
 
     @property
     def may_be_better(self) -> bool:
         """True where the interval leaves room for that."""
         high = self.gain.high
         return high is not None and high > LEAST_HARM_NATS and self.gain.value > 0
-
-    @property
-    def is_no_good_models(self) -> bool:
-        """True where other texts are likelier than training, or an undone change that the slope
-        points to, makes a good model's, by the interval."""
-        low = self.gain.low
-        least = LEAST_TRAINED_NATS if self.variant.is_trained else LEAST_POINTED_NATS
-        return low is not None and low > 0 and self.gain.value > least
 
     @property
     def is_far(self) -> bool:
@@ -125,7 +116,8 @@ def _explaining(better: Sequence[Changed]) -> Sequence[Changed]:
 
 def _is_equal(one: Changed, best: Changed) -> bool:
     """True for what explains as much as the best. Training gives back a share of what is lost
-    alone: by how much it is less tells little."""
+    alone: by how much it is less tells little, and nothing beside a size, which makes up for any
+    noise."""
     if one.variant.is_trained:
-        return one.gain.value >= _LEAST_SHARE * best.gain.value
+        return best.variant.is_size or one.gain.value >= _LEAST_SHARE * best.gain.value
     return not one.is_told_from(best)

@@ -3,7 +3,7 @@ damaged gains on other code what nothing of a good model does."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_export.verify.check import MTP_MODULE, Item, Status, not_tested, passed
 from mtp_export.verify.context import Context
-from mtp_export.verify.decoding.changed import Changed, best_first, compared, explained
+from mtp_export.verify.decoding.changed import CONFIDENCE, Changed, best_first, compared, explained
 from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.layer_variants import LayerVariant
 from mtp_export.verify.diagnosis.neurons import agreements
@@ -23,12 +23,14 @@ from mtp_export.verify.evidence.likelihood import Likelihood
 from mtp_export.verify.evidence.plain_text import (
     JUDGING,
     JUDGING_PASSAGES,
+    MORE_JUDGING_PASSAGES,
+    MORE_TRAINING,
     TRAINING,
     TRAINING_PASSAGES,
     PlainTexts,
 )
 from mtp_export.verify.evidence.side_by_side import SideBySide, VariantsOf
-from mtp_export.verify.gates import LEAST_POINTED_NATS, LEAST_TRAINED_NATS
+from mtp_export.verify.gates import LEAST_POINTED_NATS, LEAST_SHARE_NATS, LEAST_TRAINED_NATS
 from mtp_runtime.streaming import StreamedModel
 from mtp_runtime.tokenizer import Tokenizer
 
@@ -46,14 +48,14 @@ LEAST_AGREEMENT = 6.0  # of sizes of rows with counts of tokens, in standard err
 
 
 def none_gains(streamed: StreamedModel, tokenizer: Tokenizer, context: Context) -> Iterator[Item]:
-    """No half of a main layer, and then none of the MTP module, gains by training alone, or by what
-    slopes point to, what a good one does not; where some do, tensors of the best are trained each
-    alone, and changes of the best of these undone."""
+    """No half of a main layer gains by training beside all others, nor one of the MTP module alone,
+    nor either by what slopes point to, what a good one does not; where some do, tensors of the best
+    are trained each alone, and changes of the best of these undone."""
     trials = _trials(streamed, tokenizer)
     if isinstance(trials, Item):
         yield trials
         return
-    item = _none_of(trials, NAME, context)
+    item = _none_of(trials, NAME, context, _with_more_texts(trials, tokenizer))
     yield item
     if item.status is Status.FAIL or context.why_no_module:  # that is fed what a bad model makes
         return
@@ -75,7 +77,7 @@ def stands_out(streamed: StreamedModel, tokenizer: Tokenizer, context: Context) 
     trials = _trials(streamed, tokenizer)
     if isinstance(trials, Item) or not _was_trained(trials):
         return None
-    found = [*_trained_halves(trials, context), *pointed(trials)]
+    found = [*_trained_halves(trials, trials.halves, context), *pointed(trials)]
     ends = (spot for spots in trials.halves.values() for spot in spots if trials.is_end(spot))
     tried = compared(trials.own, chain(found, *map(trials.undone, ends)))
     best = tried[0]
@@ -124,6 +126,14 @@ def _trials(streamed: StreamedModel, tokenizer: Tokenizer) -> Trials | Item:
         return not_tested(NAME, str(error))
 
 
+def _with_more_texts(trials: Trials, tokenizer: Tokenizer) -> Trials:
+    """The same model, whose layers are trained together on more texts."""
+    modules = (*TRAINING, *MORE_TRAINING)
+    trained = PlainTexts.of_modules(tokenizer, modules, TRAINING_PASSAGES)
+    judging = PlainTexts.of_modules(tokenizer, JUDGING, MORE_JUDGING_PASSAGES)
+    return Trials.of(trials.model, trained, judging)
+
+
 def _was_trained(trials: Trials) -> bool:
     """True where sizes of embeddings, or of the head's rows, go with how often a token comes."""
     tokens, ends = trials.code.texts.tokens, trials.model.ends
@@ -135,31 +145,55 @@ def _was_trained(trials: Trials) -> bool:
     )
 
 
-def _trained_halves(trials: Trials, context: Context) -> list[Tried]:
-    """Each half trained alone."""
+def _trained_halves(trials: Trials, halves: Collection[Half], context: Context) -> list[Tried]:
+    """Some halves trained, each alone."""
     title = f"likelihood, with halves of {trials.model.noun} trained"
-    with context.show_count(title, len(trials.halves), "halves") as advance:
+    with context.show_count(title, len(halves), "halves") as advance:
         found = []
-        for half in trials.halves:
+        for half in halves:
             found.append(trials.trained_half(half))
             advance(1)
     return found
 
 
-def _none_of(trials: Trials, name: str, context: Context) -> Item:
-    """No half gains."""
+def _trained_together(trials: Trials, context: Context) -> list[Changed]:
+    """Halves of layers trained together, with what is lost where the steps of each are taken
+    back."""
+    found, title = list[Changed](), f"likelihood, with all {trials.model.noun} trained"
+    with context.show_count(title, len(trials.of_layers), "halves") as advance:
+        for variant, without, trained in trials.taken_back():
+            if (lost := without.fitted_gain(trained, CONFIDENCE)) is not None:
+                found.append(Changed(variant, trained, lost))
+            advance(1)
+    return found
+
+
+def _none_of(trials: Trials, name: str, context: Context, more: Trials | None = None) -> Item:
+    """No half gains. more: with the texts that layers are trained together on; without it each is
+    trained alone."""
     undone = compared(trials.own, pointed(trials))
-    tried = _merged(undone, compared(trials.own, _trained_halves(trials, context)))
-    least = f"{LEAST_TRAINED_NATS} nats, or {LEAST_POINTED_NATS} by an undone change"
+    shares = [] if more is None else _trained_together(more, context)
+    shared = {_half(one) for one in shares}
+    alone = _trained_halves(trials, [o for o in trials.halves if o not in shared], context)
+    tried = _merged(undone, shares, compared(trials.own, alone))
+    beside = f"{LEAST_SHARE_NATS} nats beside all others, " if shares else ""
+    least = f"{beside}{LEAST_TRAINED_NATS} alone, or {LEAST_POINTED_NATS} by an undone change"
     bound = f"none of {len(tried)} gains {least}, by its interval"
-    far = [one for one in tried if one.is_no_good_models]
+    far = [one for one in tried if one.gains(_least(one, shared))]
     if not far:
         figure = f"{tried[0].gain.value:+.3f} nats when {tried[0].variant.change}"
         return passed(name, figure=figure, bound=bound)
     halves = [*dict.fromkeys(map(_half, far))][:MOST_HALVES]
-    alone = _merged(undone, _alone(trials, halves, context))
-    better = [one for one in alone if one.gain.low is not None and one.gain.low > 0]
-    return explained(name, _merged(alone, tried), better or far, bound)
+    single = _merged(undone, _alone(trials, halves, context))
+    better = [one for one in single if one.gains(0)]
+    return explained(name, _merged(single, tried), better or far, bound)
+
+
+def _least(one: Changed, shared: Collection[Half]) -> float:
+    """The most that a part of a good model gains, in nats per token."""
+    if not one.variant.is_trained:
+        return LEAST_POINTED_NATS
+    return LEAST_SHARE_NATS if _half(one) in shared else LEAST_TRAINED_NATS
 
 
 def _merged(*some: Iterable[Changed]) -> list[Changed]:

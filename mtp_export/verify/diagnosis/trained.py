@@ -1,8 +1,10 @@
-"""Tensors of a main model of few layers, trained for some steps on plain code: those of half a
-layer together, then each alone.
+"""Tensors of a main model of few layers, trained for some steps on plain code: those of all layers
+together, of half a layer, and each alone.
 
 Training left a good model where some steps of a part of it gain little on other code. A tensor that
-was changed since gains a share of what the change cost, whatever the change was.
+was changed since gains a share of what the change cost, whatever the change was. What any part
+gains by getting used to the code, others gain as well where they are trained beside it: of halves
+that are trained together, one of a good model is hardly missed when its steps are taken back.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,7 +26,7 @@ from mtp_export.verify.diagnosis.trainable_module import TrainableModule
 from mtp_export.verify.evidence.likelihood import Likelihood
 from mtp_export.verify.evidence.plain_text import PlainTexts
 
-STEPS, STEP_TEXTS = 12, 8
+STEPS, TOGETHER_STEPS, STEP_TEXTS = 12, 36, 8
 SCREEN_TEXTS = 16
 # Of the first step, as a share of a tensor's root mean square; that of a tensor of zeros is one.
 _RATE, _LEAST_SIZE = 0.02, 1e-3
@@ -76,6 +79,11 @@ class Trials:
             found.setdefault((spot.layer, spot.half), []).append(spot)
         return found
 
+    @property
+    def of_layers(self) -> list[Half]:
+        """The halves of layers."""
+        return [half for half, spots in self.halves.items() if not self.is_end(spots[0])]
+
     def is_end(self, spot: Spot) -> bool:
         """True for a tensor before the layers, or behind them."""
         return not self.model.is_layer(spot.layer)
@@ -116,11 +124,23 @@ class Trials:
 
     def trained_half(self, half: Half) -> Tried:
         """Return half a layer trained alone, with the judging texts under it."""
-        layer, part = half
-        words, where = self.model.words(part), self.model.where(layer)
-        cause = causes.of_tensor(words, where, causes.DOES_HARM)
-        variant = LayerVariant(layer, _trained(f"{words} of {where}"), cause, part, is_trained=True)
-        return variant, self._trained_alone(self.halves[half])
+        return self._variant(half), self._trained_alone(self.halves[half])
+
+    def taken_back(self) -> Iterator[tuple[LayerVariant, Likelihood, Likelihood]]:
+        """Train the halves of all layers together; yield each half, with the judging texts where
+        its steps are taken back, and where they are not."""
+        halves = {half: self.halves[half] for half in self.of_layers}
+        spots, tokens = [*chain.from_iterable(halves.values())], self.code.table
+        before = {spot: spot.values().clone() for spot in spots}
+        rows = self.read[0].view(*tokens.shape, -1)
+        _train(self.model, spots, rows, tokens, TOGETHER_STEPS)
+        trained = self._under(0, self.model.part(0))
+        for half, some in halves.items():
+            with _holding([(spot, before[spot]) for spot in some]):
+                without = self._under(0, self.model.part(0))
+            yield self._variant(half), without, trained
+        for spot, values in before.items():
+            spot.put(values)
 
     def trained(self, spot: Spot) -> Tried:
         """Return a tensor trained alone, with the judging texts under it."""
@@ -137,6 +157,12 @@ class Trials:
         where = self.model.where(spot.layer)
         for variant, other in changed_tensors(spot.layer, layer, [spot.place], where=where):
             yield replace(variant, half=spot.half), self._under(spot.layer, other)
+
+    def _variant(self, half: Half) -> LayerVariant:
+        layer, part = half
+        words, where = self.model.words(part), self.model.where(layer)
+        cause = causes.of_tensor(words, where, causes.DOES_HARM)
+        return LayerVariant(layer, _trained(f"{words} of {where}"), cause, part, is_trained=True)
 
     def _trained_alone(self, spots: Sequence[Spot]) -> Likelihood:
         """Return the judging texts with some tensors of a layer trained, which are then as they
@@ -170,28 +196,30 @@ def _holding(values: Values) -> Iterator[None]:
 
 
 def _trained(what: str) -> str:
-    return f"{what} is trained for {STEPS} steps"
+    return f"{what} is trained"
 
 
 def _leaves(spots: Sequence[Spot]) -> list[Tensor]:
     return [*{id(leaf): leaf for spot in spots for leaf, _ in spot.parts}.values()]
 
 
-def _train(model: Trainable, spots: Sequence[Spot], rows: Tensor, tokens: Tensor) -> None:
-    """Take steps with some tensors of a layer, in place; rows [b, s, d] before that layer of texts
-    [b, s]."""
+def _train(
+    model: Trainable, spots: Sequence[Spot], rows: Tensor, tokens: Tensor, steps: int = STEPS
+) -> None:
+    """Take steps with some tensors of a layer and of those behind it, in place; rows [b, s, d]
+    before that layer of texts [b, s]."""
     leaves, first = _leaves(spots), spots[0].layer
     steppers = [_Adam.of(leaf, where) for spot in spots for leaf, where in spot.parts]
     for leaf in leaves:
         leaf.requires_grad_(True)
-    for step in range(STEPS):
+    for step in range(steps):
         some = torch.arange(step * STEP_TEXTS, (step + 1) * STEP_TEXTS) % len(tokens)
         loss = model.loss(first, rows[some].flatten(0, 1), tokens[some])
         found = torch.autograd.grad(loss, leaves, allow_unused=True)  # of experts nobody picks
         slopes = {id(leaf): one for leaf, one in zip(leaves, found, strict=True)}
         for one in steppers:
             if (slope := slopes[id(one.leaf)]) is not None:
-                one.step(slope[one.where], step)
+                one.step(slope[one.where], step, steps)
     for leaf in leaves:
         leaf.requires_grad_(False)
 
@@ -213,12 +241,12 @@ class _Adam:
         return cls(leaf, where, size, torch.zeros_like(part), torch.zeros_like(part))
 
     @torch.no_grad()
-    def step(self, slope: Tensor, number: int) -> None:
-        """Take a step down a slope."""
+    def step(self, slope: Tensor, number: int, steps: int) -> None:
+        """Take a step, of so many, down a slope."""
         of_mean, of_square = _MEMORIES
         self.mean.lerp_(slope, 1 - of_mean)
         self.square.lerp_(slope.square(), 1 - of_square)
         mean = self.mean / (1 - of_mean ** (number + 1))
         square = self.square / (1 - of_square ** (number + 1))
         spread = (square + _DAMPING * square.mean()).sqrt().clamp_min(1e-30)
-        self.leaf[self.where].sub_(_RATE * (1 - number / STEPS) * self.size * mean / spread)
+        self.leaf[self.where].sub_(_RATE * (1 - number / steps) * self.size * mean / spread)

@@ -26,12 +26,18 @@ KINDS = (CODE, NOVEL)
 # Of each long text, evenly spread over it: rotary values show after many tokens.
 PASSAGES, MANY_PASSAGES, _PASSAGE_TOKENS = 2, 16, 128
 _LEAST_TOKENS = 2  # of a text, of which one is predicted
-# Of the standard library: those that tensors are trained on, and those that judge them.
+# Of the standard library: those that tensors are trained on, in more steps on more of them, and
+# those that judge them.
 TRAINING = ("heapq", "textwrap", "shlex", "calendar", "fractions", "csv", "configparser",
             "tempfile", "subprocess", "socketserver", "difflib", "cmd")  # fmt: skip
+MORE_TRAINING = ("ast", "tarfile", "typing", "doctest", "pickle", "optparse", "mailbox", "pdb",
+                 "uuid", "smtplib", "imaplib", "datetime", "enum", "locale", "platform", "plistlib",
+                 "tokenize", "trace", "traceback", "webbrowser", "copy", "glob", "logging",
+                 "turtle")  # fmt: skip
 JUDGING = ("statistics", "threading", "string", "gettext", "random", "sched", "shelve", "pprint",
            "inspect", "ftplib", "argparse", "zipfile")  # fmt: skip
 TRAINING_PASSAGES, JUDGING_PASSAGES = 8, 4  # of each
+MORE_JUDGING_PASSAGES = 8
 
 
 @dataclass(frozen=True)
