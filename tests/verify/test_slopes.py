@@ -46,10 +46,10 @@ def adapted(values: Tensor, rank: int, share: float) -> Tensor:
     ("change", "wrong"),
     [
         (torch.neg, "has the wrong sign"),
-        (lambda w: w.flip(0), "its rows are in reverse order"),
-        (lambda w: w.flip(1), "its columns are in reverse order"),
+        (lambda w: w.flip(0), "has its rows in reverse order"),
+        (lambda w: w.flip(1), "has its columns in reverse order"),
         (lambda w: w.roll(5, 0), "its rows are rolled by 5"),
-        (lambda w: w.roll(24, 1), "the two halves of its columns are swapped"),
+        (lambda w: w.roll(24, 1), "has the halves of its columns exchanged"),
         (partial(interleaved, parts=4), "come by turns from 4 equal parts"),
         (lambda w: interleaved(w.t(), 12).t(), "its columns are de-interleaved: every 4th"),
         (lambda w: w[torch.arange(64).view(8, 8)[[0, 6, 2, 3, 4, 5, 1, 7]].flatten()],

@@ -257,7 +257,7 @@ class _Layers:
         if not better or not _is_known(better[0].under, self.streamed):
             figure = f"{len(suspects)} suspected, none better otherwise"
             return passed(_NO_HARM, figure=figure, bound=bound)
-        weighed = [] if leaves_out(better) else self._beside_training(variants, better)
+        weighed = self._beside_training(variants, better)
         more = [one for one in weighed if one.gain.low is not None and one.gain.low > 0]
         return explained(_NO_HARM, [*more, *tried], more or better, bound)
 
@@ -270,7 +270,14 @@ class _Layers:
         if self.streamed.config.layers > MOST_LAYERS or best.layer is None:
             return []
         half = (best.layer, best.half)
-        return beside(self.streamed, self.tokenizer, self.context, half, among(variants, some))
+        return beside(
+            self.streamed,
+            self.tokenizer,
+            self.context,
+            half,
+            among(variants, some),
+            is_left_out=leaves_out(better),
+        )
 
     def _tried(self, variants: VariantsOf[LayerVariant], title: str) -> list[Changed]:
         """Variants of layers, compared on the code with the model as it is, best first. Of a model

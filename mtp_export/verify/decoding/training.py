@@ -100,15 +100,18 @@ def beside(
     context: Context,
     half: Half,
     variants: VariantsOf[LayerVariant],
+    *,
+    is_left_out: bool,
 ) -> list[Changed]:
-    """Variants of a layer beside what training of the tensors of half of it, each alone, betters,
-    and changes undone of the best, all on the same texts; nothing where that is not trained."""
+    """Variants of a layer beside what slopes point to and, where no part of it is better left out,
+    what training of the tensors of half of it, each alone, betters, and changes undone of the best,
+    all on the same texts; nothing where that is not trained."""
     trials = _trials(streamed, tokenizer)
     if isinstance(trials, Item) or half not in trials.halves:
         return []
     found = SideBySide.of(streamed, trials.judging, variants)
     of_variants = compared(found.own, found.tried)
-    alone = _alone(trials, [half], context)
+    alone = [] if is_left_out else _alone(trials, [half], context)
     return _merged(of_variants, alone, compared(trials.own, pointed(trials)))
 
 

@@ -21,6 +21,7 @@ from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.causes import pointed as words_of
 from mtp_export.verify.diagnosis.layer_variants import LayerVariant
 from mtp_export.verify.diagnosis.orders import Subject, clause
+from mtp_export.verify.diagnosis.tensor_variants import OF_MATRICES, OF_VECTORS
 from mtp_export.verify.diagnosis.trainable import Spot
 from mtp_export.verify.diagnosis.trained import Trials, Tried
 
@@ -143,10 +144,19 @@ def _in_order(values: Tensor, slope: Tensor, noun: str) -> Iterator[Undone]:
         return
     cross = slope.reshape(count, -1) @ values.reshape(count, -1).t()
     for order in _orders(cross):
-        words = clause(order.argsort(), Subject.all_of(noun, None))
-        yield Undone(
-            f"the {noun}s of {{}} are put in order", words_of.ordered(words), values[order]
-        )
+        done, wrong = _words(order, noun)
+        yield Undone(done, wrong, values[order])
+
+
+def _words(order: Tensor, noun: str) -> tuple[str, str]:
+    """Return an order as a change, and what is wrong with a tensor that is better in it: in the
+    words of one that is tried without a slope too, so that it is named once."""
+    for change in OF_VECTORS if noun == "element" else OF_MATRICES:
+        way = change.columns if noun == "column" else change.rows
+        if way is not None and torch.equal(way(len(order)), order.cpu()):
+            return change.done, change.wrong
+    words = clause(order.argsort(), Subject.all_of(noun, None))
+    return f"the {noun}s of {{}} are put in order", words_of.ordered(words)
 
 
 def _orders(cross: Tensor) -> Iterator[Tensor]:
