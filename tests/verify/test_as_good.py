@@ -58,3 +58,18 @@ def test_a_change_that_is_found_in_two_ways_is_named_once() -> None:
     item = explained("no layer does harm", ways, ways, "none")
     assert "v_proj has the wrong sign; or o_proj has the wrong sign" in item.cause
     assert item.data["equal_causes"] == 2
+
+
+def test_two_tensors_of_which_either_may_be_wrong_are_both_named() -> None:
+    """Values and o_proj, of which one is negated, do the same to every text."""
+    tried = [changed("v_proj", 2.687), changed("o_proj", 2.687)]
+    found = [
+        replace(
+            one,
+            under=cast(Likelihood, Found(one.gain.value, 0.0)),
+            variant=replace(one.variant, is_of_tensor=True),
+        )
+        for one in tried
+    ]
+    item = explained("no layer does harm", found, found, "none")
+    assert "v_proj has the wrong sign; or o_proj has the wrong sign" in item.cause
