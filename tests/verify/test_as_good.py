@@ -41,12 +41,17 @@ def test_what_gains_a_hundredth_less_is_named_too(other: float, is_as_good: bool
     assert (told in item.cause) is is_as_good
 
 
-@pytest.mark.parametrize(("gained", "is_as_good"), [(0.3, True), (0.2, False)])
+@pytest.mark.parametrize(
+    ("gained", "is_size", "is_as_good"),
+    [(0.3, False, True), (0.2, False, False), (0.2, True, True)],
+)
 def test_what_is_trained_is_named_too_where_it_gains_half_as_much(
-    gained: float, is_as_good: bool
+    gained: float, is_size: bool, is_as_good: bool
 ) -> None:
-    """Training gives a share back of what an undone change does."""
-    tried = [changed("v_proj", 0.5), changed("o_proj", gained, is_trained=True)]
+    """Training gives a share back of what an undone change does; a size makes up for damage."""
+    best = changed("v_proj", 0.5)
+    best = replace(best, variant=replace(best.variant, is_size=is_size))
+    tried = [best, changed("o_proj", gained, is_trained=True)]
     item = explained("no layer does harm", tried, tried, "none")
     assert ("o_proj has the wrong sign" in item.cause) is is_as_good
 
