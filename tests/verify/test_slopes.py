@@ -17,6 +17,7 @@ from mtp_export.verify.diagnosis.slopes import Undone, of_matrix, of_vector, poi
 from mtp_export.verify.diagnosis.trainable import Trainable
 from mtp_export.verify.diagnosis.trained import Trials
 from mtp_export.verify.evidence.plain_text import JUDGING, TRAINING, PlainTexts
+from mtp_export.verify.gates import LEAST_POINTED_NATS
 from mtp_runtime.streaming import open_streamed
 from mtp_runtime.tokenizer import Tokenizer
 
@@ -124,7 +125,7 @@ def test_text_is_likelier_with_what_slopes_point_to(
     before = [leaf.clone() for leaf in parts]
     found = compared(trials.own, pointed(trials))
     assert all(map(torch.equal, before, parts))
-    assert bool(wrong) is any(one.is_no_good_models for one in found)
+    assert bool(wrong) is any(one.gains(LEAST_POINTED_NATS) for one in found)
     if wrong:
         assert wrong in found[0].variant.cause
         assert all(name in found[0].variant.cause for name in names)
