@@ -65,14 +65,15 @@ def test_a_change_that_is_found_in_two_ways_is_named_once() -> None:
     assert item.data["equal_causes"] == 2
 
 
-def test_two_tensors_of_which_either_may_be_wrong_are_both_named() -> None:
-    """Values and o_proj, of which one is negated, do the same to every text."""
+@pytest.mark.parametrize("is_of_tensor", [True, False])
+def test_two_of_which_either_may_be_wrong_are_both_named(is_of_tensor: bool) -> None:
+    """Values and o_proj, of which one is negated, do the same to every text; a half does too."""
     tried = [changed("v_proj", 2.687), changed("o_proj", 2.687)]
     found = [
         replace(
             one,
             under=cast(Likelihood, Found(one.gain.value, 0.0)),
-            variant=replace(one.variant, is_of_tensor=True),
+            variant=replace(one.variant, is_of_tensor=is_of_tensor or one is tried[1]),
         )
         for one in tried
     ]
