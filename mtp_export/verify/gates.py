@@ -112,7 +112,7 @@ LEAST_RESIZED_NATS = 0.1
 LEAST_TRAINED_NATS = 0.02
 # The same of half a layer beside all others that are trained: up to 0.001 there.
 LEAST_SHARE_NATS = 0.002
-# The same of a change undone that the slope points to: up to 0.003 in good bundles.
+# The same of a change undone that the slope points to: up to 0.004 in good bundles.
 LEAST_POINTED_NATS = 0.01
 
 
