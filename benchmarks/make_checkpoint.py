@@ -96,7 +96,10 @@ def _bytes_of(tensor: OutputTensor, seed: int) -> Iterator[memoryview]:
         size = min(_PIECE_BYTES, tensor.size_bytes - start)
         if tensor.dtype == "F32":
             values: np.ndarray[Any, Any] = random.random(size // 4, dtype=np.float32)
-            values = values * np.float32(1e-3) + np.float32(1e-4)
+            if tensor.name.endswith("_scale_inv"):  # of blocks of one size, as training leaves them
+                values = values * np.float32(1e-4) + np.float32(5e-4)
+            else:
+                values = values * np.float32(1e-3) + np.float32(1e-4)
         elif tensor.dtype == "BF16":
             bits = random.integers(0, 2**16, size // 2, dtype=np.uint16)
             kept = 0x807F if len(tensor.shape) > 1 else 0x007F  # norms have no signs
