@@ -169,7 +169,7 @@ ANY_TENSOR: dict[str, Kind] = {
     "part scaled": Kind(_in_part(lambda w, factor: w * factor), _EXACT_PART),
     "part zero": Kind(_in_part(lambda w, factor: w * 0), r"zero|lost"),
     "noise": Kind(_noisy, r"damaged|nothing in common|another version"),
-    "clipped": Kind(_clipped, r"clipped|cut off"),
+    "clipped": Kind(_clipped, r"clipped|cut off|is constant"),
 }
 MATRIX = ANY_TENSOR | {
     "adapter": Kind(_adapted, r"rank|adapter"),

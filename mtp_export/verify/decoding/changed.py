@@ -105,21 +105,17 @@ def _explaining(better: Sequence[Changed]) -> Sequence[Changed]:
     """Those that are not told from the best, what is left out first: any other change of a half
     that does harm may be better by chance. What is trained and what is undone take turns."""
     best = better[0]
-    equal = [one for one in better if one is best or _is_equal(one, best)]
-    by_way = ([o for o in equal if o.variant.is_trained is way] for way in (False, True))
-    turns = sorted(by_way, key=lambda ones: best not in ones)
+    changes = (one for one in better if not one.variant.is_trained)
+    undone = [one for one in changes if one is best or not one.is_told_from(best)]
+    # Training gives back a share of what is lost: by how much it is less tells little. It tells
+    # nothing beside a size, which makes up for any noise, or several changes that do as much.
+    is_one = not best.variant.is_size and all(one.is_the_same_as(undone[0]) for one in undone)
+    least = _LEAST_SHARE * best.gain.value if is_one else 0.0
+    trained = [one for one in better if one.variant.is_trained and one.gain.value >= least]
+    turns = sorted((undone, trained), key=lambda ones: best not in ones)
     mixed = filter(None, chain.from_iterable(zip_longest(*turns)))
     found = list[Changed]()
     for one in sorted(mixed, key=lambda one: not one.variant.is_left_out):
         if not any(map(one.is_the_same_as, found)):
             found.append(one)
     return found
-
-
-def _is_equal(one: Changed, best: Changed) -> bool:
-    """True for what explains as much as the best. Training gives back a share of what is lost
-    alone: by how much it is less tells little, and nothing beside a size, which makes up for any
-    noise."""
-    if one.variant.is_trained:
-        return best.variant.is_size or one.gain.value >= _LEAST_SHARE * best.gain.value
-    return not one.is_told_from(best)

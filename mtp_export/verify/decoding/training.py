@@ -40,6 +40,7 @@ OF_MODULE = f"no part of {MTP_MODULE} gains by training"
 MOST_BYTES = 256 << 20
 LEAST_TEXTS = 16  # to train on, and to judge by
 MOST_HALVES = 2  # whose tensors are trained each alone
+LEAST_RIVAL = 0.5  # of the best half's gain
 MOST_UNDONE = 2  # tensors of each, whose changes are undone
 # Of a model that knows no text: what a part must gain, and times what any other gains. Parts of
 # random weights gain up to 0.08, and 1.1 times what others do.
@@ -186,10 +187,18 @@ def _none_of(trials: Trials, name: str, context: Context, more: Trials | None = 
     if not far:
         figure = f"{tried[0].gain.value:+.3f} nats when {tried[0].variant.change}"
         return passed(name, figure=figure, bound=bound)
-    halves = [*dict.fromkeys(map(_half, far))][:MOST_HALVES]
-    single = _merged(undone, _alone(trials, halves, context))
+    single = _merged(undone, _alone(trials, _suspected(trials, far), context))
     better = [one for one in single if one.gains(0)]
     return explained(name, _merged(single, tried), better or far, bound)
+
+
+def _suspected(trials: Trials, far: Sequence[Changed]) -> list[Half]:
+    """The half that gains most by training, and others that gain as much but for a share of it; no
+    embedding or head, which is trained alone and makes up for a damaged layer."""
+    best, *others = [one for one in far if one.variant.is_trained] or far
+    least = LEAST_RIVAL * best.gain.value
+    rivals = (one for one in others if one.gain.value >= least and not _is_end(trials, one))
+    return [*dict.fromkeys(map(_half, (best, *rivals)))][:MOST_HALVES]
 
 
 def _least(one: Changed, shared: Collection[Half]) -> float:

@@ -46,7 +46,7 @@ LACKS_ONE = "lacks the 1 of 1 + w, or 1 was taken from it when it was converted"
 ONE_TOO_MUCH = "has 1 too much: 1 was added to it when it was converted"
 ELEMENTS_REVERSED = "is in reverse order"
 ELEMENT_HALVES = "has its halves exchanged"
-ELEMENTS_ELSEWHERE = "is worse than a flat one: it is in another order, or of another layer"
+ELEMENTS_ELSEWHERE = "is worse than a flat one: it is damaged, in another order or of another layer"
 ROPE_IN_HALVES = (
     "the rotary rows of q_b_proj and kv_a_proj_with_mqa of {layer} are stored in halves instead of"
     " interleaved pairs"
