@@ -110,8 +110,9 @@ def _explaining(better: Sequence[Changed]) -> Sequence[Changed]:
     # Training gives back a share of what is lost: by how much it is less tells little. It tells
     # nothing beside a size, which makes up for any noise, or several changes that do as much.
     is_one = not best.variant.is_size and all(one.is_the_same_as(undone[0]) for one in undone)
-    least = _LEAST_SHARE * best.gain.value if is_one else 0.0
-    trained = [one for one in better if one.variant.is_trained and one.gain.value >= least]
+    trained = [one for one in better if one.variant.is_trained]
+    beside = best if is_one or not trained else trained[0]
+    trained = [one for one in trained if one.gain.value >= _LEAST_SHARE * beside.gain.value]
     turns = sorted((undone, trained), key=lambda ones: best not in ones)
     mixed = filter(None, chain.from_iterable(zip_longest(*turns)))
     found = list[Changed]()

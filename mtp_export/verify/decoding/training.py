@@ -41,7 +41,8 @@ MOST_BYTES = 256 << 20
 LEAST_TEXTS = 16  # to train on, and to judge by
 MOST_HALVES = 2  # whose tensors are trained each alone
 LEAST_RIVAL = 0.5  # of the best half's gain
-MOST_UNDONE = 2  # tensors of each, whose changes are undone
+MOST_UNDONE = 2  # tensors of each, whose changes are undone, beside those that are small
+SMALL = 8  # times smaller than the largest tensor of a half
 # Of a model that knows no text: what a part must gain, and times what any other gains. Parts of
 # random weights gain up to 0.08, and 1.1 times what others do.
 LEAST_STANDING_NATS, MOST_OTHERS = 0.2, 2.0
@@ -225,8 +226,8 @@ def _is_end(trials: Trials, one: Changed) -> bool:
 
 
 def _alone(trials: Trials, halves: Sequence[Half], context: Context) -> list[Changed]:
-    """Each tensor of some halves trained alone, and changes of the best of each half undone: those
-    of the half in which one gains most, best first."""
+    """Each tensor of some halves trained alone, and changes undone of the best of each half and of
+    its small tensors: those of the half in which one gains most, best first."""
     title, tried = "likelihood, with single tensors trained", list[list[Changed]]()
     count = sum(len(trials.halves[half]) for half in halves)
     with context.show_count(title, count, "tensors") as advance:
@@ -238,6 +239,13 @@ def _alone(trials: Trials, halves: Sequence[Half], context: Context) -> list[Cha
                 advance(1)
             trained = compared(trials.own, ((one, under) for one, (_, under) in found.items()))
             best = [found[one.variant][0] for one in trained[:MOST_UNDONE]]
-            changed = (one for spot in best for one in trials.undone(spot))
+            spots = dict.fromkeys([*best, *_small(trials.halves[half])])
+            changed = (one for spot in spots for one in trials.undone(spot))
             tried.append(best_first([*trained, *compared(trials.own, changed)]))
     return max(tried, key=lambda ones: ones[0].gain.value)
+
+
+def _small(spots: Sequence[Spot]) -> list[Spot]:
+    """Vectors and routers, which gain next to nothing by as many steps as matrices take."""
+    sizes = {spot: spot.values().numel() for spot in spots}
+    return [spot for spot, size in sizes.items() if SMALL * size <= max(sizes.values())]
