@@ -97,7 +97,7 @@ def _bytes_of(tensor: OutputTensor, seed: int) -> Iterator[memoryview]:
         if tensor.dtype == "F32":
             values: np.ndarray[Any, Any] = random.random(size // 4, dtype=np.float32)
             if tensor.name.endswith("_scale_inv"):  # of blocks of one size, as training leaves them
-                values = values * np.float32(1e-4) + np.float32(5e-4)
+                values = values * np.float32(1.5e-4) + np.float32(5e-4)
             else:
                 values = values * np.float32(1e-3) + np.float32(1e-4)
         elif tensor.dtype == "BF16":

@@ -109,7 +109,7 @@ def _explaining(better: Sequence[Changed]) -> Sequence[Changed]:
     undone = [one for one in changes if one is best or not one.is_told_from(best)]
     # Training gives back a share of what is lost: by how much it is less tells little. It tells
     # nothing beside a size, which makes up for any noise, or several changes that do as much.
-    is_one = not best.variant.is_size and all(one.is_the_same_as(undone[0]) for one in undone)
+    is_one = not best.variant.is_size and all(one.is_the_same_as(undone[0]) for one in undone[1:])
     trained = [one for one in better if one.variant.is_trained]
     beside = best if is_one or not trained else trained[0]
     trained = [one for one in trained if one.gain.value >= _LEAST_SHARE * beside.gain.value]
