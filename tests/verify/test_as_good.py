@@ -79,3 +79,12 @@ def test_two_of_which_either_may_be_wrong_are_both_named(is_of_tensor: bool) -> 
     ]
     item = explained("no layer does harm", found, found, "none")
     assert "v_proj has the wrong sign; or o_proj has the wrong sign" in item.cause
+
+
+def test_halves_that_are_trained_together_are_both_named() -> None:
+    """They have the texts under one model, and differ in what is lost without each."""
+    under = cast(Likelihood, Found(2.0, 0.0))
+    tried = [changed(name, lost, is_trained=True) for name, lost in (("a", 0.02), ("b", 0.015))]
+    found = [replace(one, under=under) for one in tried]
+    item = explained("no layer does harm", found, found, "none")
+    assert "a has the wrong sign; or b has the wrong sign" in item.cause

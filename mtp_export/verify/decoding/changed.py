@@ -63,8 +63,11 @@ class Changed:
     def is_the_same_as(self, other: Changed) -> bool:
         """True for a change that does to every text what another does: it is that one, found in
         another way. Changes of single tensors are not: negated values do what a negated o_proj
-        does, as their whole half does, and any may be wrong."""
+        does, as their whole half does, and any may be wrong. Nor are halves trained together, which
+        differ in what is lost without each."""
         if self.variant.is_of_tensor or other.variant.is_of_tensor:
+            return False
+        if abs(self.gain.value - other.gain.value) >= _SAME_NATS:
             return False
         found = self.under.fitted_gain(other.under, CONFIDENCE)
         ends = () if found is None else (found.low, found.high)

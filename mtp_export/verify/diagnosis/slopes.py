@@ -212,11 +212,8 @@ def _without_adapter(values: Tensor, slope: Tensor) -> Undone:
     falls = ((slope @ right[:_MOST_RANK].t()) * parts).sum(0).cumsum(0)
     rank = int((falls / sizes[:_MOST_RANK].square().cumsum(0).sqrt()).argmax()) + 1
     other = values - parts[:, :rank] @ right[:rank]
-    done = (
-        f"the largest {rank} directions of {{}} are left out"
-        if rank > 1
-        else ("the largest direction of {} is left out")
-    )
+    several = f"the largest {rank} directions of {{}} are left out"
+    done = several if rank > 1 else "the largest direction of {} is left out"
     return Undone(done, words_of.adapted(rank), other)
 
 

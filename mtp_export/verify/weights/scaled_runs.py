@@ -41,8 +41,10 @@ def run(context: Context) -> Iterator[Item]:
     facts = [*noted(context)]
     if facts:
         wrong = [problem for one in facts for problem in _problems(one, one.note)]
-        wrong = wrong if len(wrong) <= MOST_STEPS else []
-        yield verdict("no part of a weight is of another size", wrong, f"{len(facts):,} weights")
+        figure = f"{len(facts):,} weights"
+        if len(wrong) > MOST_STEPS:
+            wrong, figure = [], f"{figure}, {len(wrong):,} runs of another size: it was made so"
+        yield verdict("no part of a weight is of another size", wrong, figure)
 
 
 def _problems(fact: WeightFacts, note: Note | None) -> Iterator[Problem]:
