@@ -492,6 +492,17 @@ DAMAGED = (
         written=damages.end_never_written("model-00003-of-00003.safetensors", 40),
     ),
     Folder(
+        "zeros at the end of the MTP file",
+        glm(own_file="mtp.safetensors"),
+        level="weights",
+        words=(
+            r"mtp\.safetensors is zero from byte [\d,]+ of [\d,]+ to its end, in 21 tensors",
+            r"download it again",
+            _without("graft|constant|block"),
+        ),
+        written=damages.end_never_written("mtp.safetensors", 20),
+    ),
+    Folder(
         "norms less one", glm(), each(r"norm\.weight", add(-1)), "weights", ("norm", r"1 ?\+ ?w")
     ),
     Folder(

@@ -159,6 +159,17 @@ def test_of_many_tensors_the_same_is_said_once() -> None:
     assert one.text == said
 
 
+def test_names_that_the_same_is_said_of_are_counted_each_once() -> None:
+    """Those of experts by one name, of each sentence apart; a tensor that is named twice, once."""
+    norms = [Problem(f"{n}.norm", f"{n}.norm is w") for n in "abcdefb"]
+    experts = [Problem(f"m.experts.{n}.up", f"m.experts.{n}.up is zero") for n in range(4)]
+    (one,) = causes(ledger=[verdict("c", [*norms, *experts])])
+    assert one.text == (
+        "a.norm is w; likewise b.norm, c.norm, d.norm and 2 more; m.experts.0.up is zero;"
+        " likewise m.experts.*.up (3)"
+    )
+
+
 def test_the_source_explains_what_weights_alone_show() -> None:
     """Though the comparison finds more than was seen without it."""
     seen = [wrong(f"{part}: codes", "is full", name) for part, name in PAIRS]

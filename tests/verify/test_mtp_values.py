@@ -67,11 +67,19 @@ def main_layer(stored: Tensors) -> None:
 
 DAMAGE: dict[str, tuple[Callable[[Tensors], None], str, str]] = {
     "norms of 1 + w": (less_one, "mtp: norms multiply by w", "multiplies by 1 + w"),
-    "zeroed half": (without_embedding_half, "mtp: halves of eh_proj", "the first half"),
+    "zeroed half": (
+        without_embedding_half,
+        "mtp: halves of eh_proj",
+        "columns (0 to 127), which takes the embedding, is zero",
+    ),
     "coarse scales": (coarse_rows, "mtp: halves of eh_proj", "the first half"),
-    "zeroed rows": (zeroed_rows, "mtp: no block rounded to zero", "from row"),
+    "zeroed rows": (
+        zeroed_rows,
+        "mtp: no block rounded to zero",
+        f"rows 64 to 127 of {GLM_MTP}self_attn.q_proj.weight are zero, half of it (128 rows, 128",
+    ),
     "rows of eh_proj": (zeroed_rows_of_projection, "mtp: no block rounded to zero", "eh_proj"),
-    "zeroed columns": (zeroed_columns, "mtp: no block rounded to zero", "experts.4.up_proj"),
+    "zeroed columns": (zeroed_columns, "mtp: no block rounded to zero", "columns 0 to 63 of"),
     "another layer": (main_layer, "no linear is stored twice", "layers.2.self_attn.q_proj"),
 }
 
@@ -81,6 +89,27 @@ def test_damage_is_found_and_named(tmp_path: Path, damage: str) -> None:
     change, item, words = DAMAGE[damage]
     found = failures(rewritten(GLM, tmp_path / "damaged", change))
     assert words in found[item]["cause"]
+
+
+@pytest.mark.parametrize(
+    ("source", "layer", "add", "count"),
+    [(FIXTURES / "qwen3-5-tiny", "mtp.", 1, 6), (GLM, GLM_MTP, -1, 6)],
+    ids=["1 + w", "w"],
+)
+def test_norms_that_were_all_moved_are_all_named(
+    tmp_path: Path, source: Path, layer: str, add: int, count: int
+) -> None:
+    """Those that no main layer has the like of too, and none that lies as it did."""
+
+    def move(stored: Tensors) -> None:
+        names = [n for n in stored if n.startswith(layer) and "norm" in n]
+        for name in names[1:]:
+            stored[name] = stored[name] + add
+        assert len(names) == count + 1
+
+    found = failures(rewritten(source, tmp_path / "moved", move)).values()
+    problems = [problem["subject"] for item in found for problem in item["data"]["problems"]]
+    assert len({*problems}) == len(problems) == count
 
 
 def test_a_half_of_zeros_has_no_ratio(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def equal_experts(stored: Tensors) -> None:
 DAMAGE: dict[str, tuple[Callable[[Tensors], None], str, str]] = {
     "not finite": (not_finite, "mtp: finite values", "self_attn.q_proj.weight: 1 value"),
     "never written": (never_written, "mtp: no constant tensor", "q_proj.weight is constant"),
-    "zeroed rows": (zeroed_rows, "mtp: no block rounded to zero", "(from row 64, column 0 on)"),
+    "zeroed rows": (zeroed_rows, "mtp: no block rounded to zero", "rows 64 to 127 of"),
     "zeroed half": (without_embedding_half, "mtp: halves of eh_proj", "the first half"),
     "norms of 1 + w": (less_one, "mtp: norms as the main model's", "input_layernorm.weight lies"),
     "equal experts": (equal_experts, "mtp: no matrix is stored twice", "experts.0.up_proj"),

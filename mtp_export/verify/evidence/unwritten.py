@@ -16,21 +16,27 @@ from mtp_export.verify.evidence.parts import PartLayout
 _LEAST_TENSORS = 3  # of zeros in a row, which no tool leaves at the end of a file by chance
 _STEP_BYTES = 1 << 18
 _BOUNDARY_BYTES = 16  # at the end of the tensor before, which may be written in part
+_TORN_BYTES = 256  # there, which are not zero by chance
 
 
 @dataclass(frozen=True)
 class Unwritten:
-    """A file, the first of its tensors that is zero to the end of the file, and the names of these
-    and of the one before where that ends in zeros."""
+    """A file that is zero from a byte on, to the one before `stop`; the first of its tensors that
+    is zero to the end of the file, and the names of these and of the one before where that ends in
+    zeros. is_torn: so many of that are zero that no tool leaves by chance."""
 
     file: Place
     first: str
     tensors: frozenset[str]
+    start: int
+    stop: int
+    is_torn: bool
 
 
 def unwritten(layouts: Iterable[PartLayout], main: str) -> tuple[Unwritten, ...]:
     """Return the files of which at least the last three tensors are zero, and one of them is of the
-    part `main`: zeros in the MTP part alone may be what a tool wrote for a layer that it lost.
+    part `main` or they begin inside one: whole zero tensors of the MTP part alone may be what a
+    tool wrote for a layer that it lost.
 
     Of a sound file no more than the end is read. Raises IoError for one that cannot be read.
     """
@@ -43,7 +49,11 @@ def unwritten(layouts: Iterable[PartLayout], main: str) -> tuple[Unwritten, ...]
         if layout.name == main:
             of_main |= layout.checkpoint.tensors.keys()
     found = (_unwritten(sorted(own, key=_offset)) for own in tensors.values())
-    return tuple(one for one in found if one is not None and not one.tensors.isdisjoint(of_main))
+    return tuple(
+        one
+        for one in found
+        if one is not None and (one.is_torn or not one.tensors.isdisjoint(of_main))
+    )
 
 
 def written_weights(layout: PartLayout, lost: frozenset[str]) -> list[WeightOnDisk]:
@@ -65,27 +75,38 @@ def _unwritten(tensors: Sequence[TensorInfo]) -> Unwritten | None:
     """Look at a file's tensors from its end."""
     file, zeros = tensors[0].file.open(), 0
     try:
-        while zeros < len(tensors) and _ends_in_zeros(file, tensors[-zeros - 1]):
+        while zeros < len(tensors) and _is_zero(file, tensors[-zeros - 1]):
             zeros += 1
         if zeros < _LEAST_TENSORS:
             return None
-        names = {tensor.name for tensor in tensors[-zeros:]}
+        start, stop = tensors[-zeros].offset_bytes, _end(tensors[-1])
+        names, torn = {tensor.name for tensor in tensors[-zeros:]}, 0
         if zeros < len(tensors):
             before = tensors[-zeros - 1]
-            if _ends_in_zeros(file, before, _BOUNDARY_BYTES):
+            torn = _end(before) - _last_written(file, before)
+            if torn >= _BOUNDARY_BYTES:
                 names.add(before.name)
+                start = _end(before) - torn
     finally:
         file.close()
-    return Unwritten(tensors[0].path, tensors[-zeros].name, frozenset(names))
+    first, is_torn = tensors[-zeros].name, torn >= _TORN_BYTES
+    return Unwritten(tensors[0].path, first, frozenset(names), start, stop, is_torn)
 
 
-def _ends_in_zeros(file: OpenFile, tensor: TensorInfo, size_bytes: int | None = None) -> bool:
-    """Return whether the last bytes of a tensor, by default all, are zero."""
-    stop = tensor.offset_bytes + tensor.size_bytes
-    first = stop - min(tensor.size_bytes, size_bytes or tensor.size_bytes)
-    while stop > first:
-        start = max(first, stop - _STEP_BYTES)
-        if any(file.read(start, stop)):
-            return False
+def _end(tensor: TensorInfo) -> int:
+    return tensor.offset_bytes + tensor.size_bytes
+
+
+def _is_zero(file: OpenFile, tensor: TensorInfo) -> bool:
+    return _last_written(file, tensor) == tensor.offset_bytes
+
+
+def _last_written(file: OpenFile, tensor: TensorInfo) -> int:
+    """Return the end of the bytes of a tensor before the zeros that it ends in."""
+    stop = _end(tensor)
+    while stop > tensor.offset_bytes:
+        start = max(tensor.offset_bytes, stop - _STEP_BYTES)
+        if written := len(bytes(file.read(start, stop)).rstrip(b"\0")):
+            return start + written
         stop = start
-    return True
+    return stop

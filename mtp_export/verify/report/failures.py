@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from mtp_export.progress import shortened
 from mtp_export.verify.check import (
@@ -24,6 +25,7 @@ _ENGINES_LAYER = "model.decoder."  # as an engine calls the draft's layer
 MOST_CAUSES = 5  # that a page or a message tells
 _MOST_NAMES, _MOST_SENTENCES = 3, 5
 _MARK = "§"
+_EXPERT = re.compile(r"\.experts\.\d+\.", re.ASCII)
 _NAME_OR_FIGURE = re.compile(r"[\w/*-]++(?:\.[\w*-]+)+|\b(?:main|mtp)/|\d[\d,.]*")
 
 
@@ -71,6 +73,7 @@ class Cause:
         is a comparison that finds all tensors of an earlier item changed."""
         is_new, says_the_same = item.cause not in self.told, other.signs <= self.signs
         explains = explains and not other.subjects <= self.subjects
+        is_known = bool(other.subjects) and other.subjects <= self.subjects
         self.items += other.items
         self.subjects |= other.subjects
         self.signs |= other.signs
@@ -79,7 +82,7 @@ class Cause:
         if not is_new or ENGINE in item.data:
             return
         if says_the_same:
-            self.words.append(_likewise(report, item))
+            self.words += [] if is_known else [_likewise(report, item)]
         elif not other.subjects:
             return
         elif explains or any(_is_file(subject) for subject in other.subjects):
@@ -242,20 +245,33 @@ def _sentences(item: Item) -> list[str]:
     """Return a sentence per sign of an item's problems with the other subjects behind it, and how
     many more there are; a problem that says the beginning of another's sentence is one of those."""
     problems = list(item.data.get("problems", ()))
-    by_sign: dict[str, list[dict[str, str]]] = {}
+    by_sign: dict[str, dict[str, str]] = {}
     for problem in problems:
-        by_sign.setdefault(_sign(problem), []).append(problem)
+        by_sign.setdefault(_sign(problem), {}).setdefault(problem["subject"], problem["words"])
     begun = {sign[: colon.start()] for sign in by_sign for colon in re.finditer(":", sign)}
     shown = [sign for sign in by_sign if sign not in begun]
-    lines, left = [], len(problems)
+    lines = []
     for sign in shown[:_MOST_SENTENCES]:
-        first, *others = by_sign[sign]
-        names = [problem["subject"] for problem in others[: _MOST_NAMES - 1]]
-        lines.append(first["words"])
-        if names:
-            lines.append(f"likewise {', '.join(names)}")
-        left -= 1 + len(names)
+        (_, words), *others = by_sign.pop(sign).items()
+        lines.append(words)
+        if others:
+            lines.append(f"likewise {_alike([name for name, _ in others])}")
+    left = sum(map(len, by_sign.values()))
     return [*lines, f"and {left:,} more"] if left else lines
+
+
+def _alike(names: Sequence[str]) -> str:
+    """Return the first of some tensors, those of experts by one name, and how many more there
+    are."""
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kinds.setdefault(_EXPERT.sub(".experts.*.", name), []).append(name)
+    shown = dict(islice(kinds.items(), _MOST_NAMES))
+    words = ", ".join(
+        f"{kind} ({len(own):,})" if len(own) > 1 else own[0] for kind, own in shown.items()
+    )
+    left = len(names) - sum(map(len, shown.values()))
+    return f"{words} and {left:,} more" if left else words
 
 
 def _likewise(report: Report, item: Item) -> str:

@@ -10,9 +10,11 @@ from mtp_checkpoints.families.base import Role
 from mtp_export.verify.check import Item, Problem, verdict
 from mtp_export.verify.context import Context
 from mtp_export.verify.diagnosis.causes import balance as causes
+from mtp_export.verify.diagnosis.causes import parts_lost
 from mtp_export.verify.evidence.mlp_notes import Note
 from mtp_export.verify.evidence.weight_facts import WeightFacts
 from mtp_export.verify.gates import LEAST_BETWEEN, MOST_AT_ENDS, MOST_ZERO_RUN
+from mtp_export.verify.weights.extents import run_words, share_words, zero_words
 
 # Their rows are tokens, some of which no text has.
 _OF_TOKENS = (Role.EMBEDDING, Role.HEAD, Role.OWN_EMBEDDING, Role.OWN_HEAD)
@@ -41,16 +43,25 @@ def _problems(fact: WeightFacts, note: Note | None) -> Iterator[Problem]:
     name, (at_ends, between) = fact.weight.name, note.ends
     if at_ends > MOST_AT_ENDS and between > LEAST_BETWEEN:
         yield Problem(name, causes.cut_off(name, at_ends))
-    spec = fact.weight.stored.weight
-    axes = {"columns": note.columns, "rows": note.rows}
-    if len(spec.shape) == 1:
-        axes = {"elements": note.columns}
-    elif spec.role in _OF_TOKENS:
-        del axes["rows"]
-    for axis, squares in axes.items():
+    for axis, squares in {"columns": note.columns, "rows": note.rows}.items():
         start, stop = _zero_run(squares)
         if stop - start >= max(1, MOST_ZERO_RUN * len(squares)):
-            yield Problem(name, causes.run_lost(name, axis, start, stop - 1))
+            yield from _lost(fact, axis, range(start, stop))
+
+
+def _lost(fact: WeightFacts, axis: str, run: range) -> Iterator[Problem]:
+    """Yield what is lost of a weight by a run of zeros among the rows or columns that were looked
+    into."""
+    weight, spec = fact.weight, fact.weight.stored.weight
+    if len(spec.shape) > 1 and spec.role not in _OF_TOKENS:
+        at = (run.start, 0) if axis == "rows" else (0, run.start)
+        yield Problem(weight.name, zero_words(weight, *at))
+    elif axis == "columns":
+        one = len(spec.shape) == 1
+        place = run_words("elements" if one else axis, run)
+        share, scaled = share_words(len(run) / spec.shape[-1]), len(weight.tensors) > 1
+        words = parts_lost.part_zero(weight.name, place, share, spec.shape, has_scales=scaled)
+        yield Problem(weight.name, words)
 
 
 def _zero_run(squares: Sequence[float]) -> tuple[int, int]:

@@ -18,15 +18,17 @@ from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.progress import counted
 from mtp_export.verify import gates
 from mtp_export.verify.check import Item, Problem, Status, judged, not_tested, verdict
+from mtp_export.verify.diagnosis.causes import parts_lost
 from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.evidence.part_walk import in_threads
 from mtp_export.verify.evidence.unwritten import written_weights
+from mtp_export.verify.weights.extents import zero_words
 from mtp_export.verify.weights.unnamed_values import main_norms, norms_as_main
 
 if TYPE_CHECKING:
     import torch
 
-    from mtp_checkpoints.families.spec import ModelSpec
+    from mtp_checkpoints.families.spec import Input, ModelSpec
     from mtp_export.verify.context import Context
 
 _IN_LAYER = re.compile(r"\blayers\.\d+\.(.+)", re.ASCII)
@@ -52,7 +54,7 @@ def run(context: Context) -> Iterator[Item]:
     yield from _own_norms(context, layout.stored.family, norms)
     linears = [weight for weight in weights if weight.stored.weight.is_linear_weight]
     projections = [w for w in weights if w.stored.weight.role is Role.MTP_PROJECTION]
-    halves = [_halves(weight) for weight in projections]
+    halves = [_halves(weight, _inputs_of(layout.stored.family, weight)) for weight in projections]
     yield from halves
     whole = [
         weight
@@ -64,18 +66,21 @@ def run(context: Context) -> Iterator[Item]:
 
 
 def _norms(norms: Sequence[WeightOnDisk]) -> Item:
-    """No norm is centred at zero, as one that engines add 1 to is."""
-    problems, most = [], 0.0
-    for norm in norms:
-        values = norm.encoded(0, norm.rows).dequantize().float()
-        negative = float((values < 0).float().mean())
-        most = max(most, negative)
-        if negative > gates.NEGATIVE_NORM:
-            words = causes.norm_centred_at_zero(norm.name, negative)
-            problems.append(Problem(norm.name, words))
+    """No norm is centred at zero, as one that engines add 1 to is; where one is, nor has another
+    some negative weights."""
+    negative = {
+        norm.name: float((norm.encoded(0, norm.rows).dequantize() < 0).float().mean())
+        for norm in norms
+    }
+    most = max(negative.values(), default=0.0)
+    bound = gates.NEGATIVE_NORM if most <= gates.NEGATIVE_NORM else gates.SOME_NEGATIVE
     return verdict(
         "mtp: norms multiply by w",
-        problems,
+        [
+            Problem(name, causes.norm_centred_at_zero(name, share))
+            for name, share in negative.items()
+            if share > bound
+        ],
         figure=f"{len(norms)} norms, at most {most:.0%} negative",
         bound=f"≤ {gates.NEGATIVE_NORM:.0%}",
     )
@@ -136,7 +141,13 @@ class _Half:
     zeros: float
 
 
-def _halves(weight: WeightOnDisk) -> Item:
+def _inputs_of(family: ModelSpec, weight: WeightOnDisk) -> tuple[Input, Input]:
+    """Return the inputs that the halves of a projection's columns take."""
+    module = weight.stored.weight.module
+    return next(one.inputs for one in family.mtp if one.modules.projection == module)
+
+
+def _halves(weight: WeightOnDisk, inputs: tuple[Input, Input]) -> Item:
     """Neither half of a projection's columns, of embedding and hidden state, is zeroed or taken for
     the other."""
     name = f"mtp: halves of {weight.stored.weight.name.rpartition('.')[0].rpartition('.')[2]}"
@@ -146,9 +157,12 @@ def _halves(weight: WeightOnDisk) -> Item:
         return not_tested(name, f"it cannot be decoded: {error}", subject=weight.name)
     smaller, larger = sorted((first.size, second.size))
     ratio = f" ({larger / smaller:.1f} times)" if smaller else ""
-    zeroed = causes.half_zeroed(
+    number, middle = int(first.zeros <= second.zeros), weight.stored.weight.shape[1] // 2
+    zeroed = parts_lost.half_zeroed(
         weight.name,
-        "first" if first.zeros > second.zeros else "second",
+        number,
+        middle,
+        takes=f"the {inputs[number]}",
         has_scales=_has_scales(weight),
         all_zero=max(first.zeros, second.zeros) == 1,
     )
@@ -233,8 +247,7 @@ def _block_item(
 
 
 def _zeroed_words(weight: WeightOnDisk, block: _Block) -> str:
-    place = (block.share, block.row, block.column)
-    return causes.block_zeroed(weight.name, *place, has_scales=_has_scales(weight))
+    return zero_words(weight, block.row, block.column)
 
 
 def _repeated_words(weight: WeightOnDisk, block: _Block) -> str:

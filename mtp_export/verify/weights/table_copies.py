@@ -13,7 +13,7 @@ from mtp_checkpoints.weights.weight_values import Rounding
 from mtp_export.progress import format_bytes
 from mtp_export.verify import gates
 from mtp_export.verify.check import Item, Problem, not_tested, passed, verdict
-from mtp_export.verify.diagnosis.causes import copies
+from mtp_export.verify.diagnosis.causes import copies, parts_lost
 from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.diagnosis.weight_bugs import damaged_elements, elements, lost_rows
 from mtp_export.verify.evidence.parts import PartLayout
@@ -73,6 +73,8 @@ def _shared(
             opaque = any(one is not None and not one.format.is_decoded for one in both)
             why = "not in the bundle: engines take the main model's"
             yield not_tested(name, causes.NOT_COMPARED if opaque else why)
+        elif not context.unwritten_tensors.isdisjoint((own.weight.name, original.weight.name)):
+            yield not_tested(name, parts_lost.NOT_WRITTEN, subject=own.weight.name)
         elif pair.mtp_name not in unequal:
             yield passed(name, figure=format_bytes(own.weight.size_bytes))
         elif context.recorded("allow_untied"):
@@ -128,7 +130,7 @@ def _flaw(fact: WeightFacts, other: WeightFacts) -> str:
     if not gates.RMS_RANGE[0] <= rms <= gates.RMS_RANGE[1]:
         return causes.implausible_size(rms)
     lost = lost_rows(fact.weight, other.weight) if other.statistics.is_sound else 0
-    return causes.rows_lost(lost, fact.weight.stored.weight.shape[0]) if lost else ""
+    return parts_lost.rows_lost(lost, fact.weight.stored.weight.shape[0]) if lost else ""
 
 
 def _beside_codes(fact: WeightFacts) -> list[str]:

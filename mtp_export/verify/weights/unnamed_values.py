@@ -22,8 +22,10 @@ from mtp_checkpoints.weights.weight_values import PIECE_ELEMENTS
 from mtp_export.progress import ProgressCallback, counted, format_bytes
 from mtp_export.verify import gates
 from mtp_export.verify.check import Item, Problem, not_tested, verdict
+from mtp_export.verify.diagnosis.causes import parts_lost
 from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.evidence.part_walk import in_threads
+from mtp_export.verify.weights.extents import words_of
 
 if TYPE_CHECKING:
     import torch
@@ -121,6 +123,11 @@ def _worst_block(values: torch.Tensor, start: int) -> tuple[float, int, int]:
     return float(shares[row, column]), start + row * _BLOCK_ROWS, column * BLOCK
 
 
+def _zeros(tensor: TensorInfo) -> torch.Tensor:
+    """Return which elements are zero, as one matrix."""
+    return (read_rows(tensor, 0, tensor.shape[0]).float() == 0).flatten(0, -2)
+
+
 def _values(facts: Sequence[_Facts], size: str) -> Iterator[Item]:
     """Values are finite, and no matrix is constant or has a block of zeros."""
     count = f"{counted(len(facts), 'tensor')}, {size}"
@@ -133,7 +140,7 @@ def _values(facts: Sequence[_Facts], size: str) -> Iterator[Item]:
     words = [causes.never_written(one.tensor.name, "one value") for one in constant]
     yield verdict("mtp: no constant tensor", _problems(constant, words), count)
     words = [
-        causes.block_zeroed(one.tensor.name, *one.zeros, has_scales=one.has_scales)
+        words_of(one.tensor.name, _zeros(one.tensor), *one.zeros[1:], has_scales=one.has_scales)
         for one in zeroed
     ]
     bound = f"≤ {gates.ZERO_SHARE:.0%}"
@@ -147,7 +154,7 @@ def _problems(facts: Sequence[_Facts], words: Sequence[str]) -> list[Problem]:
 def norms_as_main(context: Context, tensors: Sequence[TensorInfo]) -> Item:
     """Each norm that the main model's layers have too lies where theirs do: around 1 where engines
     multiply by w, around 0 where they multiply by 1 + w."""
-    name, problems, compared = "mtp: norms as the main model's", list[Problem](), 0
+    name, found, compared = "mtp: norms as the main model's", dict[str, bool](), 0
     of_main = () if context.main is None else context.main.tensors.values()
     main = _norms_by_kind(one for one in of_main if _multiplies_stream(one.name))
     for kind, norms in _norms_by_kind(tensors).items():
@@ -157,8 +164,15 @@ def norms_as_main(context: Context, tensors: Sequence[TensorInfo]) -> Item:
         compared += len(norms)
         for norm in norms:
             if _lies_around_one(norm) if usual[0] else _is_centred(norm):
-                words = causes.norm_unlike_main(norm.name, centred=not usual[0])
-                problems.append(Problem(norm.name, words))
+                found[norm.name] = not usual[0]
+    if len({*found.values()}) == 1:  # what was done to one was done to those like it
+        centred = next(iter(found.values()))
+        shifted = (one.name for one in tensors if _is_as_shifted(one, centred=centred))
+        found |= dict.fromkeys(shifted, centred)
+    problems = [
+        Problem(norm, causes.norm_unlike_main(norm, centred=centred))
+        for norm, centred in found.items()
+    ]
     if not compared:
         return not_tested(name, "none has the name of a main layer's")
     return verdict(name, problems, f"{compared} norms")
@@ -195,6 +209,15 @@ def _norms_by_kind(tensors: Iterable[TensorInfo]) -> dict[str, list[TensorInfo]]
     return found
 
 
+def _is_as_shifted(tensor: TensorInfo, *, centred: bool) -> bool:
+    """Return whether a tensor is a norm that lies where another of its module was moved to: some of
+    it is negative, or none is and it lies around one."""
+    if not any(_norms_by_kind([tensor]).values()):
+        return False
+    negative = _negative(tensor)
+    return negative > gates.SOME_NEGATIVE if centred else not negative and _lies_around_one(tensor)
+
+
 def _is_centred(norm: TensorInfo) -> bool:
     """Return whether a norm lies around zero."""
     return _negative(norm) > gates.NEGATIVE_NORM
@@ -219,9 +242,11 @@ def _halves(facts: Sequence[_Facts]) -> Iterator[Item]:
         if not is_joint_projection(one.tensor.name) or columns != 2 * rows:
             continue
         first, second = one.half_zeros
-        words = causes.half_zeroed(
+        words = parts_lost.half_zeroed(
             one.tensor.name,
-            "first" if first > second else "second",
+            int(first <= second),
+            rows,
+            takes="",
             has_scales=one.has_scales,
             all_zero=max(first, second) == 1,
         )

@@ -24,9 +24,11 @@ from mtp_export.verify.check import (
     not_tested,
     verdict,
 )
+from mtp_export.verify.diagnosis.causes import parts_lost
 from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.evidence.parts import PartLayout
 from mtp_export.verify.evidence.weight_facts import WeightFacts
+from mtp_export.verify.weights.extents import not_finite_words
 from mtp_export.verify.weights.main_layer_copies import in_other_formats, norms_taken
 from mtp_export.verify.weights.table_copies import copies_of_tables
 
@@ -46,7 +48,9 @@ def run(context: Context) -> Iterator[Item]:
     facts = {layout.name: context.walks.of(layout.name).facts for layout in found}
     every = [fact for part in facts.values() for fact in part]
     for one in context.unwritten:
-        words = causes.not_written_to_its_end(one.file.name, one.first, len(one.tensors))
+        words = parts_lost.not_written_to_its_end(
+            str(one.file), one.start, one.stop, one.first, len(one.tensors)
+        )
         yield failed("files written to their end", words, subject=str(one.file))
     for layout in found:
         yield from _part_items(layout, _written(context, facts[layout.name]), every)
@@ -108,16 +112,16 @@ def _opaque(layout: PartLayout) -> Iterator[Item]:
 
 
 def _why_unsound(fact: WeightFacts) -> str:
-    """Find the first piece that has no finite values, by dequantizing."""
-    weight = fact.weight
+    """Find the values that are not finite, by dequantizing."""
+    import torch
+
+    weight, wrong = fact.weight, list[torch.Tensor]()
     for start, stop in weight.pieces():
         try:
-            wrong = ~weight.encoded(start, stop).dequantize().isfinite()
+            wrong.append(~weight.encoded(start, stop).dequantize().isfinite())
         except ValueError as error:
             return causes.unsound(weight.name, causes.not_decodable(start, stop - 1, error))
-        if wrong.any():
-            return causes.unsound(weight.name, causes.not_finite(int(wrong.sum()), start))
-    raise AssertionError(f"{weight.name}: its statistics are unsound, its values are not")
+    return causes.unsound(weight.name, not_finite_words(torch.cat(wrong)))
 
 
 def _varies(fact: WeightFacts) -> bool:

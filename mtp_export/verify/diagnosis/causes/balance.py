@@ -47,8 +47,3 @@ def run_scaled(tensor: str, axis: str, first: int, last: int, factor: float) -> 
         f"{axis} {first} to {last} of {tensor} are {factor:.2g} times as large as the others: that"
         " part of it was multiplied"
     )
-
-
-def run_lost(tensor: str, axis: str, first: int, last: int) -> str:
-    """axis: rows or columns."""
-    return f"{axis} {first} to {last} of {tensor} are zero: they were lost, or never written"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mtp_export.progress import counted
-
 # --- Seen without a source ------------------------------------------------------------------------
 
 
@@ -24,19 +22,8 @@ def not_decodable(first_row: int, last_row: int, error: ValueError) -> str:
     return f"rows {first_row} to {last_row}: {error}"
 
 
-def not_finite(count: int, row: int) -> str:
-    return f"{count} NaN or infinite values from row {row} on"
-
-
 def never_written(tensor: str, value: str) -> str:
     return f"{tensor} is constant ({value}): it was never written, or dropped and filled in"
-
-
-def not_written_to_its_end(file: str, first: str, tensors: int) -> str:
-    return (
-        f"{file} is zero from {first} to its end, in {counted(tensors, 'tensor')}: a download or a"
-        " write of it broke off. Write or download it again"
-    )
 
 
 def router_bias_dropped(tensor: str, value: str) -> str:
@@ -104,10 +91,6 @@ def overwritten_by_main(layer: str, main: str, linears: int) -> str:
     )
 
 
-def rows_lost(count: int, total: int) -> str:
-    return f"{count:,} of its {counted(total, 'row')} are zero"
-
-
 def implausible_size(rms: float) -> str:
     return f"its root mean square is {rms:.3g}"
 
@@ -128,7 +111,7 @@ def norm_unlike_main(tensor: str, *, centred: bool) -> str:
     """centred: it lies around zero."""
     own, main = ("w of 1 + w", "w") if centred else ("w", "w of 1 + w")
     return (
-        f"{tensor} lies around {0 if centred else 1} and the main layers' norms of its name around"
+        f"{tensor} lies around {0 if centred else 1} and the main layers' norms around"
         f" {1 if centred else 0}: it holds the {own}, and engines take it for the {main}"
     )
 
@@ -152,34 +135,11 @@ def no_family(codes: int, tensors: int) -> str:
     )
 
 
-def half_zeroed(tensor: str, half: str, *, has_scales: bool, all_zero: bool) -> str:
-    """half: first or second. has_scales: the tensor is quantized as it is stored."""
-    words = f"the {half} half of {tensor}'s columns is"
-    blind = "Drafts see one of embedding and hidden state alone"
-    if all_zero and not has_scales:
-        return f"{words} zero: it was never written, or dropped and filled in. {blind}"
-    coarse = (
-        "rounded to zero: the halves differ in size, and a scale that both share is too coarse for"
-        f" the smaller. {blind}"
-    )
-    if has_scales:
-        return f"{words} {coarse}. Keep it in bf16, or give each half scales of its own"
-    return f"{words} {coarse}. It was quantized before it was stored unquantized"
-
-
 def halves_alike(tensor: str) -> str:
     return (
         f"both halves of {tensor}'s columns hold the same: one was written for both, and drafts see"
         " one of embedding and hidden state alone"
     )
-
-
-def block_zeroed(tensor: str, share: float, row: int, column: int, *, has_scales: bool) -> str:
-    """has_scales: the tensor is quantized as it is stored."""
-    why = "its scale is too coarse, or it was never written"
-    if not has_scales:
-        why = "it was never written, or rounded to zero before it was stored unquantized"
-    return f"{share:.0%} of a block of {tensor} is zero (from row {row}, column {column} on): {why}"
 
 
 def block_of_one_code(tensor: str, share: float, row: int, column: int) -> str:

@@ -1,0 +1,63 @@
+"""Causes of failures of weights and files of which a part is zero or not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mtp_export.progress import counted
+
+NOT_WRITTEN = "the file of one of both was not written to its end"
+
+
+def not_finite(count: int, place: str) -> str:
+    return f"{count:,} NaN or infinite {'value' if count == 1 else 'values'}, {place}"
+
+
+def not_written_to_its_end(file: str, start: int, stop: int, first: str, tensors: int) -> str:
+    """start, stop: bytes of the file. first: the first tensor that is zero as a whole."""
+    return (
+        f"{file} is zero from byte {start:,} of {stop:,} to its end, in"
+        f" {counted(tensors, 'tensor')} ({first} and those after it): a download or a write of it"
+        " broke off. Write or download it again"
+    )
+
+
+def rows_lost(count: int, total: int) -> str:
+    return f"{count:,} of its {counted(total, 'row')} are zero"
+
+
+def half_zeroed(
+    tensor: str, number: int, middle: int, *, takes: str, has_scales: bool, all_zero: bool
+) -> str:
+    """number: of the half, whose columns begin at 0 or the middle. takes: its input, "" where it is
+    not known. has_scales: the tensor is quantized as it is stored."""
+    half, first = ("first", "second")[number], number * middle
+    taking = f", which takes {takes}," if takes else ""
+    columns = f"{first} to {first + middle - 1}"
+    words = f"the {half} half of {tensor}'s columns ({columns}){taking} is"
+    blind = "Drafts see one of embedding and hidden state alone"
+    if all_zero and not has_scales:
+        return f"{words} zero: it was never written, or dropped and filled in. {blind}"
+    coarse = (
+        "rounded to zero: the halves differ in size, and a scale that both share is too coarse for"
+        f" the smaller. {blind}"
+    )
+    if has_scales:
+        return f"{words} {coarse}. Keep it in bf16, or give each half scales of its own"
+    return f"{words} {coarse}. It was quantized before it was stored unquantized"
+
+
+def part_zero(
+    tensor: str, place: str, share: str, shape: Sequence[int], *, has_scales: bool
+) -> str:
+    """place: rows, columns or both. share: of the tensor, such as "half". has_scales: the tensor is
+    quantized as it is stored."""
+    why = "that part was lost, or never written, or its scales are too coarse"
+    if not has_scales:
+        why = "that part was lost, never written, or rounded to zero before it was stored"
+    return f"{place} of {tensor} are zero, {share} of it ({_sized(shape)}): {why}"
+
+
+def _sized(shape: Sequence[int]) -> str:
+    axes = ("element",) if len(shape) == 1 else ("row", "column")
+    return ", ".join(map(counted, shape, axes))

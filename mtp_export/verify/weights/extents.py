@@ -1,0 +1,101 @@
+"""Where in a weight the elements of one kind lie, such as zeros: the rows and columns of the run
+that a block which shows them is of, and the words for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mtp_checkpoints.weights.weight_values import WeightOnDisk
+from mtp_export.verify.diagnosis.causes import parts_lost as causes
+
+if TYPE_CHECKING:
+    import torch
+
+_ROWS = 32  # of a block that is found
+_MOST = 0.5  # of a row or column of the run are of the kind; of others far fewer
+_TENTH = 0.1
+_SHARES = {0.25: "a quarter", 0.5: "half", 0.75: "three quarters"}
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A run of rows and columns of a matrix [n, k]."""
+
+    rows: range
+    columns: range
+    shape: tuple[int, int]
+
+    @property
+    def share(self) -> str:
+        """The share of the matrix, such as "half"."""
+        return share_words(len(self.rows) * len(self.columns) / (self.shape[0] * self.shape[1]))
+
+    @property
+    def place(self) -> str:
+        """The rows and columns, those that are not all."""
+        of_vector = self.shape[0] == 1
+        axes = {"rows": self.rows, "elements" if of_vector else "columns": self.columns}
+        sizes = dict(zip(axes, self.shape, strict=True))
+        runs = [run_words(axis, run) for axis, run in axes.items() if len(run) < sizes[axis]]
+        return ", ".join(runs) or "all elements"
+
+
+def share_words(share: float) -> str:
+    """Words for a share of a tensor."""
+    return _SHARES.get(share, f"{share:.0%}" if share >= _TENTH else f"{share:.1%}")
+
+
+def run_words(axis: str, run: range) -> str:
+    """Words for a run. axis: rows, columns or elements."""
+    if len(run) == 1:
+        return f"{axis.removesuffix('s')} {run.start}"
+    return f"{axis} {run.start} to {run.stop - 1}"
+
+
+def zero_words(weight: WeightOnDisk, row: int, column: int) -> str:
+    """Say which rows and columns of a matrix are zero, by the first of a block that is."""
+    import torch
+
+    pieces = [weight.encoded(*rows).dequantize() == 0 for rows in weight.pieces()]
+    return words_of(weight.name, torch.cat(pieces), row, column, has_scales=len(weight.tensors) > 1)
+
+
+def words_of(tensor: str, zeros: torch.Tensor, row: int, column: int, *, has_scales: bool) -> str:
+    """The same of a mask [n, k] of the zeros of a tensor."""
+    found = extent_of(zeros, row, column)
+    return causes.part_zero(tensor, found.place, found.share, found.shape, has_scales=has_scales)
+
+
+def not_finite_words(wrong: torch.Tensor) -> str:
+    """Say where values are not finite, by the mask [n, k] or [k] of these."""
+    wrong = wrong.flatten(1) if wrong.dim() > 1 else wrong[None]
+    count, first = int(wrong.count_nonzero()), wrong.nonzero()[0].tolist()
+    found = extent_of(wrong, *first)
+    if count < _MOST * len(found.rows) * len(found.columns) or count == 1:
+        where = f"row {first[0]}" if len(wrong) > 1 else f"element {first[1]}"
+        return causes.not_finite(count, f"the first in {where}")
+    return causes.not_finite(count, f"in {found.place}, {found.share} of it")
+
+
+def extent_of(is_so: torch.Tensor, row: int, column: int) -> Extent:
+    """Return the run of rows and columns of a mask [n, k] that a block of it is of, by its first
+    row and column."""
+    columns = _run(is_so[row : row + _ROWS], 0, column)
+    rows = _run(is_so[:, columns.start : columns.stop], 1, row)
+    return Extent(rows, _run(is_so[rows.start : rows.stop], 0, column), (*is_so.shape,))
+
+
+def _run(is_so: torch.Tensor, over: int, first: int) -> range:
+    """Return the run of columns (over 0) or rows (over 1) of a mask that are mostly so, around the
+    first such one from a place on."""
+    import torch
+
+    are = (is_so.mean(over, dtype=torch.float32) >= _MOST).tolist()
+    start = next((at for at in range(first, len(are)) if are[at]), first)
+    stop = start + 1
+    while start > 0 and are[start - 1]:
+        start -= 1
+    while stop < len(are) and are[stop]:
+        stop += 1
+    return range(start, stop)
