@@ -164,7 +164,7 @@ def verdict(name: str, problems: Sequence[Problem], figure: str = "", bound: str
     problems = [Problem(_clipped(problem.subject), _clipped(problem.words)) for problem in problems]
     return failed(
         name,
-        shortened([problem.words for problem in problems], _NAMED_PROBLEMS, "; "),
+        shortened([*dict.fromkeys(one.words for one in problems)], _NAMED_PROBLEMS, "; "),
         figure=f"{len(problems):,} wrong" + (f" of {figure}" if figure else ""),
         bound=bound,
         subject=problems[0].subject,

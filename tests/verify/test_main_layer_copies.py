@@ -112,20 +112,37 @@ def test_the_experts_of_a_main_layer_are_named(tmp_path: Path) -> None:
     assert "model.layers.3.mlp.experts is the main layer model.layers.2.mlp" in item["cause"]
 
 
-def test_a_main_layer_in_other_codes_of_its_format_is_named(tmp_path: Path) -> None:
-    """Quantized anew, its scales rounded up to powers of two."""
-    checkpoint = quantized(GLM, "fp8", "quantized")
+def anew(checkpoint: Checkpoint, layer: str, part: str = "") -> None:
+    """Main layer 2, or what begins so of it, in another layer's place, quantized anew under
+    scales that are half as large again."""
     for name, tensor in {**checkpoint.tensors}.items():
-        if not name.startswith("model.layers.2."):
+        if not name.startswith(f"model.layers.2.{part}"):
             continue
-        last = name.removeprefix("model.layers.2.")
-        if last.endswith("_scale_inv"):
-            checkpoint.set(last, tensor.log2().ceil().exp2())
-        elif (scale := checkpoint.tensors.get(f"{name}_scale_inv")) is not None:
-            ratio = float(scale) / float(scale.log2().ceil().exp2())
-            checkpoint.set(last, (tensor.float() * ratio).to(tensor.dtype))
+        own = f"{layer}{name.removeprefix('model.layers.2.')}"
+        if own.endswith("_scale_inv"):
+            checkpoint.tensors[own] = tensor * 1.5
+        elif f"{name}_scale_inv" in checkpoint.tensors:
+            checkpoint.tensors[own] = (tensor.float() / 1.5).to(tensor.dtype)
         else:
-            checkpoint.set(last, tensor)
+            checkpoint.tensors[own] = tensor
+
+
+def test_a_main_layer_in_other_codes_of_its_format_is_named(tmp_path: Path) -> None:
+    checkpoint = quantized(GLM, "fp8", "quantized")
+    anew(checkpoint, "model.layers.3.")
     code, item = judged(checkpoint, tmp_path / "taken")
     assert code == 7
     assert "model.layers.3 is the main layer model.layers.2 in another format" in item["cause"]
+
+
+def test_beside_an_exact_copy_no_near_one_is_named(tmp_path: Path) -> None:
+    checkpoint, experts = quantized(GLM, "fp8", "quantized"), "mlp.experts."
+    anew(checkpoint, "model.layers.1.", experts)
+    for name, tensor in {**checkpoint.tensors}.items():
+        if name.startswith(f"model.layers.2.{experts}"):
+            checkpoint.tensors[name.replace("layers.2", "layers.3")] = tensor
+    checkpoint.save(tmp_path / "taken")
+    outcome = run_program("verify", tmp_path / "taken", "--level", "weights", "--quiet")
+    assert outcome.code == 7
+    assert "model.layers.3.mlp.experts holds the same as model.layers.2.mlp.experts" in outcome.err
+    assert "layers.1" not in outcome.err

@@ -80,7 +80,11 @@ DAMAGE: dict[str, tuple[Callable[[Tensors], None], str, str]] = {
     ),
     "rows of eh_proj": (zeroed_rows_of_projection, "mtp: no block rounded to zero", "eh_proj"),
     "zeroed columns": (zeroed_columns, "mtp: no block rounded to zero", "columns 0 to 63 of"),
-    "another layer": (main_layer, "no linear is stored twice", "layers.2.self_attn.q_proj"),
+    "another layer": (
+        main_layer,
+        "no linear is stored twice",
+        f"{GLM_MTP[:-1]} holds the same as model.layers.2 (",
+    ),
 }
 
 

@@ -81,6 +81,25 @@ def test_a_module_of_a_wider_model_is_named(tmp_path: Path) -> None:
     assert "the module is another model's" in item["cause"]
 
 
+@pytest.mark.parametrize("keys", ["module", "both"])
+def test_a_module_with_more_heads_is_another_models(keys: str, tmp_path: Path) -> None:
+    """Unless the main model has as many too, and config.json says fewer."""
+
+    def change(stored: Tensors) -> None:
+        for name, one in stored.items():
+            if name.startswith("mtp." if keys == "module" else "") and "self_attn.k_proj" in name:
+                stored[name] = torch.cat([one, one])
+            if name == "mtp.layers.0.self_attn.v_proj.weight":
+                stored[name] = torch.cat([one, one])
+
+    folder = rewritten(QWEN, tmp_path / "heads", change)
+    outcome = run_program("verify", folder, "--level", "files", "--quiet")
+    assert outcome.code == 7
+    told = "it is another model's layer: 2 tensors have other shapes"
+    assert outcome.err.count(told) == (keys == "module")
+    assert ("expected weight" in outcome.err) == (keys == "both")
+
+
 @pytest.mark.parametrize("model_type", ["qwen3_5_moe", "qwen3_5_moe_text"])
 def test_a_module_of_a_model_of_more_experts_is_named(model_type: str, tmp_path: Path) -> None:
     """Whatever config.json calls their number, and wherever it says it."""

@@ -34,6 +34,7 @@ SINGLE_NAME = "model.safetensors"
 # another name its tensors tell.
 MTP_NAME = "mtp.safetensors"
 _NUMBERED = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})\.safetensors", re.ASCII)
+_NAMED = 4  # files that are missing, one by one
 _name_of = attrgetter("name")
 
 
@@ -52,7 +53,7 @@ class Safetensors:
     def open(self, source: ByteSource) -> Opened:
         raw_config = source.read(CONFIG_NAME)
         config = parsed_json_object(source.path / CONFIG_NAME, raw_config)
-        weight_map = _weight_map(source)
+        weight_map = _weight_map(source, config)
         alone = [SINGLE_NAME] if SINGLE_NAME in source.names() else whole_set(source.names())
         names = alone if weight_map is None else sorted(set(weight_map.values()))
         others = sorted(n for n in source.names() - set(names) if n.endswith(SUFFIX))
@@ -122,8 +123,9 @@ def shards_alone(names: Collection[str]) -> str | None:
     return f"{words}; by their numbers {missing[0]}{more} {'are' if more else 'is'} missing too"
 
 
-def _weight_map(source: ByteSource) -> dict[str, str] | None:
-    """Return the index's map from tensor to file; None for one file without an index."""
+def _weight_map(source: ByteSource, config: Mapping[str, Any]) -> dict[str, str] | None:
+    """Return the index's map from tensor to file; None for one file without an index. config: its
+    count of layers tells MTP modules."""
     path, names = source.path / INDEX_NAME, source.names()
     if INDEX_NAME not in names:
         return None
@@ -152,17 +154,43 @@ def _weight_map(source: ByteSource) -> dict[str, str] | None:
             found=repr(file_name)[:200],
             todo="Do not trust this checkpoint; get it again from its source",
         )
-    for file_name in sorted(set(files)):
-        if file_name not in names:
-            lost = [name for name, file in weight_map.items() if file == file_name]
-            raise InvalidInputError(
-                "The index names a shard that is not in the folder",
-                where=source.path / file_name,
-                expected=f"a file that holds {len(lost)} tensors, such as {lost[0]}",
-                found="no such file",
-                todo="Download the missing shard",
-            )
+    if missing := sorted(set(files) - names):
+        raise _missing_shards(source, weight_map, missing, config)
     return weight_map
+
+
+def _missing_shards(
+    source: ByteSource,
+    weight_map: Mapping[str, str],
+    missing: Sequence[str],
+    config: Mapping[str, Any],
+) -> InvalidInputError:
+    """Return the error of files that the index names and that are not there."""
+    lost = [name for name, file in weight_map.items() if file in missing]
+    modules = mtp_modules(lost, main_layers(config))
+    of_mtp = sum(len(module.tensors) for module in modules)
+    what = f"{len(lost)} tensors, such as {lost[0]}"
+    if of_mtp:
+        module = next(iter(modules)).tensors[0]
+        alone = "all of the MTP module" if of_mtp == len(lost) else f"{of_mtp} of the MTP module"
+        what = f"{len(lost)} tensors, {alone}, such as {module}"
+    if len(missing) == 1:
+        return InvalidInputError(
+            "The index names a shard that is not in the folder",
+            where=source.path / missing[0],
+            expected=f"a file that holds {what}",
+            found="no such file",
+            todo="Download the missing shard",
+        )
+    shown = ", ".join(missing[:_NAMED])
+    more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+    return InvalidInputError(
+        f"The index names {len(missing)} shards that are not in the folder",
+        where=source.path,
+        expected=f"{shown}{more}, which hold {what}",
+        found="no such files",
+        todo="Download the missing shards",
+    )
 
 
 def _is_plain_file_name(name: object) -> bool:

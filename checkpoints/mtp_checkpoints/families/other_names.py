@@ -72,7 +72,7 @@ def renamed(wanted: Mapping[str, Wanted], there: Mapping[str, Stored]) -> list[R
     pairs: dict[tuple[str, str], set[str]] = defaultdict(set)
     for name in sorted(wanted.keys() - stored.keys()):
         for other in by_ending[_ending(name)]:
-            if _holds(stored[other], wanted[name]):
+            if holds(stored[other], wanted[name]):
                 pairs[_beginnings(name, other)].add(name)
     told: set[str] = set()
     found = []
@@ -94,7 +94,7 @@ def renamed_singly(wanted: Mapping[str, Wanted], there: Mapping[str, Stored]) ->
         return None
     left = [there[names[name]] for name in others]
     for one in map(wanted.__getitem__, missing):
-        fitting = [tensor for tensor in left if _holds(tensor, one)]
+        fitting = [tensor for tensor in left if holds(tensor, one)]
         if not fitting:
             return None
         left.remove(min(fitting, key=lambda tensor: tuple(tensor.shape) != tuple(one.shape)))
@@ -134,7 +134,7 @@ def _modules_by_part(names: Iterable[str]) -> dict[str, set[str]]:
     return found
 
 
-def _holds(tensor: Stored, wanted: Wanted) -> bool:
+def holds(tensor: Stored, wanted: Wanted) -> bool:
     """Return whether a tensor has the shape of a weight, or as many bits as codes of it."""
     if tensor.dtype in FLOATS or tuple(tensor.shape) == tuple(wanted.shape):
         return tuple(tensor.shape) == tuple(wanted.shape)

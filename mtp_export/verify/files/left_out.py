@@ -263,16 +263,19 @@ def _module_of(weight: StoredWeight) -> str:
 
 
 def _added(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
-    """Entries of lists and objects in a quantization_config that another has nowhere."""
-    old = {*_entries(before)}
+    """Entries of lists and objects in a quantization_config that another has nowhere, once for all
+    keys that lack the same."""
+    old, keys = {*_entries(before)}, dict[tuple[str, ...], list[str]]()
     for key, value in after.items():
         if not isinstance(value, list | dict):
             continue
-        if more := [one for one in value if isinstance(one, str) and one not in old]:
-            first = ", ".join(more)
-            if len(more) > _NAMED:
-                first = f"{', '.join(more[:2])} and {len(more) - 2} more, each by its whole name,"
-            yield f"{first} to {key}"
+        if more := tuple(one for one in value if isinstance(one, str) and one not in old):
+            keys.setdefault(more, []).append(key)
+    for more, lacking in keys.items():
+        first = ", ".join(more)
+        if len(more) > _NAMED:
+            first = f"{', '.join(more[:2])} and {len(more) - 2} more, each by its whole name,"
+        yield f"{first} to {' and to '.join(lacking)}"
 
 
 def _entries(value: object) -> Iterator[str]:

@@ -1,18 +1,22 @@
-"""Shapes of MTP tensors of a model without a family here, beside those of the main layers' tensors
-of the same name: one that is transposed can only be wrong."""
+"""Shapes of MTP tensors beside those of the main layers' tensors of the same name: several others
+are of another model's layer, and one that is transposed can only be wrong."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from mtp_checkpoints.containers.base import TensorInfo
-from mtp_checkpoints.families.base import FLOATS
+from mtp_checkpoints.families.base import FLOATS, TensorSpec
+from mtp_checkpoints.families.other_names import as_weight, holds
 from mtp_checkpoints.families.signs import has_layers
 from mtp_export.progress import counted
 from mtp_export.verify.check import Item, Problem, not_tested, verdict
 from mtp_export.verify.diagnosis.causes import presence as causes
+from mtp_export.verify.files.tensor_problems import COPIED
 
+_LAYER = re.compile(r".*\blayers\.\d+\.", re.ASCII)
 _STORED_WHOLE = frozenset({*FLOATS, "F8_E4M3", "F8_E5M2", "I8"})  # an element per number
 _COMPONENTS = 3  # of a tensor's name, that tell it in its layer
 _Shape = tuple[int, ...]
@@ -61,3 +65,44 @@ def _is_matrix(tensor: TensorInfo) -> bool:
 def _ending(name: str) -> tuple[str, ...]:
     """The last components of a name, without the numbers of experts."""
     return tuple("*" if one.isdigit() else one for one in name.split(".")[-_COMPONENTS:])
+
+
+def of_other_shapes(
+    wanted: Mapping[str, TensorSpec],
+    every: Mapping[str, TensorInfo],
+    mtp: Mapping[str, TensorInfo],
+    width: int | None,
+) -> list[Problem]:
+    """The weights of a module that have other shapes than config.json gives them, and the main
+    model's weights of their names: one alone tells nothing, unless it is every norm's.
+
+    wanted: the module's weights by the names of `as_weight`. every: all tensors, mtp: the module's.
+    width: that of the hidden state.
+    """
+    names = {as_weight(name): name for name in mtp if as_weight(name) in wanted}
+    unlike = {name: own for name, own in names.items() if _is_unlike(mtp[own], wanted[name])}
+    main: dict[str, list[TensorInfo]] = {}
+    for name, one in every.items():
+        if name not in mtp:
+            main.setdefault(_in_layer(as_weight(name)), []).append(one)
+    told = [n for n in unlike if any(holds(one, wanted[n]) for one in main.get(_in_layer(n), ()))]
+    norms = {mtp[own].shape[0] for name, own in names.items() if [*wanted[name].shape] == [width]}
+    if told and width is not None and len(norms) == 1 and width not in norms:
+        words = causes.of_another_width(*norms, width)
+    elif len(told) > 1:
+        shapes = {name: ([*mtp[unlike[name]].shape], [*wanted[name].shape]) for name in told}
+        words = causes.of_other_shapes(len(unlike), shapes)
+    else:
+        return []
+    return [Problem(own, words) for own in unlike.values()]
+
+
+def _is_unlike(tensor: TensorInfo, wanted: TensorSpec) -> bool:
+    """Return whether a tensor holds another weight, and not that transposed; of embeddings and
+    heads engines take the main model's."""
+    transposed = tuple(tensor.shape) == tuple(reversed(wanted.shape))
+    return wanted.role not in COPIED and not transposed and not holds(tensor, wanted)
+
+
+def _in_layer(name: str) -> str:
+    return _LAYER.sub("", name)

@@ -59,7 +59,7 @@ from mtp_export.verify.check import (
     verdict,
 )
 from mtp_export.verify.diagnosis.causes import presence as causes
-from mtp_export.verify.files.main_shapes import shapes_as_main
+from mtp_export.verify.files.main_shapes import of_other_shapes, shapes_as_main
 from mtp_export.verify.files.repair import graft_command, unlike_source
 
 if TYPE_CHECKING:
@@ -275,21 +275,7 @@ def _astray(found: Found, tensors: Mapping[str, TensorInfo]) -> list[Problem]:
     return [
         Problem(one.part, causes.of_another_kind(one.part, one.wanted, one.found))
         for one in of_another_kind(wanted, tensors)
-    ] or _of_another_width(found, tensors)
-
-
-def _of_another_width(found: Found, tensors: Mapping[str, TensorInfo]) -> list[Problem]:
-    """The first norm of a module whose norms of the hidden state all are of another width, which
-    the main model's are not."""
-    width, names = hidden_size(found.config), [n for n in tensors if n in found.wanted_names]
-    own = {n: tensors[n].shape[0] for n in names if [*found.wanted_names[n].shape] == [width]}
-    of_main = [one for name, one in found.tensors.items() if name not in tensors]
-    if len({*own.values()}) != 1 or width in own.values() or width is None:
-        return []
-    if not any([*one.shape] == [width] for one in of_main):
-        return []
-    first = next(iter(own))
-    return [Problem(first, causes.of_another_width(own[first], width))]
+    ] or of_other_shapes(found.wanted_names, found.tensors, tensors, hidden_size(found.config))
 
 
 def _shapes(found: Found) -> Iterator[Item]:

@@ -24,6 +24,7 @@ _SHARD = ".safetensors"
 _ENGINES_LAYER = "model.decoder."  # as an engine calls the draft's layer
 MOST_CAUSES = 5  # that a page or a message tells
 _MOST_NAMES, _MOST_SENTENCES = 3, 5
+_LAYER_PARTS = 3  # of a layer's name
 _MARK = "§"
 _EXPERT = re.compile(r"\.experts\.\d+\.", re.ASCII)
 _NAME_OR_FIGURE = re.compile(r"[\w/*-]++(?:\.[\w*-]+)+|\b(?:main|mtp)/|\d[\d,.]*")
@@ -238,7 +239,14 @@ def _words(item: Item) -> str:
     if not item.cause:
         return f"{item.subject}: {item.measured}" if item.subject else item.measured
     words = "; ".join(_sentences(item)) or item.cause
-    return words if item.subject in words else f"{item.subject}: {words}"
+    return words if _says(words, item.subject) else f"{item.subject}: {words}"
+
+
+def _says(words: str, subject: str) -> bool:
+    """Return whether words name a subject, or the layer or module that it is of."""
+    parts = subject.split(".") if "/" not in subject else [subject]
+    beginnings = (".".join(parts[:count]) for count in range(_LAYER_PARTS, len(parts)))
+    return subject in words or any(one in words for one in beginnings)
 
 
 def _sentences(item: Item) -> list[str]:
@@ -254,8 +262,8 @@ def _sentences(item: Item) -> list[str]:
     for sign in shown[:_MOST_SENTENCES]:
         (_, words), *others = by_sign.pop(sign).items()
         lines.append(words)
-        if others:
-            lines.append(f"likewise {_alike([name for name, _ in others])}")
+        if others := [name for name, own in others if own != words]:
+            lines.append(f"likewise {_alike(others)}")
     left = sum(map(len, by_sign.values()))
     return [*lines, f"and {left:,} more"] if left else lines
 

@@ -21,7 +21,7 @@ from mtp_export.verify.evidence.weight_facts import WeightFacts
 if TYPE_CHECKING:
     import torch
 
-_LAYER = re.compile(r"(.*?\blayers\.\d+)\.(.+)", re.ASCII)
+LAYER = re.compile(r"(.*?\blayers\.\d+)\.(.+)", re.ASCII)
 _IN_PART = 3  # components of the name of a linear of a part of a layer; experts' have more
 _SAMPLES = 8  # linears whose first rows are compared
 # What rounding a norm or a bias to the coarsest dtype of one, bf16, changes at most.
@@ -42,19 +42,26 @@ def in_other_formats(main: Sequence[WeightFacts], mtp: Sequence[WeightFacts]) ->
     other parts are unlike, as no training leaves it. Equal bytes are found by their digests alone.
     """
     layers, problems, compared = _by_layer(main), list[Problem](), 0
+    held = {(name, one.digest) for layer in layers.values() for name, one in layer.items()}
     for layer, own in _by_layer(mtp).items():
+        near = dict[str, tuple[float, str]]()
         for other, theirs in layers.items():
             pairs = _pairs(own, theirs)
             if not any(map(_differ_in_codes, pairs)):
                 continue
             compared += 1
-            parts = [""] if _are_one(pairs) else _taken_parts(own, theirs)
-            for part in parts:
-                first = next(
-                    p[0].weight.name for p in _of(part, own, theirs) if _differ_in_codes(p)
-                )
-                words = causes.main_layer_in_its_place(f"{layer}{part}", f"{other}{part}")
-                problems.append(Problem(first, words))
+            for part in [""] if _are_one(pairs) else _taken_parts(own, theirs):
+                linears = _sampled([*filter(_differ_in_codes, _of(part, own, theirs))])
+                room = median(map(_room_db, linears)), other
+                near[part] = max(near.get(part, room), room)
+        for part in [""] if "" in near else near:
+            other = near[part][1]
+            taken = [one for one, _ in filter(_is_linear, _of(part, own, layers[other]))]
+            exact = sum((_in_layer(one), one.digest) in held for one in taken)
+            if 2 * exact >= len(taken):
+                continue  # an exact copy, which `value_checks` tells by its digests
+            words = causes.main_layer_in_its_place(f"{layer}{part}", f"{other}{part}")
+            problems += [Problem(one.weight.name, words) for one in taken]
     if compared:
         figure = f"{counted(compared, 'main layer')} in other codes"
         yield verdict("mtp: no main layer in its place", problems, figure)
@@ -81,10 +88,15 @@ def _by_layer(facts: Sequence[WeightFacts]) -> Mapping[str, Layer]:
     """Sound weights of decoder layers that are not all one value, by their names in the layer."""
     found: dict[str, dict[str, WeightFacts]] = defaultdict(dict)
     for fact in facts:
-        name = _LAYER.fullmatch(fact.weight.stored.weight.name)
+        name = LAYER.fullmatch(fact.weight.stored.weight.name)
         if name and fact.statistics.is_sound and not fact.statistics.is_constant:
             found[name[1]][name[2]] = fact
     return found
+
+
+def _in_layer(fact: WeightFacts) -> str:
+    name = LAYER.fullmatch(fact.weight.stored.weight.name)
+    return name[2] if name else ""
 
 
 def _pairs(own: Layer, theirs: Layer) -> list[Pair]:

@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,7 @@ from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.evidence.parts import PartLayout
 from mtp_export.verify.evidence.weight_facts import WeightFacts
 from mtp_export.verify.weights.extents import not_finite_words
-from mtp_export.verify.weights.main_layer_copies import in_other_formats, norms_taken
+from mtp_export.verify.weights.main_layer_copies import LAYER, in_other_formats, norms_taken
 from mtp_export.verify.weights.table_copies import copies_of_tables
 
 if TYPE_CHECKING:
@@ -258,10 +259,33 @@ def _no_twins(context: Context, facts: Mapping[str, Sequence[WeightFacts]]) -> I
         if twin is not fact:
             twins.append((fact.weight.name, twin.weight.name))
     over, twins = _overwritten(context, twins)
-    problems = [Problem(one, causes.taken_for_another(one, other)) for one, other in twins]
+    problems = [*_taken(twins)]
     item = verdict("no linear is stored twice", [*over, *problems])
     # `presence` tells by names alone, which may also be those of a module that is whole.
     return replace(item, data={**item.data, KNOWS_MORE: True}) if over else item
+
+
+def _taken(twins: Sequence[tuple[str, str]]) -> Iterator[Problem]:
+    """Yield a problem per twin, those of one layer in another's place in the same words."""
+    found: dict[tuple[str, ...], list[tuple[str, str]]] = defaultdict(list)
+    for one, other in twins:
+        layers = [LAYER.fullmatch(name) for name in (one, other)]
+        names = [layer[2] if layer else "" for layer in layers]
+        is_place = names[0] and names[0] == names[1]
+        found[tuple(layer[1] for layer in layers if layer) if is_place else (one, other)].append(
+            (one, other)
+        )
+    for pairs in found.values():
+        places = [_beginning(names) for names in zip(*pairs, strict=True)]
+        words = causes.taken_for_another(*places, len(pairs))
+        yield from (Problem(one, words) for one, _ in pairs)
+
+
+def _beginning(names: Sequence[str]) -> str:
+    """Return the components that some names begin with."""
+    components = zip(*(name.split(".") for name in names), strict=False)
+    same = takewhile(lambda ones: len({*ones}) == 1, components)
+    return ".".join(ones[0] for ones in same)
 
 
 def _overwritten(

@@ -178,6 +178,16 @@ def test_a_shard_that_is_not_there(folder: Path) -> None:
     assert error.todo == "Download the missing shard"
 
 
+def test_shards_that_are_not_there_are_all_named(folder: Path) -> None:
+    """And whether they hold the MTP module."""
+    weight_map = {"model.layers.1.a": "x.safetensors", "mtp.fc.weight": "y.safetensors"}
+    edit_json(folder / INDEX, lambda index: index["weight_map"].update(weight_map))
+    error = refusal(folder)
+    assert error.what == "The index names 2 shards that are not in the folder"
+    held = "2 tensors, 1 of the MTP module, such as mtp.fc.weight"
+    assert error.expected == f"x.safetensors, y.safetensors, which hold {held}"
+
+
 def test_a_tensor_in_two_shards(folder: Path) -> None:
     save_file({**TENSORS["two.safetensors"], "a": torch.zeros(1)}, folder / "two.safetensors")
     error = refusal(folder)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mtp_checkpoints.families.other_names import Renamed
 from mtp_export.progress import shortened
@@ -133,6 +133,15 @@ def of_another_width(own: int, wanted: int) -> str:
     return (
         f"its norms are of hidden states of {own} channels, and config.json and the main model have"
         f" {wanted}: the module is another model's"
+    )
+
+
+def of_other_shapes(count: int, shapes: Mapping[str, tuple[list[int], list[int]]]) -> str:
+    """shapes: those of some of `count` tensors, with those that they should have."""
+    some = [f"{name} {own} in place of {wanted}" for name, (own, wanted) in shapes.items()]
+    return (
+        f"it is another model's layer: {count} tensors have other shapes than config.json says and"
+        f" the main model's have, {shortened(some, _NAMED)}"
     )
 
 

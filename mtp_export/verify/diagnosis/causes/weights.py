@@ -66,8 +66,10 @@ def part_out_of_proportion(ratio: float, dtype: str) -> str:
     return f"{words}: their scales are off by one factor, as where amax was stored for amax / 127"
 
 
-def taken_for_another(tensor: str, twin: str) -> str:
-    return f"{tensor} holds the same as {twin}: one was taken for the other"
+def taken_for_another(tensor: str, twin: str, linears: int = 1) -> str:
+    """linears: how many of them two layers, or parts of both, share."""
+    count = f" ({linears} linears)" if linears > 1 else ""
+    return f"{tensor} holds the same as {twin}{count}: one was taken for the other"
 
 
 def main_layer_in_its_place(layer: str, main: str) -> str:
