@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from cases import run_program
 from faults.small_model import family_config, write_dense
-from verify.foreign import FIXTURES, INDEX, Tensors, rewritten
+from verify.foreign import FIXTURES, INDEX, Config, Tensors, rewritten
 from verify.foreign_damages import rename
 from verify.foreign_folders import QWEN_NAMES
 from verify.foreign_sources import GLM, quantized
@@ -79,6 +79,35 @@ def test_a_module_of_a_wider_model_is_named(tmp_path: Path) -> None:
     item = complete(rewritten(QWEN, tmp_path / "wider", change))
     assert "hidden states of 160 channels" in item["cause"] and "have 128" in item["cause"]
     assert "the module is another model's" in item["cause"]
+
+
+def test_what_follows_from_other_names_is_not_told_again(tmp_path: Path) -> None:
+    """Neither what is missing and strange by config.json, nor what engines read."""
+
+    def change(stored: Tensors) -> Tensors:
+        return {name.replace("mtp.", "model.mtp."): one for name, one in stored.items()}
+
+    outcome = run_program("verify", rewritten(QWEN, tmp_path / "other", change), "--level", "files")
+    assert outcome.code == 7
+    told = "engines look for them without model. before each. Rename them so, in the files and in"
+    assert " ".join(outcome.out.split()).count(told) == 1
+    assert "is missing" not in outcome.out and "is not a tensor" not in outcome.out
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_of_modules_that_are_not_there_the_count_may_be_what_is_wrong(
+    count: int, tmp_path: Path
+) -> None:
+    def change(config: Config) -> None:
+        config["num_nextn_predict_layers"] = count
+
+    outcome = run_program(
+        "verify", rewritten(GLM, tmp_path / "more", config=change), "--level", "files"
+    )
+    missing = "model.layers.4 is" if count == 2 else "model.layers.4, model.layers.5 are"
+    text = " ".join(outcome.out.split())
+    assert outcome.code == 7 and f"({missing} missing)" in text and "--mtp ORIGINAL" in text
+    assert "or config.json counts too many, and num_nextn_predict_layers is to be 1" in text
 
 
 @pytest.mark.parametrize("keys", ["module", "both"])

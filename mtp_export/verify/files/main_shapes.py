@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from mtp_checkpoints.containers.base import TensorInfo
-from mtp_checkpoints.families.base import FLOATS, TensorSpec
+from mtp_checkpoints.families.base import FLOATS, Role, TensorSpec
 from mtp_checkpoints.families.other_names import as_weight, holds
 from mtp_checkpoints.families.signs import has_layers
 from mtp_export.progress import counted
@@ -88,7 +88,7 @@ def of_other_shapes(
     told = [n for n in unlike if any(holds(one, wanted[n]) for one in main.get(_in_layer(n), ()))]
     norms = {mtp[own].shape[0] for name, own in names.items() if [*wanted[name].shape] == [width]}
     if told and width is not None and len(norms) == 1 and width not in norms:
-        words = causes.of_another_width(*norms, width)
+        words = causes.of_another_width(norms.pop(), width)
     elif len(told) > 1:
         shapes = {name: ([*mtp[unlike[name]].shape], [*wanted[name].shape]) for name in told}
         words = causes.of_other_shapes(len(unlike), shapes)
@@ -98,10 +98,12 @@ def of_other_shapes(
 
 
 def _is_unlike(tensor: TensorInfo, wanted: TensorSpec) -> bool:
-    """Return whether a tensor holds another weight, and not that transposed; of embeddings and
-    heads engines take the main model's."""
+    """Return whether a tensor holds another weight, and not that transposed. Of embeddings and
+    heads engines take the main model's, and routers go with the experts, whose number tells."""
     transposed = tuple(tensor.shape) == tuple(reversed(wanted.shape))
-    return wanted.role not in COPIED and not transposed and not holds(tensor, wanted)
+    return (
+        wanted.role not in (*COPIED, Role.ROUTER) and not transposed and not holds(tensor, wanted)
+    )
 
 
 def _in_layer(name: str) -> str:

@@ -4,7 +4,7 @@ and complete, loaders find them, and what bears their names is what it says."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -161,6 +161,24 @@ class Found:
             return {}
 
     @property
+    def astray(self) -> list[str]:
+        """The MTP part's tensors that no engine looks for, and those that are missing."""
+        part = self.context.part(MTP)
+        if not self.wanted_names or part is None or part.checkpoint is None:
+            return []
+        there, wanted = part.checkpoint.tensors, self.context.layout(part).stored.tensors
+        return sorted(there.keys() - wanted.keys()) + sorted(wanted.keys() - there.keys())
+
+    @property
+    def modules_lost(self) -> list[str]:
+        """The modules of a known family of which no tensor is there."""
+        part = self.context.part(MTP)
+        if not self.wanted_names or part is None:
+            return []
+        names = [module.name for module in self.context.layout(part).stored.family.mtp]
+        return [o for o in names if not any(name.startswith(f"{o}.") for name in self.mtp_names)]
+
+    @property
     def draft_beside(self) -> OtherDraft | None:
         """The draft of another kind among the main model's tensors."""
         return other_draft({}, self.tensors)
@@ -202,13 +220,11 @@ def _presence(found: Found) -> Item:
     if not count:
         return _none_there(name, found, wanted)
     if wanted.count is not None and count < wanted.count:
-        return failed(
-            name,
-            causes.partly_lost(str(wanted), count),
-            figure=_figure(count, wanted),
-            subject=found.modules[-1].tensors[0],
-            repair=found.repair,
-        )
+        lost = found.modules_lost
+        words = causes.partly_lost(str(wanted), count, lost, count_field(found.config))
+        names = [n for n in found.astray if n.startswith(tuple(f"{one}." for one in lost))]
+        item = verdict(name, _each(names or [CONFIG_NAME], words))
+        return replace(item, figure=_figure(count, wanted), repair=found.repair)
     tensors = sum(len(module.tensors) for module in found.modules)
     return passed(name, figure=f"{_figure(count, wanted)}, {counted(tensors, 'tensor')}")
 
@@ -222,8 +238,9 @@ def _none_there(name: str, found: Found, wanted: Announced) -> Item:
         words = causes.not_in_folder(str(folder), str(wanted))
         return failed(name, words, figure=figure, subject=str(folder), repair=found.repair)
     if others := renamed(found.wanted_anywhere, found.tensors):
-        words = causes.renamed(others)
-        return failed(name, words, figure=figure, subject="config.json", repair=found.repair)
+        strange = found.tensors.keys() - found.wanted_anywhere.keys()
+        item = verdict(name, _each(sorted(strange), causes.renamed(others)))
+        return replace(item, figure=figure, repair=found.repair)
     if (draft := found.draft_beside) is not None:
         words = causes.lost_beside(str(wanted), draft.kind, draft.sign)
         return failed(name, words, figure=figure, subject="config.json", repair=found.repair)
@@ -267,15 +284,21 @@ def _complete(found: Found) -> Item:
 
 def _astray(found: Found, tensors: Mapping[str, TensorInfo]) -> list[Problem]:
     """Tensors of the modules that no engine looks for, in the place of those that are missing."""
-    wanted, first = found.wanted_names, next(iter(tensors))
+    wanted = found.wanted_names
     if others := renamed(wanted, tensors):
-        return [Problem(first, causes.renamed(others))]
+        return _each(found.astray, causes.renamed(others))
     if (single := renamed_singly(wanted, tensors)) is not None:
-        return [Problem(single.found[0], causes.renamed_singly(single.wanted, single.found))]
-    return [
-        Problem(one.part, causes.of_another_kind(one.part, one.wanted, one.found))
-        for one in of_another_kind(wanted, tensors)
-    ] or of_other_shapes(found.wanted_names, found.tensors, tensors, hidden_size(found.config))
+        words = causes.renamed_singly(single.wanted, single.found)
+        return _each([*single.found, *found.astray], words)
+    if kinds := of_another_kind(wanted, tensors):
+        words = "; ".join(causes.of_another_kind(one.part, one.wanted, one.found) for one in kinds)
+        return _each(found.astray, words)
+    return of_other_shapes(wanted, found.tensors, tensors, hidden_size(found.config))
+
+
+def _each(names: Iterable[str], words: str) -> list[Problem]:
+    """The same words for several tensors: what else is said of these follows from it."""
+    return [Problem(name, words) for name in dict.fromkeys(names)]
 
 
 def _shapes(found: Found) -> Iterator[Item]:

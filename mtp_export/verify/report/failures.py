@@ -208,12 +208,14 @@ def named(names: Sequence[str]) -> str:
 
 
 def _are_among(own: set[str], subjects: set[str]) -> bool:
-    """True for tensors that are among others, perhaps by an engine's names for its layer."""
+    """True for tensors of the modules that others are of, perhaps by an engine's names for its
+    layer."""
+    modules = {other.rpartition(".")[0] for other in subjects}
     return all(
-        any(other.endswith(f".{name.removeprefix(_ENGINES_LAYER)}") for other in subjects)
+        any(other.endswith(f".{name.removeprefix(_ENGINES_LAYER)}") for other in modules)
         if name.startswith(_ENGINES_LAYER)
-        else name in subjects
-        for name in own
+        else name in modules
+        for name in (one.rpartition(".")[0] for one in own)
     )
 
 
@@ -262,8 +264,8 @@ def _sentences(item: Item) -> list[str]:
     for sign in shown[:_MOST_SENTENCES]:
         (_, words), *others = by_sign.pop(sign).items()
         lines.append(words)
-        if others := [name for name, own in others if own != words]:
-            lines.append(f"likewise {_alike(others)}")
+        if more := [name for name, own in others if own != words]:
+            lines.append(f"likewise {_alike(more)}")
     left = sum(map(len, by_sign.values()))
     return [*lines, f"and {left:,} more"] if left else lines
 

@@ -276,8 +276,8 @@ def _taken(twins: Sequence[tuple[str, str]]) -> Iterator[Problem]:
             (one, other)
         )
     for pairs in found.values():
-        places = [_beginning(names) for names in zip(*pairs, strict=True)]
-        words = causes.taken_for_another(*places, len(pairs))
+        own, theirs = (_beginning(names) for names in zip(*pairs, strict=True))
+        words = causes.taken_for_another(own, theirs, len(pairs))
         yield from (Problem(one, words) for one, _ in pairs)
 
 

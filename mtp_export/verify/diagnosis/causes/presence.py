@@ -92,8 +92,16 @@ def counted_as_main(projection: str) -> str:
     )
 
 
-def partly_lost(wanted: str, count: int) -> str:
-    return f"config.json announces {wanted}, and tensors of {count} are there"
+def partly_lost(wanted: str, count: int, lost: Sequence[str], field: str) -> str:
+    """lost: the names of the modules that are not there, none where they are not known. field: the
+    one of config.json that counts modules."""
+    verb, counts = "is" if len(lost) == 1 else "are", field.split()[0] if field else "its count"
+    missing = f" ({', '.join(lost)} {verb} missing)" if lost else ""
+    return (
+        f"config.json announces {wanted}, and tensors of {count} are there{missing}: the others"
+        f" were lost, and a graft gives them back; or config.json counts too many, and {counts} is"
+        f" to be {count}"
+    )
 
 
 def no_projection(name: str) -> str:
@@ -108,15 +116,18 @@ def renamed(found: Sequence[Renamed]) -> str:
     there = "tensors of the module are there under other names"
     first, count = found[0], sum(one.count for one in found)
     if not first.wanted:
-        return f"{there} ({count}): engines look for them without {first.found}. before each"
+        bare = f"engines look for them without {first.found}. before each"
+        return f"{there} ({count}): {bare}. Rename them so, in the files and in the index"
     begin = [f"with {one.found or 'nothing'}, where engines look for {one.wanted}" for one in found]
-    return f"{there} ({count}): they begin {shortened(begin, _NAMED, '; ')}"
+    some = shortened(begin, _NAMED, "; ")
+    return f"{there} ({count}): they begin {some}. Rename them so, in the files and in the index"
 
 
 def renamed_singly(wanted: Sequence[str], found: Sequence[str]) -> str:
     return (
         f"tensors of the module are there under other names, by their shapes ({len(found)}):"
-        f" {shortened(found, _NAMED)} lie where engines look for {shortened(wanted, _NAMED)}"
+        f" {shortened(found, _NAMED)} {'lies' if len(found) == 1 else 'lie'} where engines look for"
+        f" {shortened(wanted, _NAMED)}. Rename them so, in the files and in the index"
     )
 
 
