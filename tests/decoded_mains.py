@@ -26,7 +26,7 @@ QUARK_INT4 = {
     "global_quant_config": {
         "weight": {"dtype": "int4", "qscheme": "per_group", "group_size": 32, "is_dynamic": False}
     },
-    "export": {"pack_method": "reorder"},
+    "export": {"kv_cache_group": [], "pack_method": "reorder"},
     "exclude": ["lm_head"],
 }
 _EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(.*)")

@@ -4,6 +4,7 @@ stored so. vLLM builds both parts by the main folder's config, SGLang the main m
 from __future__ import annotations
 
 import ast
+import copy
 import re
 from collections.abc import Callable
 from fnmatch import fnmatch
@@ -17,6 +18,8 @@ import pytest
 from engine_runs import sglang_wheel
 
 from cases import MTP_LAYER, make_checkpoint, read_json, read_tensors, run_program
+from mtp_checkpoints.errors import InvalidInputError
+from mtp_checkpoints.quantization.readers import vllm_reads
 from quantized_by_others import LINEAR, METHODS, write
 from undecoded_mains import write_main
 from verify.foreign import GLM
@@ -226,6 +229,25 @@ def test_lists_of_main_models_that_are_not_decoded(
         asked = EXPERT.sub(r"\1", module)
         assert left_out(asked) is module.startswith(("model.layers.3.", "lm_head")), asked
     assert len(linears) > 80
+
+
+@pytest.mark.parametrize("export", [None, {}, {"kv_cache_group": []}, {"kv_cache_group": ["*k"]}])
+@pytest.mark.parametrize("named", [None, {"layers.1.k": {"output_tensors": {"dtype": "fp8_e4m3"}}}])
+def test_what_vllms_class_of_quark_ends_on(export: Any, named: Any) -> None:
+    from vllm.model_executor.layers.quantization.quark.quark import QuarkConfig
+
+    quantization: dict[str, Any] = {"quant_method": "quark", "layer_quant_config": named}
+    quantization |= {} if export is None else {"export": export}
+    ends, refused = False, False
+    try:
+        vllm_reads({"quantization_config": copy.deepcopy(quantization)}, ())
+    except InvalidInputError:
+        refused = True
+    try:
+        QuarkConfig.from_config(quantization)
+    except (AttributeError, TypeError, ValueError):
+        ends = True
+    assert refused is ends
 
 
 # Those of AutoRound are executed in test_foreign_readers.py; of experts with zero points none is.

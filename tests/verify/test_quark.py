@@ -29,6 +29,7 @@ def written(folder: Path, exclude: Any, tensors: Any = as_is, **fields: Any) -> 
     quantization = {
         "quant_method": "quark",
         "global_quant_config": NUMBERS,
+        "export": {"kv_cache_group": []},
         "exclude": exclude,
         **fields,
     }
@@ -150,6 +151,7 @@ def test_a_projection_that_sglang_builds_quantized_is_named(tmp_path: Path) -> N
         names = [n.removesuffix(".weight") for n in read_tensors(source) if n.endswith(".weight")]
         exclude = [n for n in names if n.startswith(tuple(left))]
         own = {"quant_method": "quark", "global_quant_config": READ, "exclude": exclude}
+        own["export"] = {"kv_cache_group": []}
         folder = rewritten(
             source,
             tmp_path / name,
@@ -162,3 +164,28 @@ def test_a_projection_that_sglang_builds_quantized_is_named(tmp_path: Path) -> N
     assert status("all", linears)[0] == "pass"
     found, cause = status("but one", linears - {f"{layer}.eh_proj"})
     assert found == "fail" and "add model.eh_proj to exclude" in cause
+
+
+EXPORTS: dict[str, tuple[dict[str, Any], bool]] = {
+    "no keys or values": ({"export": {"kv_cache_group": []}}, True),
+    "nothing of the export": ({}, False),
+    "no list": ({"export": {"pack_method": "reorder"}}, False),
+    "a list without its numbers": ({"export": {"kv_cache_group": ["*k_proj"]}}, False),
+}
+
+
+@pytest.mark.parametrize("case", EXPORTS)
+def test_a_config_that_engines_end_on_is_named(case: str, tmp_path: Path) -> None:
+    """In one sentence for both."""
+    fields, loads = EXPORTS[case]
+    own = {"quant_method": "quark", "global_quant_config": READ, "exclude": ["re:.*"]}
+    folder = rewritten(
+        GLM,
+        tmp_path / "quark",
+        config=lambda config: config.update(quantization_config=own | fields),
+    )
+    _, items = verified(folder)
+    found = {items[name]["status"] for name in (AS_READ, AS_SGLANG_READS)}
+    assert found == {"pass" if loads else "fail"}
+    said = {items[name].get("cause", "")[:37] for name in (AS_READ, AS_SGLANG_READS)}
+    assert said == {"" if loads else "vLLM 0.32.0 and SGLang 0.5.23 end on "}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
@@ -18,6 +19,7 @@ from mtp_checkpoints.formats import WHOLE_ROW
 from mtp_checkpoints.quantization.absent import with_absent_listed
 from mtp_checkpoints.quantization.methods import quant_config_of
 from mtp_checkpoints.quantization.methods.gptq import BLOCKS, PERMUTED
+from mtp_checkpoints.quantization.methods.quark import NAMED
 from mtp_checkpoints.quantization.native import (
     COMPRESSED,
     Config,
@@ -68,6 +70,8 @@ def vllm_reads(config: Mapping[str, Any], tensors: Collection[str]) -> Config:
             quantization = _with_whole_linears(config, quantization)
         case "modelopt":
             _check_no_null("vLLM 0.32.0", quantization, "ignore", "exclude_modules")
+        case "quark":
+            _check_quark(quantization)
     return with_absent_listed(replaced_quantization(config, quantization), tensors)
 
 
@@ -99,6 +103,7 @@ def sglang_reads(config: Mapping[str, Any], tensors: Collection[str]) -> Config:
                 _check_no_null("SGLang 0.5.23", quantization, "ignore", "exclude_modules")
             quantization = _with_whole_names(quantization)
         case "quark":
+            _check_quark(quantization)
             quantization = quark_of_sglang(config, quantization)
     return replaced_quantization(config, quantization)
 
@@ -178,6 +183,27 @@ def _check_symmetric(quantization: Config) -> None:
                 expected="symmetric true",
                 found="symmetric false",
             )
+
+
+def _check_quark(quantization: Config) -> None:
+    """Refuse what the classes of both engines end on: they look in what Quark says of its export
+    for the layers whose keys and values are quantized, [] of none, and then for their numbers."""
+    exported, key = quantization.get("export"), "export.kv_cache_group"
+    layers = exported.get("kv_cache_group") if isinstance(exported, dict) else None
+    named = quantization.get(NAMED)
+    named = named if isinstance(named, dict) else {}
+    if not isinstance(layers, list):
+        wanted, found = f"a list as {key}, [] for none", "no such list"
+    elif layers and not any(fnmatchcase(name, one) for name in named for one in map(str, layers)):
+        wanted, found = f"the numbers of {key} in {NAMED}", f"none for {layers}"
+    else:
+        return
+    raise InvalidInputError(
+        "vLLM 0.32.0 and SGLang 0.5.23 end on this quantization_config of Quark",
+        expected=wanted,
+        found=found,
+        todo="Put the one back that Quark wrote",
+    )
 
 
 def _nested(quantization: Config) -> Config:
