@@ -15,10 +15,11 @@ from faults import planting
 from mtp_export.verify.decoding.changed import compared
 from mtp_export.verify.diagnosis.slopes import Undone, of_matrix, of_vector, pointed, sureness
 from mtp_export.verify.diagnosis.trainable import Trainable
+from mtp_export.verify.diagnosis.trainable_module import TrainableModule
 from mtp_export.verify.diagnosis.trained import Trials
 from mtp_export.verify.evidence.plain_text import JUDGING, TRAINING, PlainTexts
 from mtp_export.verify.gates import LEAST_POINTED_NATS
-from mtp_runtime.streaming import open_streamed
+from mtp_runtime.streaming import StreamedModel, open_streamed
 from mtp_runtime.tokenizer import Tokenizer
 
 FOLDER = Path(__file__).resolve().parents[2] / "fixtures" / "glm4-moe-tiny"
@@ -118,9 +119,7 @@ def test_text_is_likelier_with_what_slopes_point_to(
         planting.change(bundle / "main", SHARED % (1, names[0]), change)
     elif names:
         planting.swap(bundle / "main", *(SHARED % (layer, "up_proj") for layer in (1, 2)))
-    tokenizer = Tokenizer.find(bundle / "main")
-    texts = (PlainTexts.of_modules(tokenizer, some[:6], 4) for some in (TRAINING, JUDGING))
-    trials = Trials.of(Trainable.of(open_streamed(bundle, "cpu")), *texts)
+    trials = trials_of(open_streamed(bundle, "cpu"), bundle)
     parts = [leaf for spot in trials.model.spots() for leaf, _ in spot.parts]
     before = [leaf.clone() for leaf in parts]
     found = compared(trials.own, pointed(trials))
@@ -129,3 +128,24 @@ def test_text_is_likelier_with_what_slopes_point_to(
     if wrong:
         assert wrong in found[0].variant.cause
         assert all(name in found[0].variant.cause for name in names)
+
+
+@pytest.mark.nightly  # takes text through a model, and through its module a hundred times
+def test_slopes_lead_past_a_module_that_is_too_certain(tmp_path: Path) -> None:
+    """Plain text is likeliest at another temperature, and what makes it less certain is no way to
+    what is wrong, nor is a norm that is: neither the slopes nor the first texts show that."""
+    bundle = tmp_path / "bundle"
+    assert export(FOLDER, bundle, "--link", "copy", "--quiet").code == 0
+    norm = "model.layers.3.shared_head.norm.weight"
+    planting.change(bundle / "mtp", norm, partial(in_part, first=55, last=88, factor=1.87))
+    streamed = open_streamed(bundle, "cpu")
+    trials = trials_of(streamed, bundle).of_module(TrainableModule.of(streamed))
+    best = compared(trials.own, pointed(trials))[0]
+    assert trials.temperature > 1.5 and best.gains(LEAST_POINTED_NATS)
+    assert "head of the MTP layer is off in part: its elements 5" in best.variant.cause
+
+
+def trials_of(streamed: StreamedModel, bundle: Path) -> Trials:
+    tokenizer = Tokenizer.find(bundle / "main")
+    texts = (PlainTexts.of_modules(tokenizer, some[:6], 4) for some in (TRAINING, JUDGING))
+    return Trials.of(Trainable.of(streamed), *texts)

@@ -10,7 +10,7 @@ on text.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -37,6 +37,7 @@ _LEAST_PART, _LENGTHS = 8, 64  # of the rows, an eighth, in so many lengths
 _FACTORS = (0.5, 2.0)
 _OF_PARTS = (0.25, 0.5, 2.0, 4.0)
 _OFFSETS = (1.0, -1.0)
+_DIGITS = 3  # of how surely a slope falls, by which ways of one direction are told
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,10 @@ class _Way:
     values: tuple[tuple[Spot, Tensor], ...]
     sure: float
 
+    def length(self) -> float:
+        """The squared distance of its tensors from those values."""
+        return sum(float((other - spot.values()).square().sum()) for spot, other in self.values)
+
 
 def pointed(trials: Trials) -> Iterator[Tried]:
     """Yield the changes that slopes point to most surely and that some texts are likelier under,
@@ -66,13 +71,25 @@ def pointed(trials: Trials) -> Iterator[Tried]:
     slopes = trials.slopes()
     found = [way for spot, slope in slopes.items() for way in _of_one(trials, spot, slope)]
     found += _of_two(trials, slopes)
-    ways = sorted(found, key=lambda one: -one.sure)[:MOST_POINTED]
-    losses = [(trials.loss_under(way.values), way) for way in ways]
     spot = next(iter(slopes))
     own = trials.loss_under([(spot, spot.values())])
-    for loss, way in sorted(losses, key=lambda pair: pair[0])[:MOST_TRIED]:
-        if loss < own:
-            yield way.variant, trials.under(way.values)
+    screened = []
+    for ways in _by_direction(found)[:MOST_POINTED]:
+        ways.sort(key=_Way.length)
+        if (loss := trials.loss_under(ways[0].values)) < own:
+            screened.append((loss, ways))
+    for _, ways in sorted(screened, key=lambda pair: pair[0])[:MOST_TRIED]:
+        best = min(ways, key=lambda way: trials.loss_under(way.values))
+        yield best.variant, trials.under(best.values)
+
+
+def _by_direction(found: Iterable[_Way]) -> list[list[_Way]]:
+    """Ways by their direction, in which the slope falls as surely, surest first."""
+    alike: dict[tuple[object, ...], list[_Way]] = {}
+    for way in found:
+        spots = (spot for spot, _ in way.values)
+        alike.setdefault((*spots, round(way.sure, _DIGITS)), []).append(way)
+    return sorted(alike.values(), key=lambda ways: -ways[0].sure)
 
 
 def _of_one(trials: Trials, spot: Spot, slope: Tensor) -> Iterator[_Way]:
@@ -93,9 +110,10 @@ def _of_one(trials: Trials, spot: Spot, slope: Tensor) -> Iterator[_Way]:
 
 
 def sureness(slope: Tensor, way: Tensor) -> float:
-    """Return how far a slope falls along a way, in standard errors of one that has nothing to do
-    with it."""
-    return _in_errors(-float((slope * way).sum()), slope.norm() * way.norm(), way.numel())
+    """Return how far a slope falls along a way, in standard errors of what its elements add up to
+    by chance."""
+    falls = -slope * way
+    return float(falls.sum()) / max(float(falls.norm()), 1e-30)
 
 
 def _in_errors(fall: float, norms: Tensor, count: int) -> float:

@@ -3,7 +3,7 @@ under it, as a function of any tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -193,17 +193,19 @@ class Trainable:
             x = self.through(layer, x, tokens)
         return x, head
 
-    def loss(self, first: int, x: Tensor, tokens: Tensor) -> Tensor:
+    def loss(
+        self, first: int, x: Tensor, tokens: Tensor, temperatures: Iterable[float] = (1.0,)
+    ) -> Tensor:
         """The mean loss of a token of texts [b, s], given their rows before layer `first`; none
-        before the first one."""
+        before the first one: at the one of some temperatures where it is least."""
         if first < 0:
             x = self.ends.rows[tokens.flatten()]
         for layer in self.layers[max(0, first) :]:
             x = self.through(layer, x, tokens)
         kept = x.view(*tokens.shape, -1)[:, :-1].flatten(0, 1)
-        return F.cross_entropy(
-            self.head.logits(self.head.normed(kept)), tokens[:, 1:].flatten().to(x.device)
-        )
+        logits = self.head.logits(self.head.normed(kept))
+        wanted = tokens[:, 1:].flatten().to(x.device)
+        return min(F.cross_entropy(logits / one, wanted) for one in temperatures)
 
 
 def over_texts(layer: DecoderLayer, x: Tensor, texts: int) -> Tensor:

@@ -24,10 +24,11 @@ from mtp_export.verify.diagnosis.layer_variants import LayerVariant, changed_ten
 from mtp_export.verify.diagnosis.trainable import Spot, Trainable
 from mtp_export.verify.diagnosis.trainable_module import TrainableModule
 from mtp_export.verify.evidence.likelihood import Likelihood
-from mtp_export.verify.evidence.plain_text import PlainTexts
+from mtp_export.verify.evidence.plain_text import CODE, PlainTexts
 
 STEPS, TOGETHER_STEPS, STEP_TEXTS = 12, 36, 8
 SCREEN_TEXTS = 16
+_TEMPERATURES = 0.75, 1.0, 1.33  # of changes, to the one that fits a model as it is
 # Of the first step, as a share of a tensor's root mean square; that of a tensor of zeros is one.
 _RATE, _LEAST_SIZE = 0.02, 1e-3
 _MEMORIES = 0.8, 0.95  # of the means of gradients, and of those of their squares
@@ -72,6 +73,12 @@ class Trials:
         return Likelihood.of_states(self.judged[-1], self.model.head, self.judging)
 
     @cached_property
+    def temperature(self) -> float:
+        """The one that fits the model as it is, at which slopes are taken: at another one they lead
+        to what is more or less certain, and to nothing else."""
+        return self.own.temperature(CODE)
+
+    @cached_property
     def halves(self) -> dict[Half, list[Spot]]:
         """The tensors of each half of each layer."""
         found: dict[Half, list[Spot]] = {}
@@ -97,7 +104,8 @@ class Trials:
         for leaf in leaves:
             leaf.requires_grad_(True)
         for some in torch.split(torch.arange(len(tokens)), STEP_TEXTS):
-            loss = self.model.loss(first, rows[some].flatten(0, 1), tokens[some])
+            read = rows[some].flatten(0, 1)
+            loss = self.model.loss(first, read, tokens[some], (self.temperature,))
             for total, slope in zip(
                 found, torch.autograd.grad(loss, leaves, allow_unused=True), strict=True
             ):
@@ -116,11 +124,13 @@ class Trials:
 
     @torch.no_grad()
     def loss_under(self, values: Values) -> float:
-        """Return the loss of some of the judging texts with other values of some tensors."""
-        number, tokens = min(spot.layer for spot, _ in values), self.judging.table
-        rows = self.judged[number].view(*tokens.shape, -1)[:SCREEN_TEXTS]
+        """Return the loss of some of the judging texts with other values of some tensors, at about
+        the temperature that fits those."""
+        number, tokens = min(spot.layer for spot, _ in values), self.judging.table[:SCREEN_TEXTS]
+        rows = self.judged[number].view(len(self.judging.kinds), -1, self.judged[number].shape[1])
+        near = [self.temperature * one for one in _TEMPERATURES]
         with _holding(values):
-            return float(self.model.loss(number, rows.flatten(0, 1), tokens[:SCREEN_TEXTS]))
+            return float(self.model.loss(number, rows[:SCREEN_TEXTS].flatten(0, 1), tokens, near))
 
     def trained_half(self, half: Half) -> Tried:
         """Return half a layer trained alone, with the judging texts under it."""
