@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -215,6 +216,27 @@ def test_a_command_for_all_is_the_last_line() -> None:
     ]
     without = report_of(paths=[failed(name, name * 2) for name in names[:2]])
     assert message_of(without).splitlines()[0].endswith("export it again from a checked source.")
+
+
+def test_a_graft_is_no_repair_of_what_the_main_model_shares() -> None:
+    """Both layers hold each other's weights: the MTP layer's part alone is not offered."""
+    graft = "mtp-export graft --main a --mtp b --output-dir c --replace"
+    main = wrong("main: weights", "holds another's", UP)
+    mtp = replace(wrong("mtp: copied weights", "holds another's", GATE), repair=graft)
+    assert repairs(report_of(weights=[main, mtp])) == {}
+    assert [*repairs(report_of(weights=[mtp]))] == [graft]
+
+
+@pytest.mark.parametrize("equal", [1, 2])
+def test_what_drafts_show_explains_what_several_explain_of_the_module(equal: int) -> None:
+    several = failed("no part of the MTP module gains", "a; or b; or c", data={EQUAL: 3})
+    main = failed("no part of the main model gains", "d; or e", data={EQUAL: 2})
+    drafts = failed("no other layout drafts better", "enorm is hnorm", data={EQUAL: equal})
+    found = causes(likelihood=[several, main], acceptance=[drafts])
+    if equal == 1:
+        assert [cause.text for cause in found] == ["enorm is hnorm", "d; or e"]
+    else:
+        assert len(found) == 3
 
 
 def test_thousands_of_failed_items_are_grouped_as_a_few_are() -> None:

@@ -3,6 +3,7 @@ side by side are those that run alone."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,9 @@ from cases import export, nightly_but
 from faults.fault import Fault
 from faults.suspected_faults import SUSPECTED_LAYER_FAULTS
 from mtp_export.verify.check import Status
+from mtp_export.verify.decoding.changed import compared
 from mtp_export.verify.diagnosis.layer_variants import Vectors
+from mtp_export.verify.diagnosis.swapped_layers import swapped_layers
 from mtp_export.verify.evidence.likelihood import Likelihood
 from mtp_export.verify.evidence.plain_text import PlainTexts
 from mtp_export.verify.evidence.side_by_side import SideBySide
@@ -22,6 +25,7 @@ from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.layers.gated_delta_net import GatedDeltaNet
 from mtp_runtime.streaming import open_streamed
 from mtp_runtime.tokenizer import Tokenizer
+from verify.foreign import Tensors, rewritten
 from verify.test_likelihood import judged
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
@@ -52,6 +56,39 @@ def test_variants_side_by_side_are_those_that_run_alone() -> None:
     for one, other in ((found.own, Likelihood.of(streamed, plain)), (found.tried[0][1], alone)):
         torch.testing.assert_close(one.sums, other.sums, rtol=1e-4, atol=1e-3)
     assert not torch.allclose(found.own.sums, alone.sums, atol=0.1)
+
+
+BLOCK = re.compile(r"(self_attn|mlp|input_layernorm|post_attention_layernorm)\.")
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        ("", ""),
+        ("model.layers.1.", "layer 1 and layer 2 are exchanged"),
+        ("model.layers.3.", "layer 2 and the MTP layer's block are exchanged"),
+    ],
+    ids=["as it is", "a main layer", "the MTP layer"],
+)
+def test_layers_in_each_others_place_are_named(tmp_path: Path, other: str, named: str) -> None:
+    own = "model.layers.2."
+
+    def exchange(stored: Tensors) -> Tensors:
+        of_both = {own: other, other: own} if other else {}
+        names = {
+            name: f"{there}{name.removeprefix(here)}"
+            for name in stored
+            for here, there in of_both.items()
+            if name.startswith(here) and BLOCK.match(name.removeprefix(here))
+        }
+        return {names.get(name, name): one for name, one in stored.items()}
+
+    folder = rewritten(FIXTURES / "glm4-moe-tiny", tmp_path / "swapped", exchange)
+    streamed, plain = open_streamed(folder, "cpu"), PlainTexts.of(Tokenizer.find(folder)).code()
+    found = SideBySide.of(streamed, plain, swapped_layers(streamed))
+    best, *_ = compared(found.own, found.tried)
+    assert best.is_far is (best.better and bool(named))
+    assert best.variant.change == named or not (named or best.better)
 
 
 def test_vectors_of_two_layers_are_exchanged() -> None:

@@ -30,6 +30,7 @@ from mtp_export.verify.diagnosis.layer_variants import (
 )
 from mtp_export.verify.diagnosis.leanings import Leanings
 from mtp_export.verify.diagnosis.suspected import MainEvidence, MainVariant, main_variants
+from mtp_export.verify.diagnosis.swapped_layers import swapped_layers
 from mtp_export.verify.diagnosis.tensor_variants import SIZES, Place, tensor_variants
 from mtp_export.verify.diagnosis.undone import undone
 from mtp_export.verify.evidence.likelihood import Likelihood, chance
@@ -227,7 +228,8 @@ class _Layers:
         if item.status is Status.FAIL or self.streamed.config.layers > MOST_LAYERS:
             return item
         title = "likelihood, with halves of layers changed"
-        tried = self._tried(whole_variants(leanings.weak, self.vectors), title)
+        whole = whole_variants(leanings.weak, self.vectors)
+        tried = self._tried(joined(whole, swapped_layers(self.streamed)), title)
         far = [one for one in tried if one.better and one.is_far]
         if far and far[0].variant.layer is None:
             least = LEAST_HARM_NATS if far[0].variant.is_of_tensor else LEAST_RESIZED_NATS

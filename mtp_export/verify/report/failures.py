@@ -7,11 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+from mtp_checkpoints.tensors.bundle_folder import MAIN
 from mtp_export.progress import shortened
 from mtp_export.verify.check import (
     ENGINE,
     EQUAL,
     KNOWS_MORE,
+    MTP_MODULE,
     UNFINISHED,
     Item,
     Status,
@@ -25,6 +27,7 @@ _ENGINES_LAYER = "model.decoder."  # as an engine calls the draft's layer
 MOST_CAUSES = 5  # that a page or a message tells
 _MOST_NAMES, _MOST_SENTENCES = 3, 5
 _LAYER_PARTS = 3  # of a layer's name
+_GRAFT = "mtp-export graft "
 _MARK = "§"
 _EXPERT = re.compile(r"\.experts\.\d+\.", re.ASCII)
 _NAME_OR_FIGURE = re.compile(r"[\w/*-]++(?:\.[\w*-]+)+|\b(?:main|mtp)/|\d[\d,.]*")
@@ -64,9 +67,18 @@ class Cause:
         return all(item.data.get(EQUAL, 1) > 1 for _, item in self.items)
 
     @property
+    def explains_drafts(self) -> bool:
+        """True where an item undoes what is wrong with the drafts, and names that alone."""
+        return any(
+            check == "acceptance" and item.data.get(EQUAL) == 1 for check, item in self.items
+        )
+
+    @property
     def repairs(self) -> list[str]:
-        """Commands that mend it, each once."""
-        return list(dict.fromkeys(item.repair for _, item in self.items if item.repair))
+        """Commands that mend it, each once: none gives a main model back its weights with those of
+        an MTP layer."""
+        commands = dict.fromkeys(item.repair for _, item in self.items if item.repair)
+        return [one for one in commands if MAIN not in self.parts or not one.startswith(_GRAFT)]
 
     def add(self, item: Item, other: Cause, report: Report, *, explains: bool) -> None:
         """Add what fails for this cause too. The comparison with the source knows more of a tensor
@@ -94,12 +106,21 @@ class Cause:
 
 def causes_of(report: Report) -> list[Cause]:
     """Return the causes of the failed items, in the order of the first of each, but for those of
-    several explanations that are equal: what is told by one comes first."""
+    several explanations that are equal: what is told by one comes first, and where that is how the
+    MTP module drafts, it is what the several of the module are of."""
     found = _Causes(report)
     for result, item in report.items:
         if item.status is Status.FAIL:
             found.take(result.name, item)
-    return sorted(found.causes, key=lambda cause: cause.is_vague)
+    vague = [cause for cause in found.causes if cause.is_vague]
+    told = [cause for cause in found.causes if not cause.is_vague]
+    of_drafts = next((cause for cause in told if cause.explains_drafts), None)
+    for cause in vague:
+        if of_drafts is not None and all(MTP_MODULE in item.name for _, item in cause.items):
+            of_drafts.items += cause.items
+        else:
+            told.append(cause)
+    return told
 
 
 @dataclass
@@ -191,9 +212,10 @@ class _Causes:
 def repairs(report: Report) -> dict[str, str]:
     """Return the commands that mend the failures, each once, with the line above it: what it does,
     and what stands for the names in it."""
-    titles = {}
-    for _, item in report.items:
-        if item.status is Status.FAIL and item.repair:
+    titles, causes = {}, causes_of(report)
+    commands = {command for cause in causes for command in cause.repairs}
+    for item in (item for cause in causes for _, item in cause.items):
+        if item.repair in commands:
             title = "To finish it" if UNFINISHED in item.data else "To repair"
             names = unknown_words(item.repair)
             titles[item.repair] = f"{title} ({names}):" if names else f"{title}:"

@@ -9,6 +9,7 @@ from mtp_export.verify.diagnosis.causes import balance
 _MOST_EQUAL = 3
 # The layer of a module, where sentences on layers of both parts have {layer}.
 MTP_LAYER = "the MTP layer"
+MTP_BLOCK = "the MTP layer's block"
 # --- The MTP module: tensors that an export mixed up ----------------------------------------------
 
 CONCATENATION_REVERSED = (
