@@ -640,13 +640,6 @@ DAMAGED = (
         (r"3\.hnorm\.weight holds the same as model\.norm\.weight", "graft .*--replace"),
     ),
     Folder(
-        "the main model's last norm before the head",
-        glm(),
-        damages.norm_of_another("shared_head.norm.weight", "model.norm.weight"),
-        "weights",
-        (r"shared_head\.norm\.weight holds the same as model\.norm\.weight", "graft .*--replace"),
-    ),
-    Folder(
         "a main layer's norm as enorm",
         unquantized(INT4, MTP_OF_GLM, AS_SGLANG_NAMES_IT),
         damages.norm_of_another("enorm.weight", "model.layers.1.post_attention_layernorm.weight"),

@@ -116,6 +116,21 @@ def test_norms_that_were_all_moved_are_all_named(
     assert len({*problems}) == len(problems) == count
 
 
+@pytest.mark.parametrize("norm", ["model.norm", "model.layers.1.input_layernorm"])
+def test_the_main_models_last_norm_may_be_a_modules_too(tmp_path: Path, norm: str) -> None:
+    """It is said and no failure, as any other norm of the main model in its place is."""
+    own = f"{GLM_MTP}shared_head.norm.weight"
+
+    def share(stored: Tensors) -> None:
+        stored[own] = stored[f"{norm}.weight"].clone()
+
+    folder = rewritten(GLM, tmp_path / "shared", share)
+    outcome = run_program("verify", folder, "--level", "weights")
+    text = " ".join((outcome.out + outcome.err).split())
+    assert outcome.code == (0 if norm == "model.norm" else 7)
+    assert f"{own} holds the same as {norm}.weight" in text
+
+
 def test_a_half_of_zeros_has_no_ratio(tmp_path: Path) -> None:
     found = failures(rewritten(GLM, tmp_path / "damaged", without_embedding_half))
     figure = found["mtp: halves of eh_proj"]["figure"]

@@ -89,26 +89,28 @@ def _norms(norms: Sequence[WeightOnDisk]) -> Item:
 def _own_norms(
     context: Context, family: ModelSpec, norms: Sequence[WeightOnDisk]
 ) -> Iterator[Item]:
-    """No norm of a module is another of it, or one of the main model: the norm before the head may
-    be the last one where a source, as of a bundle, has it so. Those that a main layer has by the
-    same name are `main_layer_copies`'s to tell."""
-    of_main = dict(_norms_of_main(context, family))
-    may_be_main: set[str | None] = set()
-    if context.is_bundle or context.source is not None:
-        may_be_main = {module.modules.head_norm for module in family.mtp}
+    """No norm of a module is another of it, or one of the main model, but for the norm before the
+    head, which a module may share with the main model: that is said where no source tells. Those
+    that a main layer has by the same name are `main_layer_copies`'s to tell."""
+    of_main, last = dict(_norms_of_main(context, family)), weight_name(family.norm)
+    may_be_last = {module.modules.head_norm for module in family.mtp}
     seen: dict[int | None, dict[str, torch.Tensor]] = defaultdict(dict)
-    problems = []
+    problems, shared = [], list[str]()
     for norm in norms:
         spec, values = norm.stored.weight, norm.encoded(0, norm.rows).dequantize().float()
         kind, others = _kind_of(spec.name), dict(seen[spec.mtp_layer])
-        if spec.module not in may_be_main:
-            others |= {name: one for name, one in of_main.items() if _kind_of(name) != kind}
+        others |= {name: one for name, one in of_main.items() if _kind_of(name) != kind}
         twin = next((name for name, theirs in others.items() if _are_alike(values, theirs)), None)
-        if twin is not None:
+        if twin == last and spec.module in may_be_last:
+            shared.append(norm.name)
+        elif twin is not None:
             problems.append(Problem(norm.name, causes.taken_for_another(norm.name, twin)))
         seen[spec.mtp_layer][norm.name] = values
     if norms:
         yield verdict("mtp: no norm is another", problems, f"{len(norms)} norms")
+    if shared and not context.is_bundle and context.source is None:
+        words = causes.last_norm_shared(", ".join(shared), last)
+        yield not_tested("mtp: a norm of its own before the head", words, subject=shared[0])
 
 
 def _norms_of_main(context: Context, family: ModelSpec) -> Iterator[tuple[str, torch.Tensor]]:

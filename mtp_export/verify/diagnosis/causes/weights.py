@@ -72,6 +72,14 @@ def taken_for_another(tensor: str, twin: str, linears: int = 1) -> str:
     return f"{tensor} holds the same as {twin}{count}: one was taken for the other"
 
 
+def last_norm_shared(norms: str, last: str) -> str:
+    return (
+        f"{norms} holds the same as {last}: right of a module that was trained with the main"
+        " model's last norm, and else what a converter wrote that had none of its own."
+        " Acceptance at level run tells what it costs, or --source"
+    )
+
+
 def main_layer_in_its_place(layer: str, main: str) -> str:
     """layer, main: the names of two layers, or of a part of both."""
     return (
