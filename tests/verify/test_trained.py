@@ -13,6 +13,8 @@ from faults import planting
 from faults.fault import Fault
 from faults.suspected_faults import TRAINED_LAYER_FAULTS, noisy
 from mtp_export.verify.check import Status
+from mtp_export.verify.decoding.changed import compared
+from mtp_export.verify.decoding.several_vectors import of_several
 from mtp_export.verify.diagnosis.trainable import Trainable
 from mtp_export.verify.diagnosis.trainable_module import INPUTS, TrainableModule
 from mtp_export.verify.diagnosis.trained import Trials
@@ -23,6 +25,7 @@ from mtp_export.verify.gates import LEAST_SHARE_NATS, LEAST_TRAINED_NATS
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.streaming import open_streamed
 from mtp_runtime.tokenizer import Tokenizer
+from verify.foreign import Tensors, rewritten
 from verify.test_likelihood import judged
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
@@ -102,6 +105,35 @@ def test_a_module_under_autograd_is_the_one_that_runs_and_gains_where_it_is_dama
     half = (0, INPUTS)
     gain = of_module.own.fitted_gain(of_module.trained_half(half)[1], 0.98)
     assert gain is not None and gain.low is not None and gain.low > LEAST_TRAINED_NATS
+
+
+SMOOTHED = ("post_attention_layernorm", "input_layernorm")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_norms_that_the_same_was_done_to_are_all_named(tmp_path: Path, count: int) -> None:
+    """As a quantization leaves those that it divided by scales of channels: no other is named."""
+
+    def smooth(stored: Tensors) -> None:
+        seed = torch.Generator().manual_seed(5)
+        for name in SMOOTHED[:count]:
+            scales = torch.exp(torch.randn(128, generator=seed)).clamp(0.2, 6)
+            stored[f"model.layers.3.{name}.weight"] /= scales.bfloat16()
+
+    folder = rewritten(FIXTURES / "glm4-moe-tiny", tmp_path / "smoothed", smooth)
+    streamed, tokenizer = open_streamed(folder, "cpu"), Tokenizer.find(folder)
+    texts = [PlainTexts.of_modules(tokenizer, some[:6], 4) for some in (TRAINING[:1], JUDGING)]
+    trials = Trials.of(Trainable.of(streamed), *texts).of_module(TrainableModule.of(streamed))
+    (spot,) = (
+        one for some in trials.halves.values() for one in some if one.place.name == SMOOTHED[0]
+    )
+    best = compared(trials.own, trials.undone(spot))[0]
+    found = of_several(trials, best)
+    if count == 1:
+        assert found is None
+    else:
+        assert found is not None and found.gain.value > best.gain.value > 0
+        assert found.variant.cause == f"{best.variant.cause}; likewise {SMOOTHED[1]}"
 
 
 @pytest.mark.nightly

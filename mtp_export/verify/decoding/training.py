@@ -12,6 +12,7 @@ from mtp_checkpoints.errors import UnsupportedError
 from mtp_export.verify.check import MTP_MODULE, Item, Status, not_tested, passed
 from mtp_export.verify.context import Context
 from mtp_export.verify.decoding.changed import CONFIDENCE, Changed, best_first, compared, explained
+from mtp_export.verify.decoding.several_vectors import of_several
 from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.layer_variants import LayerVariant
 from mtp_export.verify.diagnosis.neurons import agreements
@@ -190,7 +191,9 @@ def _none_of(trials: Trials, name: str, context: Context, more: Trials | None = 
         return passed(name, figure=figure, bound=bound)
     single = _merged(undone, _alone(trials, _suspected(trials, far), context))
     better = [one for one in single if one.gains(0)]
-    return explained(name, _merged(single, tried), better or far, bound)
+    if better and (several := of_several(trials, better[0])) is not None:
+        better = [several]
+    return explained(name, _merged(better, single, tried), better or far, bound)
 
 
 def _suspected(trials: Trials, far: Sequence[Changed]) -> list[Half]:

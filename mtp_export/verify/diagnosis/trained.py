@@ -120,7 +120,7 @@ class Trials:
         """Return the judging texts with other values of some tensors."""
         number = min(spot.layer for spot, _ in values)
         with _holding(values):
-            return self._under(number, self.model.part(number))
+            return self.under_layer(number, self.model.part(number))
 
     @torch.no_grad()
     def loss_under(self, values: Values) -> float:
@@ -144,10 +144,10 @@ class Trials:
         before = {spot: spot.values().clone() for spot in spots}
         rows = self.read[0].view(*tokens.shape, -1)
         _train(self.model, spots, rows, tokens, TOGETHER_STEPS)
-        trained = self._under(0, self.model.part(0))
+        trained = self.under_layer(0, self.model.part(0))
         for half, some in halves.items():
             with _holding([(spot, before[spot]) for spot in some]):
-                without = self._under(0, self.model.part(0))
+                without = self.under_layer(0, self.model.part(0))
             yield self._variant(half), without, trained
         for spot, values in before.items():
             spot.put(values)
@@ -166,7 +166,7 @@ class Trials:
         layer = self.model.part(spot.layer)
         where = self.model.where(spot.layer)
         for variant, other in changed_tensors(spot.layer, layer, [spot.place], where=where):
-            yield replace(variant, half=spot.half), self._under(spot.layer, other)
+            yield replace(variant, half=spot.half), self.under_layer(spot.layer, other)
 
     def _variant(self, half: Half) -> LayerVariant:
         layer, part = half
@@ -182,14 +182,14 @@ class Trials:
         tokens = self.code.table
         rows = self.read[number].view(*tokens.shape, -1)
         _train(self.model, spots, rows, tokens)
-        under = self._under(number, self.model.part(number))
+        under = self.under_layer(number, self.model.part(number))
         for leaf, old in zip(leaves, before, strict=True):
             leaf.copy_(old)
         return under
 
     @torch.no_grad()
-    def _under(self, number: int, layer: Any) -> Likelihood:
-        """The judging texts with another layer in the place of one."""
+    def under_layer(self, number: int, layer: Any) -> Likelihood:
+        """Return the judging texts with another layer in the place of one."""
         x, head = self.model.behind(number, layer, self.judged[number], self.judging.table)
         return Likelihood.of_states(x, head, self.judging)
 

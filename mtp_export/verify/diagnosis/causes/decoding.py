@@ -103,6 +103,10 @@ def exchanged(both: str) -> str:
     return f"{both} are in each other's place"
 
 
+def likewise(names: Sequence[str]) -> str:
+    return f"likewise {', '.join(names)}"
+
+
 def times(factor: float) -> str:
     """factor: that of the stored weights over the right ones."""
     return f"is about {factor:.2g} times what it should be"
