@@ -222,4 +222,4 @@ def test_a_main_layer_in_its_place_is_found(tmp_path: Path, form: str) -> None:
             taken.tensors[name.replace("model.layers.2.", taken.layer)] = tensor
     (item,) = failed_items(taken, tmp_path / "taken")
     assert item.name.startswith(TWICE)
-    assert all("model.layers.2." in problem["words"] for problem in item.data["problems"])
+    assert all("model.layers.2 (" in problem["words"] for problem in item.data["problems"])
