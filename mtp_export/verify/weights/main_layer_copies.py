@@ -116,17 +116,18 @@ def _of(part: str, own: Layer, theirs: Layer) -> list[Pair]:
 
 def _taken_parts(own: Layer, theirs: Layer) -> list[str]:
     """Parts of a layer that are another's, of whose other linears none is."""
-    linears = [pair for pair in _of("", own, theirs) if _is_linear(pair)]
-    taken = []
-    for part in _parts(own):
-        of_part = _of(part, own, theirs)
-        if not any(map(_differ_in_codes, of_part)) or not _are_one(of_part):
-            continue
-        inside = {id(one) for one, _ in of_part}
-        others = [pair for pair in linears if id(pair[0]) not in inside]
-        if others and all(_sqnr_db(pair) < _UNLIKE_DB for pair in _sampled(others)):
-            taken.append(part)
-    return taken
+    of_parts = {part: _of(part, own, theirs) for part in _parts(own)}
+    taken = [
+        part
+        for part, pairs in of_parts.items()
+        if any(map(_differ_in_codes, pairs)) and _are_one(pairs)
+    ]
+    inside = {id(one) for part in taken for one, _ in of_parts[part]}
+    others = [pair for pair in _of("", own, theirs) if _is_linear(pair)]
+    others = [pair for pair in others if taken and id(pair[0]) not in inside]
+    if not others or any(_sqnr_db(pair) >= _UNLIKE_DB for pair in _sampled(others)):
+        return []
+    return [part for part in taken if part.rpartition(".")[0] not in taken]
 
 
 def _parts(layer: Layer) -> list[str]:
