@@ -261,7 +261,7 @@ def test_a_file_outside_the_index_is_named(tmp_path: Path) -> None:
         (
             {"quant_method": "compressed-tensors", "version": "0.20.0"},
             {"recipe__yaml": "x"},
-            "llm-compressor 0.20.0",
+            "llm-compressor (compressed-tensors 0.20.0)",
         ),
         ({"quant_method": "compressed-tensors", "version": "9"}, {}, "compressed-tensors 9"),
         ({"quant_method": "auto-round", "autoround_version": "0.16.1"}, {}, "AutoRound 0.16.1"),
@@ -287,7 +287,7 @@ def test_the_tool_that_wrote_it_is_named(
     folder = headers(tmp_path / "written", config, dict.fromkeys(MAIN), **files)
     _, items = verified(folder)
     assert items["written by"]["figure"].startswith(f"{words}, quantization")
-    known = words in ("llm-compressor 0.20.0", "GPTQModel 7.7.0", "ModelOpt 0.47.0")
+    known = words.startswith(("llm-compressor", "GPTQModel 7.7.0", "ModelOpt 0.47.0"))
     assert ("saves no MTP layer" in items[PRESENCE]["cause"]) == known
 
 

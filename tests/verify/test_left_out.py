@@ -19,6 +19,7 @@ from mtp_export.verify.files import left_out
 from mtp_export.verify.files.left_out import ListedDraft
 from quantized_by_others import LINEAR, METHODS
 from verify.foreign import (
+    FIXTURES,
     GLM,
     GLM_MTP,
     Config,
@@ -49,6 +50,29 @@ def test_the_entry_that_lacks_is_named(tmp_path: Path, method: str) -> None:
     assert (outcome.code, failures(items)) == (7, {item})
     assert "stored unquantized" in items[item]["cause"]
     assert f"add {LACKS[method]}" in items[item]["cause"]
+
+
+def test_a_projection_beside_the_layers_is_added_at_once(tmp_path: Path) -> None:
+    """Which vLLM builds as any linear."""
+    source = FIXTURES / "qwen3-5-tiny"
+    method = METHODS["compressed-tensors, int8"]
+
+    def config(fields: Config) -> None:
+        fields["quantization_config"] = method.config
+
+    def codes(stored: Tensors) -> Tensors:
+        found: Tensors = {}
+        for name, one in stored.items():
+            if LINEAR.match(name) and not name.startswith("mtp."):
+                parts, _ = method.encode(one.float())
+                found |= {f"{name.removesuffix('.weight')}.{key}": x for key, x in parts.items()}
+            else:
+                found[name] = one
+        return found
+
+    _, items = verified(rewritten(source, tmp_path / "beside", codes, config))
+    added = r"add re:mtp.fc(\..*)?$, re:mtp.layers.0(\..*)?$ to ignore"
+    assert items[ITEM]["status"] == "fail" and added in items[ITEM]["cause"]
 
 
 def listed_as(*entries: str) -> Callable[[Config], None]:

@@ -81,6 +81,18 @@ def test_a_module_of_a_wider_model_is_named(tmp_path: Path) -> None:
     assert "the module is another model's" in item["cause"]
 
 
+def test_a_component_more_in_names_is_named(tmp_path: Path) -> None:
+    """As adapters leave it in the names of the linears that they are put on."""
+
+    def change(stored: Tensors) -> Tensors:
+        inside = {n: n.replace("_proj.w", "_proj.base_layer.w") for n in stored if "mtp." in n}
+        return {inside.get(name, name): one for name, one in stored.items()}
+
+    cause = complete(rewritten(QWEN, tmp_path / "inside", change))["cause"]
+    assert "(7): they have base_layer in them, such as mtp.layers.0.mlp.down_proj.base_lay" in cause
+    assert "where engines look for mtp.layers.0.mlp.down_proj.weight. Rename them without" in cause
+
+
 def test_what_follows_from_other_names_is_not_told_again(tmp_path: Path) -> None:
     """Neither what is missing and strange by config.json, nor what engines read."""
 

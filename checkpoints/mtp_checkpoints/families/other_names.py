@@ -83,6 +83,23 @@ def renamed(wanted: Mapping[str, Wanted], there: Mapping[str, Stored]) -> list[R
     return found if 2 * len(told) > len(_missing(wanted, stored)) else []
 
 
+def renamed_inside(wanted: Mapping[str, Wanted], there: Mapping[str, Stored]) -> InPlace | None:
+    """Return the missing weights whose names have one component more, the same in all, and those
+    names, where a good half of all that is missing is there so; `part` is that component."""
+    stored = {as_weight(name): name for name in there}
+    missing, pairs = _missing(wanted, stored), dict[str, dict[str, str]]()
+    for name in sorted(stored.keys() - wanted.keys()):
+        components = name.split(".")
+        for at, one in enumerate(components):
+            own = ".".join(components[:at] + components[at + 1 :])
+            if own in wanted and own not in stored and holds(there[stored[name]], wanted[own]):
+                pairs.setdefault(one, {})[own] = stored[name]
+    part, found = max(pairs.items(), key=lambda pair: len(pair[1]), default=("", {}))
+    if 2 * len(found) <= len(missing) or not found:
+        return None
+    return InPlace([*found], [*found.values()], part)
+
+
 def renamed_singly(wanted: Mapping[str, Wanted], there: Mapping[str, Stored]) -> InPlace | None:
     """Return the missing weights and those that no engine looks for, where the latter have the
     shapes of the former: names that end alike are `renamed`'s to tell."""

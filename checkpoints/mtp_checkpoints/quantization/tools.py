@@ -14,12 +14,16 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool that wrote a checkpoint; version "" where the checkpoint does not tell."""
+    """A tool that wrote a checkpoint; version "" where the checkpoint does not tell. library: the
+    one whose version it is, "" for the tool's own."""
 
     name: str
     version: str = ""
+    library: str = ""
 
     def __str__(self) -> str:
+        if self.library and self.version:
+            return f"{self.name} ({self.library} {self.version})"
         return f"{self.name} {self.version}".rstrip()
 
 
@@ -72,8 +76,10 @@ def _text(quantization: Config, key: str) -> str:
 
 
 def _compressed(quantization: Config, files: Collection[str]) -> Tool:
-    name = "llm-compressor" if "recipe.yaml" in files else COMPRESSED
-    return Tool(name, _text(quantization, "version"))
+    version = _text(quantization, "version")
+    if "recipe.yaml" in files:
+        return Tool("llm-compressor", version, library=COMPRESSED)
+    return Tool(COMPRESSED, version)
 
 
 def _auto_round(quantization: Config, files: Collection[str]) -> Tool:

@@ -17,7 +17,7 @@ from mtp_checkpoints.families.signs import (
     main_layers,
     projection_in_main,
 )
-from mtp_checkpoints.quantization.native import is_gguf
+from mtp_checkpoints.quantization.native import is_gguf, quantization_of
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_checkpoints.tensors.untied_head import TIED, UNTIED_HEAD
 from mtp_export.progress import counted
@@ -176,7 +176,13 @@ def _left_out(layout: PartLayout, repair: str) -> Item:
     """The draft of a checkpoint is quantized where its quantization_config says so."""
     stored = layout.stored
     layers = tuple(layer.layer.prefix for layer in stored.family.mtp)
-    listed = ListedDraft(stored, layout.checkpoint.tensors, stored.quantization, layers)
+    listed = ListedDraft(
+        stored,
+        layout.checkpoint.tensors,
+        stored.quantization,
+        layers,
+        written=quantization_of(layout.checkpoint.config),
+    )
     figure = counted(len(stored.weights), "weight")
     problems = listed.problems()
     item = with_lacks(verdict("mtp: left out of quantization as stored", problems, figure), listed)

@@ -86,8 +86,17 @@ class ListedDraft:
     def lacks(self) -> str:
         """The entries that are to be added, and to what; "" for none."""
         with_them = self._with_them
-        added = () if with_them is None else _added(self.quantization, with_them)
-        return ", ".join(added)[:_SHOWN]
+        if with_them is None:
+            return ""
+        old = {*_entries(self.quantization)}
+        leave_out = METHODS[method_of(self.quantization)].leave_out
+        if leave_out is not None and (beside := [*self._projections]):
+            old -= {*_entries(leave_out(self._as_written, beside))} - {*_entries(self._as_written)}
+        return ", ".join(_added(old, with_them))[:_SHOWN]
+
+    @property
+    def _as_written(self) -> Any:
+        return self.written or self.quantization
 
     @property
     def _matrices(self) -> Iterator[StoredWeight]:
@@ -95,12 +104,12 @@ class ListedDraft:
 
     @cached_property
     def _unquantized(self) -> list[StoredWeight]:
-        """The matrices that an engine would build quantized and that are not, but for projections,
-        which it never does."""
+        """The matrices that an engine would build quantized and that are not, but for projections
+        and routers, which it never does."""
         return [
             weight
             for weight in self._matrices
-            if weight.weight.role is not Role.MTP_PROJECTION
+            if weight.weight.role not in (Role.MTP_PROJECTION, Role.ROUTER)
             and weight.format is not UNQUANTIZED
             and self._is_plain(weight)
         ]
@@ -135,7 +144,7 @@ class ListedDraft:
             value = self.quantization.get(key)
             if value == with_them[key] or not isinstance(value, list | dict):
                 continue
-            written = (self.written or self.quantization).get(key) or ()
+            written = self._as_written.get(key) or ()
             meant = (one for one in value if one in written and _is_for_mtp(str(one), first))
             for entry in islice(meant, _LOOKED_INTO):
                 if str(entry).replace("\\", "").endswith(kept):  # which no engine quantizes
@@ -155,13 +164,26 @@ class ListedDraft:
 
     def _to_leave_out(self, weights: list[StoredWeight]) -> list[str]:
         """The MTP layers, where all that is stored of their linears is unquantized and the method
-        knows modules; else the linears."""
+        knows modules; else the linears. Projections beside the layers, too, which some engines
+        build as any linear."""
         own = {weight.weight.name for weight in weights}
         every = (one.weight for one in self.described.weights.values())
         whole_names = METHODS[method_of(self.quantization)].whole_names
         if not whole_names and all(s.name in own for s in every if s.is_linear_weight):
-            return list(self.layers)
-        return modules_of(weight.weight for weight in weights)
+            return [*self.layers, *self._projections]
+        return [*modules_of(weight.weight for weight in weights), *self._projections]
+
+    @property
+    def _projections(self) -> Iterator[str]:
+        """Unquantized projections outside the layers that the config does not leave out."""
+        config, layers = _read(self._as_written), tuple(f"{one}." for one in self.layers)
+        for weight in self._matrices:
+            module = _module_of(weight)
+            if weight.weight.role is not Role.MTP_PROJECTION or module.startswith(layers):
+                continue
+            quantizes = config is not None and config.format_of(module, Role.ATTENTION) is not None
+            if quantizes and self._is_plain(weight):
+                yield module
 
     def _too_many(self, weights: list[StoredWeight]) -> Iterator[Problem]:
         """Quantized modules that an engine would build unquantized, by the entry to blame."""
@@ -262,10 +284,10 @@ def _module_of(weight: StoredWeight) -> str:
     return weight.tensors[0].name.rpartition(".")[0]
 
 
-def _added(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
-    """Entries of lists and objects in a quantization_config that another has nowhere, once for all
+def _added(old: Collection[str], after: Mapping[str, Any]) -> Iterator[str]:
+    """Entries of lists and objects in a quantization_config that are none of some, once for all
     keys that lack the same."""
-    old, keys = {*_entries(before)}, dict[tuple[str, ...], list[str]]()
+    keys = dict[tuple[str, ...], list[str]]()
     for key, value in after.items():
         if not isinstance(value, list | dict):
             continue

@@ -17,6 +17,7 @@ from mtp_checkpoints.families.other_names import (
     as_weight,
     of_another_kind,
     renamed,
+    renamed_inside,
     renamed_singly,
 )
 from mtp_checkpoints.families.signs import (
@@ -287,6 +288,9 @@ def _astray(found: Found, tensors: Mapping[str, TensorInfo]) -> list[Problem]:
     wanted = found.wanted_names
     if others := renamed(wanted, tensors):
         return _each(found.astray, causes.renamed(others))
+    if (inside := renamed_inside(wanted, tensors)) is not None:
+        words = causes.renamed_inside(inside.part, inside.wanted, inside.found)
+        return _each(found.astray, words)
     if (single := renamed_singly(wanted, tensors)) is not None:
         words = causes.renamed_singly(single.wanted, single.found)
         return _each([*single.found, *found.astray], words)

@@ -233,12 +233,27 @@ def _are_among(own: set[str], subjects: set[str]) -> bool:
     """True for tensors of the modules that others are of, perhaps by an engine's names for its
     layer."""
     modules = {other.rpartition(".")[0] for other in subjects}
+    in_layers = {end for module in modules for end in _ends(module)}
     return all(
-        any(other.endswith(f".{name.removeprefix(_ENGINES_LAYER)}") for other in modules)
+        any(one in in_layers for one in _beginnings(name.removeprefix(_ENGINES_LAYER)))
         if name.startswith(_ENGINES_LAYER)
-        else name in modules
-        for name in (one.rpartition(".")[0] for one in own)
+        else any(one in modules for one in _beginnings(name))
+        for name in own
     )
+
+
+def _beginnings(name: str) -> Iterator[str]:
+    """Yield the modules that a tensor may be of: scales of some formats have longer names."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _ends(module: str) -> Iterator[str]:
+    """Yield a module's name without its first components."""
+    while "." in module:
+        module = module.partition(".")[2]
+        yield module
 
 
 def _subjects(report: Report, item: Item) -> set[str]:

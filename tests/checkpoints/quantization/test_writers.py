@@ -38,7 +38,8 @@ def test_the_writer_is_told(words: str, quantization: dict[str, Any]) -> None:
 
 def test_signs_beside_the_quantization_config() -> None:
     config = {"quantization_config": {"quant_method": "compressed-tensors", "version": "0.1"}}
-    assert tool_of(config, ["recipe.yaml"]) == Tool("llm-compressor", "0.1")
+    written = tool_of(config, ["recipe.yaml"])
+    assert str(written) == "llm-compressor (compressed-tensors 0.1)"
     assert tool_of({"quantization": {"group_size": 64}}, ()) == Tool("mlx-lm")
     assert tool_of({}, ["mergekit_config.yml"]) == Tool("mergekit")
     assert tool_of({}, ["config.json"]) is None

@@ -123,6 +123,15 @@ def renamed(found: Sequence[Renamed]) -> str:
     return f"{there} ({count}): they begin {some}. Rename them so, in the files and in the index"
 
 
+def renamed_inside(part: str, wanted: Sequence[str], found: Sequence[str]) -> str:
+    """part: the component that the found names have more than the wanted ones."""
+    return (
+        f"tensors of the module are there under other names ({len(found)}): they have {part} in"
+        f" them, such as {found[0]}, where engines look for {wanted[0]}. Rename them without it, in"
+        " the files and in the index"
+    )
+
+
 def renamed_singly(wanted: Sequence[str], found: Sequence[str]) -> str:
     return (
         f"tensors of the module are there under other names, by their shapes ({len(found)}):"
