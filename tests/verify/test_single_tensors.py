@@ -167,6 +167,9 @@ PLANTED = (
         "o_proj of the MTP layer has the halves of its colu",
     ),
     ("hnorm is reversed", "hnorm is in reverse order"),
+    # These change the certainty of drafts more than what is drafted.
+    ("k_norm is multiplied by 2", "k_norm of the MTP layer is about 2 times"),
+    ("o_proj is multiplied by 0.5", "o_proj of the MTP layer is about 0.5 times"),
 )
 
 

@@ -13,8 +13,8 @@ from mtp_export.progress import CountCallback
 from mtp_export.verify.check import Item, Shown, Status, failed, judged, not_tested, passed
 from mtp_export.verify.context import Context
 from mtp_export.verify.decoding.acceptance import first_draft, is_in_band, loaded_wrongly
-from mtp_export.verify.diagnosis.alternatives import acceptance, drafts_of
 from mtp_export.verify.diagnosis.causes import decoding as causes
+from mtp_export.verify.diagnosis.variant_drafts import acceptance, drafts_of
 from mtp_export.verify.diagnosis.variants import contract_variants, layout_variants
 from mtp_export.verify.evidence.corpus import Corpus, Drafts
 from mtp_export.verify.evidence.statistics import Estimate, ratio

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from mtp_export.verify.check import Item, failed, not_tested, passed
-from mtp_export.verify.diagnosis.alternatives import variant_outputs
 from mtp_export.verify.diagnosis.causes import decoding as causes
+from mtp_export.verify.diagnosis.variant_drafts import variant_outputs
 from mtp_export.verify.diagnosis.variants import drafter_variants
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.decode import Decoded, Proposal

@@ -14,12 +14,18 @@ from mtp_export.verify.diagnosis.by_torch import by_torch
 from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.experts import expert_variant_count, expert_variants, has_many
 from mtp_export.verify.diagnosis.suspected import module_variants
+from mtp_export.verify.diagnosis.variant_drafts import (
+    acceptance,
+    anchors_of,
+    clamped,
+    fitted_scores,
+    tried_drafts,
+)
 from mtp_export.verify.diagnosis.variants import LOADING, Variant, first_token_variant, unchanged
-from mtp_export.verify.evidence.corpus import Corpus, Drafts, judge
+from mtp_export.verify.evidence.corpus import Corpus, Drafts
 from mtp_export.verify.evidence.statistics import Estimate, ratio
 from mtp_runtime.drafters.base import ScoredVariant, TargetDraft
 from mtp_runtime.teacher_forcing import (
-    WORST_SCORE,
     Anchors,
     DraftInputs,
     Texts,
@@ -60,7 +66,8 @@ class Alternative:
 
     gain: mean log-probability of the target's best tokens, variant minus own, in nats. own and
     other: greedy acceptance of the module and of the variant, if it was computed. rise: acceptance
-    of the variant minus own over the same drafts, if it was computed.
+    of the variant minus own over the same drafts, if it was computed. is_fitted: the gain is that
+    where each is at the temperature that fits it.
     """
 
     variant: Variant | ScoredVariant
@@ -68,6 +75,7 @@ class Alternative:
     own: float | None = None
     other: float | None = None
     rise: Estimate | None = None
+    is_fitted: bool = False
 
     @property
     def better(self) -> bool:
@@ -80,17 +88,23 @@ class Alternative:
         """False where nearly every draft is still refused: the variant is less wrong by chance. Of
         the many exchanges of experts one is so at any acceptance: more must be accepted by it, and
         by far where most drafts are refused. A variant that makes drafts more certain must have
-        more accepted by the interval."""
-        if self.variant.by_acceptance:
-            least = self.variant.least_rise if isinstance(self.variant, Variant) else 0.0
-            rise = self.rise
-            if rise is None or rise.low is None or rise.low <= 0 or rise.value < least:
-                return False
+        more accepted by the interval, or gain where both are as certain as fits them."""
+        if not (self.is_fitted or self.rises):
+            return False
         if self.other is None or self.own is None:
             return True
         least = gates.LEAST_RISE if self.own < gates.LEAST_ACCEPTANCE else 0.0
         rises = self.other - self.own > least or isinstance(self.variant, Variant)
         return self.other >= LEAST_ACCEPTED and rises
+
+    @property
+    def rises(self) -> bool:
+        """False for a variant that makes drafts more or less certain, if no more are accepted."""
+        if not self.variant.by_acceptance:
+            return True
+        least = self.variant.least_rise if isinstance(self.variant, Variant) else 0.0
+        rise = self.rise
+        return bool(rise and rise.low is not None and rise.low > 0 and rise.value >= least)
 
     def explains_as_well_as(self, best: Alternative) -> bool:
         """True where the drafts do not tell which of the two is better."""
@@ -158,7 +172,7 @@ def alternatives(corpus: Corpus) -> list[Alternative]:
     bench = samples[-1] if samples and has_many(module) else whole
     first = bench.unchanged(1)
     sampled = bench.corpus.everywhere.owners % sampling_step(bench.corpus.texts) == 0
-    own = _clamped(first.scores[0])
+    own = clamped(first.scores[0])
     experts = expert_variants(bench.corpus, own, own_hit=first.hit[0], sample=sampled)
     count = expert_variant_count(module)
     with corpus.show_count("acceptance, with experts exchanged", count, "exchanges") as advance:
@@ -199,6 +213,7 @@ class _Bench:
     corpus: Corpus
     is_brief: bool = False
     _unchanged: dict[int, Drafts] = field(default_factory=dict)
+    _of_own: list[torch.Tensor] = field(default_factory=list)  # scores at the temperature that fits
 
     def may_be_better(self, found: Alternative) -> bool:
         """True for a variant that is no worse here, and by its interval may gain enough, or that
@@ -212,22 +227,34 @@ class _Bench:
         """The module's own drafts up to a depth."""
         if depth not in self._unchanged:
             own = unchanged(self.corpus.module, depth)
-            self._unchanged[depth] = _tried(self.corpus, own)
+            self._unchanged[depth] = tried_drafts(self.corpus, own)
         return self._unchanged[depth]
 
     def alternative(self, variant: Variant) -> Alternative | None:
         """A variant compared with the module's own drafts; None where nothing is drafted."""
         corpus, depth = self.corpus, variant.depth
-        drafts = _tried(corpus, variant), self.unchanged(depth)
-        scores, before = (_clamped(each.scores[depth - 1]) for each in drafts)
-        anchors, room = _anchors(corpus, depth), drafts[0].room[depth - 1]
+        drafts = tried_drafts(corpus, variant), self.unchanged(depth)
+        scores, before = (clamped(each.scores[depth - 1]) for each in drafts)
+        anchors, room = anchors_of(corpus, depth), drafts[0].room[depth - 1]
         gain = _gain(corpus, scores, before=before, anchors=anchors, room=room)
         if gain is None:
             return None
         other, own = (acceptance(each, depth) for each in drafts)
         hit, hit_before = (each.hit[depth - 1].double() for each in drafts)
         rise = _gain(corpus, hit, before=hit_before, anchors=anchors, room=room)
-        return Alternative(variant, gain, own=own, other=other, rise=rise)
+        found = Alternative(variant, gain, own=own, other=other, rise=rise)
+        return found if found.rises or variant.least_rise else self._fitted(found, variant, room)
+
+    def _fitted(self, found: Alternative, variant: Variant, room: torch.Tensor) -> Alternative:
+        """One by which no more first drafts are accepted for sure, with the gain where each is at
+        the temperature that fits it: what is more or less certain, and nothing else, gains nothing
+        there."""
+        own = unchanged(self.corpus.module)
+        if not self._of_own:
+            self._of_own.append(fitted_scores(self.corpus, own, room))
+        scores = fitted_scores(self.corpus, variant, room)
+        gain = _gain(self.corpus, scores, self._of_own[0], self.corpus.everywhere, room)
+        return found if gain is None else replace(found, gain=gain, is_fitted=True)
 
 
 def _counted(variants: Iterable[ScoredVariant], advance: CountCallback) -> Iterator[ScoredVariant]:
@@ -280,55 +307,6 @@ def best_of(tried: Sequence[Alternative]) -> list[Alternative]:
 
 def _best_first(tried: Iterable[Alternative]) -> list[Alternative]:
     return sorted(tried, key=lambda alternative: -alternative.gain.value)
-
-
-def _anchors(corpus: Corpus, depth: int) -> Anchors:
-    """Rows to score: all for first drafts; for later ones, each of which attends to its whole text
-    anew, the fewer where an engine would draft."""
-    return corpus.everywhere if depth == 1 else corpus.anchors
-
-
-def _tried(corpus: Corpus, variant: Variant) -> Drafts:
-    """Drafts of a variant up to its depth, judged by the target's own best tokens."""
-    anchors = _anchors(corpus, variant.depth)
-    outputs = variant_outputs(corpus, variant, depths=variant.depth, anchors=anchors)
-    return judge(
-        corpus.modules(variant.module),
-        texts=corpus.texts,
-        anchors=anchors,
-        states=outputs,
-        following=corpus.choices,
-    )
-
-
-def drafts_of(corpus: Corpus, variant: Variant, depths: int) -> Drafts:
-    """Drafts of a variant where an engine would draft, judged by the texts."""
-    outputs = variant_outputs(corpus, variant, depths)
-    return judge(
-        corpus.modules(variant.module), texts=corpus.texts, anchors=corpus.anchors, states=outputs
-    )
-
-
-@torch.inference_mode()
-def variant_outputs(
-    corpus: Corpus, variant: Variant, depths: int, anchors: Anchors | None = None
-) -> list[torch.Tensor]:
-    """MTP outputs [A, d] of a variant before the norm, one per depth."""
-    before, after = corpus.states
-    hidden = before if variant.before_norm else after
-    return corpus.draft_outputs(
-        depths, module=variant.module, hidden=hidden, recycle=variant.recycle, anchors=anchors
-    )
-
-
-def acceptance(drafts: Drafts, depth: int) -> float:
-    """Greedy acceptance at a depth, given that the drafts before it are accepted."""
-    where = drafts.reached(depth - 1) & drafts.room[depth - 1]
-    return float((drafts.hit[depth - 1] & where).sum() / max(1, int(where.sum())))
-
-
-def _clamped(scores: torch.Tensor) -> torch.Tensor:
-    return scores.clamp(min=WORST_SCORE)
 
 
 def _gain(
