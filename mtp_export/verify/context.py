@@ -37,7 +37,7 @@ from mtp_export.verify.evidence.prompts import (
     texts_of_prompts,
 )
 from mtp_export.verify.evidence.source_weights import SourceWeights
-from mtp_export.verify.evidence.unwritten import Unwritten, unwritten
+from mtp_export.verify.evidence.unwritten import WRITTEN, Unwritten, holes, unwritten
 from mtp_export.verify.evidence.walks import Walks
 from mtp_export.verify.options import VerifyOptions
 from mtp_runtime.drafters import draft_folders
@@ -148,12 +148,22 @@ class Context(OpenedPlace):
         return None if folder is None else Part.open(name, folder)
 
     @cached_property
-    def unwritten(self) -> tuple[Unwritten, ...]:
+    def unwritten_ends(self) -> tuple[Unwritten, ...]:
         """The files that were not written to their end, as level weights tells; none before it.
         Raises IoError for one that cannot be read."""
         if self.options.level < Level.WEIGHTS:
             return ()
         return unwritten(self.read_layouts, MAIN)
+
+    @cached_property
+    def unwritten(self) -> tuple[Unwritten, ...]:
+        """The same, and files with zeros over the borders of tensors, by the walks over them."""
+        if self.options.level < Level.WEIGHTS:
+            return ()
+        facts = (one for layout in self.read_layouts for one in self.walks.of(layout.name).facts)
+        zero = {tensor.name for one in facts if one.is_zero for tensor in one.weight.tensors}
+        zero.difference_update(*(one.tensors for one in self.unwritten_ends))
+        return (*self.unwritten_ends, *holes(self.read_layouts, zero))
 
     @property
     def unwritten_tensors(self) -> frozenset[str]:
@@ -330,7 +340,8 @@ class Context(OpenedPlace):
             return ""
         for check in ("ledger", "weights"):
             for item in self.failures.get(check, ()):
-                if item.subject in self.mtp.tensors or item.name.startswith(f"{MTP}: "):
+                lost = item.name == WRITTEN and self.unwritten_tensors & self.mtp.tensors.keys()
+                if lost or item.subject in self.mtp.tensors or item.name.startswith(f"{MTP}: "):
                     return f"check {check}, {item.name}"
         return ""
 

@@ -175,6 +175,22 @@ def end_never_written(file: str, count: int) -> FolderDamage:
     return damage
 
 
+def piece_never_written(file: str, first: int, last: int) -> FolderDamage:
+    """Zeros from the middle of one of a file's tensors to that of another, as a piece of a download
+    that never came leaves them."""
+
+    def damage(folder: Path) -> None:
+        data = bytearray((folder / file).read_bytes())
+        length = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:length])
+        places = sorted(one["data_offsets"] for name, one in header.items() if name[0] != "_")
+        start, stop = (length + sum(places[number]) // 2 for number in (first, last))
+        data[start:stop] = bytes(stop - start)
+        (folder / file).write_bytes(data)
+
+    return damage
+
+
 def put(number: float, first: int, last: int) -> Value:
     """Write a number into a run of elements."""
 

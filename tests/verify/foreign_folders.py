@@ -503,6 +503,17 @@ DAMAGED = (
         written=damages.end_never_written("mtp.safetensors", 20),
     ),
     Folder(
+        "zeros in the middle of the MTP file",
+        glm(own_file="mtp.safetensors"),
+        level="weights",
+        words=(
+            r"mtp\.safetensors is zero from byte [\d,]+ of [\d,]+ to [\d,]+, in 7 tensors",
+            r"download it again",
+            _without("graft|constant|block"),
+        ),
+        written=damages.piece_never_written("mtp.safetensors", 8, 14),
+    ),
+    Folder(
         "norms less one", glm(), each(r"norm\.weight", add(-1)), "weights", ("norm", r"1 ?\+ ?w")
     ),
     Folder(

@@ -4,7 +4,7 @@ right size, in tensors of whatever part lies there."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from mtp_checkpoints.containers.base import TensorInfo
@@ -13,6 +13,7 @@ from mtp_checkpoints.sources.byte_source import OpenFile, Place
 from mtp_checkpoints.weights.weight_values import WeightOnDisk, weights_on_disk
 from mtp_export.verify.evidence.parts import PartLayout
 
+WRITTEN = "files written to their end"  # the item that tells of them
 _LEAST_TENSORS = 3  # of zeros in a row, which no tool leaves at the end of a file by chance
 _STEP_BYTES = 1 << 18
 _BOUNDARY_BYTES = 16  # at the end of the tensor before, which may be written in part
@@ -21,15 +22,16 @@ _TORN_BYTES = 256  # there, which are not zero by chance
 
 @dataclass(frozen=True)
 class Unwritten:
-    """A file that is zero from a byte on, to the one before `stop`; the first of its tensors that
-    is zero to the end of the file, and the names of these and of the one before where that ends in
-    zeros. is_torn: so many of that are zero that no tool leaves by chance."""
+    """A file of so many bytes that is zero from one on, to the one before `stop`; the first of its
+    tensors that is zero as a whole, and the names of these and of those beside them that end, or
+    begin, in zeros. is_torn: so many of that are zero that no tool leaves by chance."""
 
     file: Place
-    first: str
-    tensors: frozenset[str]
+    size: int
     start: int
     stop: int
+    first: str
+    tensors: frozenset[str]
     is_torn: bool
 
 
@@ -40,20 +42,41 @@ def unwritten(layouts: Iterable[PartLayout], main: str) -> tuple[Unwritten, ...]
 
     Of a sound file no more than the end is read. Raises IoError for one that cannot be read.
     """
-    tensors: dict[Place, list[TensorInfo]] = defaultdict(list)
-    of_main: set[str] = set()
-    for layout in layouts:
-        for tensor in layout.checkpoint.tensors.values():
-            for own in held(tensor):
-                tensors[own.path].append(own._replace(name=tensor.name))
-        if layout.name == main:
-            of_main |= layout.checkpoint.tensors.keys()
-    found = (_unwritten(sorted(own, key=_offset)) for own in tensors.values())
+    of_main = {
+        name for layout in layouts if layout.name == main for name in layout.checkpoint.tensors
+    }
+    found = map(_unwritten, _by_file(layouts))
     return tuple(
         one
         for one in found
         if one is not None and (one.is_torn or not one.tensors.isdisjoint(of_main))
     )
+
+
+def holes(layouts: Iterable[PartLayout], zero: Collection[str]) -> tuple[Unwritten, ...]:
+    """Return the runs of zero tensors that begin or end inside others, as a download in pieces
+    leaves them. zero: the tensors of weights that are zero (IoError)."""
+    found = []
+    for tensors in _by_file(layouts):
+        at = 0
+        while at < len(tensors):
+            last = at
+            while last < len(tensors) and tensors[last].name in zero:
+                last += 1
+            if last > at and (one := _around(tensors, at, last)).is_torn:
+                found.append(one)
+            at = max(last, at + 1)
+    return tuple(found)
+
+
+def _by_file(layouts: Iterable[PartLayout]) -> list[list[TensorInfo]]:
+    """The tensors of each file, in their order in it."""
+    found: dict[Place, list[TensorInfo]] = defaultdict(list)
+    for layout in layouts:
+        for tensor in layout.checkpoint.tensors.values():
+            for own in held(tensor):
+                found[own.path].append(own._replace(name=tensor.name))
+    return [sorted(tensors, key=_offset) for tensors in found.values()]
 
 
 def written_weights(layout: PartLayout, lost: frozenset[str]) -> list[WeightOnDisk]:
@@ -77,20 +100,36 @@ def _unwritten(tensors: Sequence[TensorInfo]) -> Unwritten | None:
     try:
         while zeros < len(tensors) and _is_zero(file, tensors[-zeros - 1]):
             zeros += 1
-        if zeros < _LEAST_TENSORS:
-            return None
-        start, stop = tensors[-zeros].offset_bytes, _end(tensors[-1])
-        names, torn = {tensor.name for tensor in tensors[-zeros:]}, 0
-        if zeros < len(tensors):
-            before = tensors[-zeros - 1]
-            torn = _end(before) - _last_written(file, before)
-            if torn >= _BOUNDARY_BYTES:
-                names.add(before.name)
-                start = _end(before) - torn
     finally:
         file.close()
-    first, is_torn = tensors[-zeros].name, torn >= _TORN_BYTES
-    return Unwritten(tensors[0].path, first, frozenset(names), start, stop, is_torn)
+    if zeros < _LEAST_TENSORS:
+        return None
+    return _around(tensors, len(tensors) - zeros, len(tensors))
+
+
+def _around(tensors: Sequence[TensorInfo], first: int, last: int) -> Unwritten:
+    """Look at the tensors of a file before and behind some that are zero."""
+    file = tensors[0].file.open()
+    start, stop = tensors[first].offset_bytes, _end(tensors[last - 1])
+    names, torn = {tensor.name for tensor in tensors[first:last]}, [0, 0]
+    try:
+        if first:
+            before = tensors[first - 1]
+            torn[0] = _end(before) - _last_written(file, before)
+            if torn[0] >= _BOUNDARY_BYTES:
+                names.add(before.name)
+                start = _end(before) - torn[0]
+        if last < len(tensors):
+            behind = tensors[last]
+            torn[1] = _first_written(file, behind) - behind.offset_bytes
+            if torn[1] >= _BOUNDARY_BYTES:
+                names.add(behind.name)
+                stop = behind.offset_bytes + torn[1]
+    finally:
+        file.close()
+    size, is_torn = _end(tensors[-1]), max(torn) >= _TORN_BYTES
+    path = tensors[0].path
+    return Unwritten(path, size, start, stop, tensors[first].name, frozenset(names), is_torn)
 
 
 def _end(tensor: TensorInfo) -> int:
@@ -110,3 +149,14 @@ def _last_written(file: OpenFile, tensor: TensorInfo) -> int:
             return start + written
         stop = start
     return stop
+
+
+def _first_written(file: OpenFile, tensor: TensorInfo) -> int:
+    """Return the start of the bytes of a tensor behind the zeros that it begins with."""
+    start, end = tensor.offset_bytes, _end(tensor)
+    while start < end:
+        stop = min(end, start + _STEP_BYTES)
+        if written := len(bytes(file.read(start, stop)).lstrip(b"\0")):
+            return stop - written
+        start = stop
+    return end

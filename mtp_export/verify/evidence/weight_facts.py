@@ -62,6 +62,11 @@ class WeightFacts:
     against: AgainstSource | None
     note: Note | None = None
 
+    @property
+    def is_zero(self) -> bool:
+        """True where every value is zero."""
+        return self.statistics.is_constant and self.statistics.root_mean_square == 0
+
 
 @dataclass(frozen=True)
 class Walker:

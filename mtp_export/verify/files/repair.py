@@ -192,7 +192,7 @@ def graft_command(context: Context) -> str:
     main = context.main
     if context.is_bundle or main is None or str(main.config.get("model_type")) not in FAMILIES:
         return ""
-    if unlike_source(context) or context.unwritten:  # whose main model no graft mends
+    if unlike_source(context) or context.unwritten_ends:  # whose main model no graft mends
         return ""
     try:
         if undecoded_of(main.config) is None:

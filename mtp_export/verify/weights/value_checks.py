@@ -28,6 +28,7 @@ from mtp_export.verify.check import (
 from mtp_export.verify.diagnosis.causes import parts_lost
 from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.evidence.parts import PartLayout
+from mtp_export.verify.evidence.unwritten import WRITTEN
 from mtp_export.verify.evidence.weight_facts import WeightFacts
 from mtp_export.verify.weights.extents import not_finite_words
 from mtp_export.verify.weights.main_layer_copies import LAYER, in_other_formats, norms_taken
@@ -50,9 +51,9 @@ def run(context: Context) -> Iterator[Item]:
     every = [fact for part in facts.values() for fact in part]
     for one in context.unwritten:
         words = parts_lost.not_written_to_its_end(
-            str(one.file), one.start, one.stop, one.first, len(one.tensors)
+            str(one.file), (one.start, one.stop, one.size), one.first, len(one.tensors)
         )
-        yield failed("files written to their end", words, subject=str(one.file))
+        yield failed(WRITTEN, words, subject=str(one.file))
     for layout in found:
         yield from _part_items(layout, _written(context, facts[layout.name]), every)
         yield from _opaque(layout)

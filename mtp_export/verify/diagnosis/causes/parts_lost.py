@@ -13,12 +13,15 @@ def not_finite(count: int, place: str) -> str:
     return f"{count:,} NaN or infinite {'value' if count == 1 else 'values'}, {place}"
 
 
-def not_written_to_its_end(file: str, start: int, stop: int, first: str, tensors: int) -> str:
-    """start, stop: bytes of the file. first: the first tensor that is zero as a whole."""
+def not_written_to_its_end(file: str, zeros: tuple[int, int, int], first: str, tensors: int) -> str:
+    """zeros: their first byte, the one behind them, and the size of the file. first: the first
+    tensor that is zero as a whole."""
+    start, stop, size = zeros
+    to = "its end" if stop == size else f"{stop:,}"
     return (
-        f"{file} is zero from byte {start:,} of {stop:,} to its end, in"
-        f" {counted(tensors, 'tensor')} ({first} and those after it): a download or a write of it"
-        " broke off. Write or download it again"
+        f"{file} is zero from byte {start:,} of {size:,} to {to}, in {counted(tensors, 'tensor')}"
+        f" ({first} and those after it): a download or a write of it broke off. Write or download"
+        " it again"
     )
 
 
