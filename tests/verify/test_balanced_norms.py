@@ -270,6 +270,18 @@ def test_a_router_is_told_by_what_experts_answer_to_most() -> None:
     assert not any(wrong_orders([good, lost, good, lost]))
 
 
+def test_experts_by_turns_are_told_where_some_stay_in_their_places() -> None:
+    """Which answer to their rows, so that the order suits less much better than as they are."""
+    torch.manual_seed(2)
+    router = torch.randn(8, 64)
+    experts = [torch.randn(32, 64) + 0.1 * torch.randn(32, 1) * row for row in router]
+    good = [Answer.of(number, one, router) for number, one in enumerate(experts)]
+    merged = [experts[at] for at in (0, 4, 1, 5, 2, 6, 3, 7)]
+    found = [Answer.of(number, one, router) for number, one in enumerate(merged)]
+    words = wrong_orders([good, found, good])[1]
+    assert words.endswith("; or its experts come by turns from two halves")
+
+
 def test_routers_that_experts_do_not_answer_to_tell_nothing() -> None:
     """Of many layers some suit another order by chance."""
     layers = []

@@ -51,14 +51,15 @@ def wrong_orders(layers: Sequence[Sequence[Answer]]) -> list[str]:
     least, second, *others = sorted(own)
     if least <= _CHANCE_ERRORS and second >= _LEAST_ERRORS and len(others) + 1 >= _LEAST_OTHERS:
         number = next(n for n, suits in enumerate(found) if suits and suits[0][0] == least)
-        words[number] = words[number] or causes.ROUTER_APART
+        if not words[number]:  # an order in which some experts are in their places rises less
+            words[number] = _better(found[number], _LEAST_ERRORS, rise=0.0) or causes.ROUTER_APART
     return words
 
 
-def _better(suits: Sequence[tuple[float, str]], least: float) -> str:
+def _better(suits: Sequence[tuple[float, str]], least: float, rise: float = _LEAST_RISE) -> str:
     """Return the words of the order that suits best, "" where it does not by far."""
     own, (best, words) = suits[0][0], max(suits[1:])
-    return words if best >= least and best - own >= _LEAST_RISE else ""
+    return words if best >= least and best - own >= rise else ""
 
 
 def _suiting(answers: Sequence[Answer]) -> list[tuple[float, str]]:
