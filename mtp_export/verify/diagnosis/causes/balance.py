@@ -7,6 +7,13 @@ REVERSED = "has its {} in reverse order"
 INTERLEAVED = "has its {} interleaved: they come by turns from two halves"
 APART = "has its {} de-interleaved: the even ones come first, then the odd ones"
 HALVES = "has the halves of its {} exchanged"
+# The order of experts that one of their router's rows stands for, by what is wrong with these.
+EXPERTS_COME = {
+    REVERSED.format("rows"): "in reverse order",
+    HALVES.format("rows"): "with their halves exchanged",
+    INTERLEAVED.format("rows"): "with the even ones first, then the odd ones",
+    APART.format("rows"): "by turns from two halves",
+}
 
 
 def moved(axis: str, by: int) -> str:

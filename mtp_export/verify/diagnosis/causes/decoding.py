@@ -42,13 +42,6 @@ ROWS_REVERSED, COLUMNS_REVERSED = map(balance.REVERSED.format, ("rows", "columns
 ROW_HALVES, COLUMN_HALVES = map(balance.HALVES.format, ("rows", "columns"))
 ROWS_BY_TURNS = balance.INTERLEAVED.format("rows")
 ROWS_APART = balance.APART.format("rows")
-# The order of experts that the same order of a router's rows stands for.
-_EXPERTS_COME = {
-    ROWS_REVERSED: "in reverse order",
-    ROW_HALVES: "with their halves exchanged",
-    ROWS_BY_TURNS: "with the even ones first, then the odd ones",
-    ROWS_APART: "by turns from two halves",
-}
 LAST_NORM = "the last norm (model.norm)"
 LACKS_ONE = "lacks the 1 of 1 + w, or 1 was taken from it when it was converted"
 ONE_TOO_MUCH = "has 1 too much: 1 was added to it when it was converted"
@@ -137,7 +130,7 @@ def linears_scaled(factor: float) -> str:
 
 def router_reordered(wrong: str) -> str:
     """wrong: with the rows of a matrix."""
-    return f"{{layer}}'s router {wrong}; or its experts come {_EXPERTS_COME[wrong]}"
+    return f"{{layer}}'s router {wrong}; or its experts come {balance.EXPERTS_COME[wrong]}"
 
 
 def router_rolled(way: str) -> str:
