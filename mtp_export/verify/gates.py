@@ -112,6 +112,8 @@ LEAST_RESIZED_NATS = 0.1
 LEAST_TRAINED_NATS = 0.02
 # The same of half a layer beside all others that are trained: up to 0.001 there.
 LEAST_SHARE_NATS = 0.002
+# The same of a small tensor, as a norm or a router, beside all small ones: up to 0.0032 there.
+LEAST_SMALL_SHARE_NATS = 0.007
 # The same of a change undone that the slope points to: up to 0.004 in good bundles.
 LEAST_POINTED_NATS = 0.01
 

@@ -15,13 +15,15 @@ from faults.suspected_faults import TRAINED_LAYER_FAULTS, noisy
 from mtp_export.verify.check import Status
 from mtp_export.verify.decoding.changed import compared
 from mtp_export.verify.decoding.several_vectors import of_several
+from mtp_export.verify.decoding.training import MOST_SMALL
+from mtp_export.verify.diagnosis.layer_variants import LayerVariant
 from mtp_export.verify.diagnosis.trainable import Trainable
 from mtp_export.verify.diagnosis.trainable_module import INPUTS, TrainableModule
-from mtp_export.verify.diagnosis.trained import Trials
+from mtp_export.verify.diagnosis.trained import SMALL_STEPS, Parts, Trials
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.likelihood import Likelihood
 from mtp_export.verify.evidence.plain_text import JUDGING, MORE_TRAINING, TRAINING, PlainTexts
-from mtp_export.verify.gates import LEAST_SHARE_NATS, LEAST_TRAINED_NATS
+from mtp_export.verify.gates import LEAST_SHARE_NATS, LEAST_SMALL_SHARE_NATS, LEAST_TRAINED_NATS
 from mtp_runtime.models.load import LoadOptions, load_model
 from mtp_runtime.streaming import open_streamed
 from mtp_runtime.tokenizer import Tokenizer
@@ -68,23 +70,56 @@ def test_a_damaged_half_gains_and_stays_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damaged", [False, True], ids=["good", "noise in o_proj"])
 def test_a_damaged_half_shares_in_training_beside_all_others(tmp_path: Path, damaged: bool) -> None:
     """The damage costs 0.02 nats; taken back, all tensors hold what they held."""
-    bundle = tmp_path / "bundle"
-    assert export(FIXTURES / "glm4-moe-tiny", bundle, "--link", "copy", "--quiet").code == 0
+    bundle = glm_bundle(tmp_path)
     if damaged:
         planting.change(bundle / "main", "model.layers.0.self_attn.o_proj.weight", noisy)
+    trials = as_verified(bundle)
+    found = shares_of(trials, trials.layers_whole())
+    sharing = [(one.layer, one.half) for one, gain in found.items() if gain > LEAST_SHARE_NATS]
+    assert sharing == ([(0, "attention")] if damaged else [])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("damaged", [False, True], ids=["good", "another layer's norm"])
+def test_a_damaged_norm_shares_in_training_beside_small_tensors(
+    tmp_path: Path, damaged: bool
+) -> None:
+    """The damage costs 0.02 nats, of which no half gives back more than those of a good model."""
+    bundle, name = glm_bundle(tmp_path), "model.layers.%d.post_attention_layernorm.weight"
+    if damaged:
+        planting.write(bundle / "main", {name % 1: planting.read(bundle / "main", name % 2)})
+    trials = as_verified(bundle)
+    found = shares_of(trials, trials.small_ones(), SMALL_STEPS, MOST_SMALL)
+    assert len(found) == MOST_SMALL
+    sharing = [one.change for one, gain in found.items() if gain > LEAST_SMALL_SHARE_NATS]
+    assert sharing == (["post_attention_layernorm of layer 1 is trained"] if damaged else [])
+
+
+def glm_bundle(tmp_path: Path) -> Path:
+    bundle = tmp_path / "bundle"
+    assert export(FIXTURES / "glm4-moe-tiny", bundle, "--link", "copy", "--quiet").code == 0
+    return bundle
+
+
+def as_verified(bundle: Path) -> Trials:
+    """A model and the texts on which parts are trained together."""
     tokenizer = Tokenizer.find(bundle / "main")
     modules = ((*TRAINING, *MORE_TRAINING), JUDGING)
     texts = (PlainTexts.of_modules(tokenizer, names, 8) for names in modules)
-    trials = Trials.of(Trainable.of(open_streamed(bundle, "cpu")), *texts)
-    parts = [leaf for spot in trials.model.spots() for leaf, _ in spot.parts]
-    before = [leaf.clone() for leaf in parts]
-    found = {
-        (variant.layer, variant.half): without.fitted_gain(trained, 0.98)
-        for variant, without, trained in trials.taken_back()
-    }
-    assert all(map(torch.equal, before, parts))
-    sharing = [half for half, gain in found.items() if gain and gain.value > LEAST_SHARE_NATS]
-    assert sharing == ([(0, "attention")] if damaged else [])
+    return Trials.of(Trainable.of(open_streamed(bundle, "cpu")), *texts)
+
+
+def shares_of(trials: Trials, parts: Parts, *how: int) -> dict[LayerVariant, float]:
+    """Shares of parts in training, after which all tensors hold what they held."""
+    held = [leaf for spot in trials.model.spots() for leaf, _ in spot.parts]
+    before = [leaf.clone() for leaf in held]
+    found = {}
+    for variant, without, trained in trials.taken_back(parts, *how):
+        gain = without.fitted_gain(trained, 0.98)
+        assert gain is not None
+        found[variant] = gain.value
+    assert all(map(torch.equal, before, held))
+    return found
 
 
 def test_a_module_under_autograd_is_the_one_that_runs_and_gains_where_it_is_damaged(

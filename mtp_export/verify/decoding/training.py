@@ -19,7 +19,7 @@ from mtp_export.verify.diagnosis.neurons import agreements
 from mtp_export.verify.diagnosis.slopes import pointed
 from mtp_export.verify.diagnosis.trainable import Spot, Trainable
 from mtp_export.verify.diagnosis.trainable_module import TrainableModule
-from mtp_export.verify.diagnosis.trained import Half, Trials, Tried
+from mtp_export.verify.diagnosis.trained import SMALL_STEPS, Half, Parts, Trials, Tried, small
 from mtp_export.verify.evidence.likelihood import Likelihood
 from mtp_export.verify.evidence.plain_text import (
     JUDGING,
@@ -31,7 +31,12 @@ from mtp_export.verify.evidence.plain_text import (
     PlainTexts,
 )
 from mtp_export.verify.evidence.side_by_side import SideBySide, VariantsOf
-from mtp_export.verify.gates import LEAST_POINTED_NATS, LEAST_SHARE_NATS, LEAST_TRAINED_NATS
+from mtp_export.verify.gates import (
+    LEAST_POINTED_NATS,
+    LEAST_SHARE_NATS,
+    LEAST_SMALL_SHARE_NATS,
+    LEAST_TRAINED_NATS,
+)
 from mtp_runtime.streaming import StreamedModel
 from mtp_runtime.tokenizer import Tokenizer
 
@@ -43,7 +48,7 @@ LEAST_TEXTS = 16  # to train on, and to judge by
 MOST_HALVES = 2  # whose tensors are trained each alone
 LEAST_RIVAL = 0.5  # of the best half's gain
 MOST_UNDONE = 2  # tensors of each, whose changes are undone, beside those that are small
-SMALL = 8  # times smaller than the largest tensor of a half
+MOST_SMALL = 3  # tensors, of all that are trained together, whose steps are taken back
 # Of a model that knows no text: what a part must gain, and times what any other gains. Parts of
 # random weights gain up to 0.08, and 1.1 times what others do.
 LEAST_STANDING_NATS, MOST_OTHERS = 0.2, 2.0
@@ -134,10 +139,11 @@ def _trials(streamed: StreamedModel, tokenizer: Tokenizer) -> Trials | Item:
 
 def _with_more_texts(trials: Trials, tokenizer: Tokenizer) -> Trials:
     """The same model, whose layers are trained together on more texts."""
-    modules = (*TRAINING, *MORE_TRAINING)
+    modules, model = (*TRAINING, *MORE_TRAINING), trials.model
     trained = PlainTexts.of_modules(tokenizer, modules, TRAINING_PASSAGES)
     judging = PlainTexts.of_modules(tokenizer, JUDGING, MORE_JUDGING_PASSAGES)
-    return Trials.of(trials.model, trained, judging)
+    first = [model.embedded(trained.table)]  # all that such training needs
+    return Trials(model, trained, first, judging, model.states(judging.table))
 
 
 def _was_trained(trials: Trials) -> bool:
@@ -162,12 +168,14 @@ def _trained_halves(trials: Trials, halves: Collection[Half], context: Context) 
     return found
 
 
-def _trained_together(trials: Trials, context: Context) -> list[Changed]:
-    """Halves of layers trained together, with what is lost where the steps of each are taken
-    back."""
-    found, title = list[Changed](), f"likelihood, with all {trials.model.noun} trained"
-    with context.show_count(title, len(trials.of_layers), "halves") as advance:
-        for variant, without, trained in trials.taken_back():
+def _trained_together(
+    trials: Trials, parts: Parts, noun: str, context: Context, *how: int
+) -> list[Changed]:
+    """Parts of layers trained together, with what is lost where the steps of each are taken back.
+    how: in so many steps, of the most that lose most."""
+    found, title = list[Changed](), f"likelihood, with {noun} of all {trials.model.noun} trained"
+    with context.show_count(title, min([len(parts), *how[1:]]), noun) as advance:
+        for variant, without, trained in trials.taken_back(parts, *how):
             if (lost := without.fitted_gain(trained, CONFIDENCE)) is not None:
                 found.append(Changed(variant, trained, lost))
             advance(1)
@@ -175,21 +183,33 @@ def _trained_together(trials: Trials, context: Context) -> list[Changed]:
 
 
 def _none_of(trials: Trials, name: str, context: Context, more: Trials | None = None) -> Item:
-    """No half gains. more: with the texts that layers are trained together on; without it each is
-    trained alone."""
+    """No half gains, nor a small tensor. more: with the texts that layers are trained together on;
+    without it each is trained alone."""
     undone = compared(trials.own, pointed(trials))
-    shares = [] if more is None else _trained_together(more, context)
+    shares, small_ones = list[Changed](), list[Changed]()
+    parts = {} if more is None else more.small_ones()
+    if more is not None:
+        shares = _trained_together(more, more.layers_whole(), "halves", context)
+        how = SMALL_STEPS, MOST_SMALL
+        small_ones = _trained_together(more, parts, "small tensors", context, *how)
     shared = {_half(one) for one in shares}
-    alone = _trained_halves(trials, [o for o in trials.halves if o not in shared], context)
-    tried = _merged(undone, shares, compared(trials.own, alone))
-    beside = f"{LEAST_SHARE_NATS} nats beside all others, " if shares else ""
+    halves = _trained_halves(trials, [o for o in trials.halves if o not in shared], context)
+    alone = compared(trials.own, halves)
+    tried = _merged(undone, shares, small_ones, alone)
+    of_shares = f"{LEAST_SHARE_NATS} nats beside all others, {LEAST_SMALL_SHARE_NATS} if small"
+    beside = f"{of_shares}, " if shares else ""
     least = f"{beside}{LEAST_TRAINED_NATS} alone, or {LEAST_POINTED_NATS} by an undone change"
     bound = f"none of {len(tried)} gains {least}, by its interval"
-    far = [one for one in tried if one.gains(_least(one, shared))]
-    if not far:
+    far_small = [one for one in small_ones if one.gains(LEAST_SMALL_SHARE_NATS)]
+    least_of = (undone, LEAST_POINTED_NATS), (shares, LEAST_SHARE_NATS), (alone, LEAST_TRAINED_NATS)
+    far = best_first(one for some, least in least_of for one in some if one.gains(least))
+    if not far and not far_small:
         figure = f"{tried[0].gain.value:+.3f} nats when {tried[0].variant.change}"
         return passed(name, figure=figure, bound=bound)
-    single = _merged(undone, _alone(trials, _suspected(trials, far), context))
+    spots = (spot for one in far_small for spot in parts[one.variant])
+    changed = compared(trials.own, chain.from_iterable(map(trials.undone, spots)))
+    single = _alone(trials, _suspected(trials, far), context) if far else []
+    single = _merged(undone, changed, single, small_ones)
     better = [one for one in single if one.gains(0)]
     if better and (several := of_several(trials, better[0])) is not None:
         better = [several]
@@ -203,13 +223,6 @@ def _suspected(trials: Trials, far: Sequence[Changed]) -> list[Half]:
     least = LEAST_RIVAL * best.gain.value
     rivals = (one for one in others if one.gain.value >= least and not _is_end(trials, one))
     return [*dict.fromkeys(map(_half, (best, *rivals)))][:MOST_HALVES]
-
-
-def _least(one: Changed, shared: Collection[Half]) -> float:
-    """The most that a part of a good model gains, in nats per token."""
-    if not one.variant.is_trained:
-        return LEAST_POINTED_NATS
-    return LEAST_SHARE_NATS if _half(one) in shared else LEAST_TRAINED_NATS
 
 
 def _merged(*some: Iterable[Changed]) -> list[Changed]:
@@ -242,13 +255,7 @@ def _alone(trials: Trials, halves: Sequence[Half], context: Context) -> list[Cha
                 advance(1)
             trained = compared(trials.own, ((one, under) for one, (_, under) in found.items()))
             best = [found[one.variant][0] for one in trained[:MOST_UNDONE]]
-            spots = dict.fromkeys([*best, *_small(trials.halves[half])])
+            spots = dict.fromkeys([*best, *small(trials.halves[half])])
             changed = (one for spot in spots for one in trials.undone(spot))
             tried.append(best_first([*trained, *compared(trials.own, changed)]))
     return max(tried, key=lambda ones: ones[0].gain.value)
-
-
-def _small(spots: Sequence[Spot]) -> list[Spot]:
-    """Vectors and routers, which gain next to nothing by as many steps as matrices take."""
-    sizes = {spot: spot.values().numel() for spot in spots}
-    return [spot for spot, size in sizes.items() if SMALL * size <= max(sizes.values())]

@@ -168,10 +168,14 @@ class Trainable:
                 for place in self.ends.places(half):
                     yield _spot(number, half, place, self.ends)
 
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """Return the rows [b * s, d] of texts [b, s] before the first layer."""
+        return self.ends.rows[tokens.flatten()]
+
     @torch.no_grad()
     def states(self, tokens: Tensor) -> list[Tensor]:
         """Return the rows [b * s, d] of texts [b, s] before each layer, and behind the last."""
-        found = [self.ends.rows[tokens.flatten()]]
+        found = [self.embedded(tokens)]
         for layer in self.layers:
             found.append(self.through(layer, found[-1], tokens))
         return found
@@ -199,7 +203,7 @@ class Trainable:
         """The mean loss of a token of texts [b, s], given their rows before layer `first`; none
         before the first one: at the one of some temperatures where it is least."""
         if first < 0:
-            x = self.ends.rows[tokens.flatten()]
+            x = self.embedded(tokens)
         for layer in self.layers[max(0, first) :]:
             x = self.through(layer, x, tokens)
         kept = x.view(*tokens.shape, -1)[:, :-1].flatten(0, 1)

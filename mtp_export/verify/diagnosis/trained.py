@@ -26,9 +26,10 @@ from mtp_export.verify.diagnosis.trainable_module import TrainableModule
 from mtp_export.verify.evidence.likelihood import Likelihood
 from mtp_export.verify.evidence.plain_text import CODE, PlainTexts
 
-STEPS, TOGETHER_STEPS, STEP_TEXTS = 12, 36, 8
+STEPS, TOGETHER_STEPS, SMALL_STEPS, STEP_TEXTS = 12, 36, 24, 8
 SCREEN_TEXTS = 16
 _TEMPERATURES = 0.75, 1.0, 1.33  # of changes, to the one that fits a model as it is
+_SMALL = 8  # times smaller than the largest tensor of a half
 # Of the first step, as a share of a tensor's root mean square; that of a tensor of zeros is one.
 _RATE, _LEAST_SIZE = 0.02, 1e-3
 _MEMORIES = 0.8, 0.95  # of the means of gradients, and of those of their squares
@@ -37,6 +38,7 @@ _DAMPING = 0.1  # of the mean square of all elements, beside each one's
 Tried = tuple[LayerVariant, Likelihood]
 Half = tuple[int, str]
 Values = Sequence[tuple[Spot, Tensor]]
+Parts = dict[LayerVariant, list[Spot]]
 
 
 @dataclass(frozen=True)
@@ -136,29 +138,37 @@ class Trials:
         """Return half a layer trained alone, with the judging texts under it."""
         return self._variant(half), self._trained_alone(self.halves[half])
 
-    def taken_back(self) -> Iterator[tuple[LayerVariant, Likelihood, Likelihood]]:
-        """Train the halves of all layers together; yield each half, with the judging texts where
-        its steps are taken back, and where they are not."""
-        halves = {half: self.halves[half] for half in self.of_layers}
-        spots, tokens = [*chain.from_iterable(halves.values())], self.code.table
+    def layers_whole(self) -> Parts:
+        """The halves of layers."""
+        return {self._variant(half): self.halves[half] for half in self.of_layers}
+
+    def small_ones(self) -> Parts:
+        """The small tensors of layers, each alone."""
+        every = chain.from_iterable(small(self.halves[half]) for half in self.of_layers)
+        return {self._variant_of(spot): [spot] for spot in every}
+
+    def taken_back(
+        self, parts: Parts, steps: int = TOGETHER_STEPS, most: int | None = None
+    ) -> Iterator[tuple[LayerVariant, Likelihood, Likelihood]]:
+        """Train some parts together; yield each, with the judging texts where its steps are taken
+        back, and where they are not. most: parts, those by which some of the texts lose most."""
+        spots, tokens = [*chain.from_iterable(parts.values())], self.code.table
         before = {spot: spot.values().clone() for spot in spots}
         rows = self.read[0].view(*tokens.shape, -1)
-        _train(self.model, spots, rows, tokens, TOGETHER_STEPS)
-        trained = self.under_layer(0, self.model.part(0))
-        for half, some in halves.items():
-            with _holding([(spot, before[spot]) for spot in some]):
-                without = self.under_layer(0, self.model.part(0))
-            yield self._variant(half), without, trained
+        _train(self.model, spots, rows, tokens, steps)
+        moved = replace(self, judged=self.model.states(self.judging.table))
+        back = {part: [(spot, before[spot]) for spot in some] for part, some in parts.items()}
+        if most is not None:
+            losses = {part: moved.loss_under(values) for part, values in back.items()}
+            back = {part: back[part] for part in sorted(back, key=lambda one: -losses[one])[:most]}
+        for part, taken in back.items():
+            yield part, moved.under(taken), moved.own
         for spot, values in before.items():
             spot.put(values)
 
     def trained(self, spot: Spot) -> Tried:
         """Return a tensor trained alone, with the judging texts under it."""
-        where = self.model.where(spot.layer)
-        cause = causes.of_tensor(spot.place.name, where, causes.DOES_HARM)
-        change, half = _trained(f"{spot.place.name} of {where}"), spot.half
-        variant = LayerVariant(spot.layer, change, cause, half, is_trained=True)
-        return variant, self._trained_alone([spot])
+        return self._variant_of(spot), self._trained_alone([spot])
 
     @torch.no_grad()
     def undone(self, spot: Spot) -> Iterator[Tried]:
@@ -173,6 +183,12 @@ class Trials:
         words, where = self.model.words(part), self.model.where(layer)
         cause = causes.of_tensor(words, where, causes.DOES_HARM)
         return LayerVariant(layer, _trained(f"{words} of {where}"), cause, part, is_trained=True)
+
+    def _variant_of(self, spot: Spot) -> LayerVariant:
+        where = self.model.where(spot.layer)
+        cause = causes.of_tensor(spot.place.name, where, causes.DOES_HARM)
+        change = _trained(f"{spot.place.name} of {where}")
+        return LayerVariant(spot.layer, change, cause, spot.half, is_trained=True)
 
     def _trained_alone(self, spots: Sequence[Spot]) -> Likelihood:
         """Return the judging texts with some tensors of a layer trained, which are then as they
@@ -203,6 +219,12 @@ def _holding(values: Values) -> Iterator[None]:
     yield
     for (spot, _), old in zip(values, before, strict=True):
         spot.put(old)
+
+
+def small(spots: Sequence[Spot]) -> list[Spot]:
+    """Vectors and routers, which gain next to nothing by as many steps as matrices take."""
+    sizes = {spot: spot.values().numel() for spot in spots}
+    return [spot for spot, size in sizes.items() if _SMALL * size <= max(sizes.values())]
 
 
 def _trained(what: str) -> str:
