@@ -25,6 +25,7 @@ LACKS = "lacks"  # in the data of a failure: entries to be added to a list of qu
 UNFINISHED = "unfinished"  # in the data of a bundle whose run has not ended: its repair goes on
 KNOWS_MORE = "knows_more"  # in the data of a failure whose words replace an earlier check's
 EQUAL = "equal_causes"  # in the data of a failure: how many causes explain it equally
+BY_TRAINING = "by_training"  # in the data of a failure that training alone points to
 UNDONE = "undone"  # in the data of a failure: changes that were undone, with their gains
 ENGINE = "engine"  # in the data of how one engine, by its name, reads the draft
 _REPORTED = "reported"  # the bound of a figure that nothing is required of

@@ -9,8 +9,10 @@ import pytest
 
 from mtp_checkpoints.errors import VerificationError
 from mtp_export.verify.check import (
+    BY_TRAINING,
     ENGINE,
     EQUAL,
+    UNDONE,
     CheckResult,
     Item,
     Problem,
@@ -237,6 +239,18 @@ def test_what_drafts_show_explains_what_several_explain_of_the_module(equal: int
         assert [cause.text for cause in found] == ["enorm is hnorm", "d; or e"]
     else:
         assert len(found) == 3
+
+
+@pytest.mark.parametrize(("gain", "count"), [(0.1, 1), (0.5, 2)])
+def test_what_drafts_show_explains_what_training_gives_back_of_it(gain: float, count: int) -> None:
+    """Any part of a damaged module makes up for some of it, none for more than it costs."""
+    trained = failed(
+        "no part of the MTP module gains", "eh_proj does harm", data={EQUAL: 1, BY_TRAINING: gain}
+    )
+    undone = {UNDONE: [{"change": "gate and up", "gain": {"value": 0.3}}], EQUAL: 1}
+    drafts = failed("no other layout drafts better", "gate is up", data=undone)
+    found = causes(likelihood=[trained], acceptance=[drafts])
+    assert len(found) == count and found[-1].text == "gate is up"
 
 
 def test_thousands_of_failed_items_are_grouped_as_a_few_are() -> None:

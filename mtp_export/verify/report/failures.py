@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
 from mtp_checkpoints.tensors.bundle_folder import MAIN
 from mtp_export.progress import shortened
 from mtp_export.verify.check import (
+    BY_TRAINING,
     ENGINE,
     EQUAL,
     KNOWS_MORE,
     MTP_MODULE,
+    UNDONE,
     UNFINISHED,
     Item,
     Status,
@@ -73,6 +77,15 @@ class Cause:
             check == "acceptance" and item.data.get(EQUAL) == 1 for check, item in self.items
         )
 
+    def is_of(self, drafts: Cause) -> bool:
+        """True where the MTP module has, by several explanations, what undoing one thing of its
+        drafts explains, or gains by training no more than that gives: any part of a damaged module
+        makes up for some of it."""
+        gain = max(item.data.get(BY_TRAINING, math.inf) for _, item in self.items)
+        undone = (one["gain"]["value"] for _, item in drafts.items for one in _undone(item))
+        follows = self.is_vague or gain <= max(undone, default=0.0)
+        return follows and all(MTP_MODULE in item.name for _, item in self.items)
+
     @property
     def repairs(self) -> list[str]:
         """Commands that mend it, each once: none gives a main model back its weights with those of
@@ -113,14 +126,20 @@ def causes_of(report: Report) -> list[Cause]:
         if item.status is Status.FAIL:
             found.take(result.name, item)
     vague = [cause for cause in found.causes if cause.is_vague]
-    told = [cause for cause in found.causes if not cause.is_vague]
-    of_drafts = next((cause for cause in told if cause.explains_drafts), None)
-    for cause in vague:
-        if of_drafts is not None and all(MTP_MODULE in item.name for _, item in cause.items):
+    sure = [cause for cause in found.causes if not cause.is_vague]
+    of_drafts = next((cause for cause in sure if cause.explains_drafts), None)
+    told = list[Cause]()
+    for cause in (*sure, *vague):
+        if of_drafts is not None and cause is not of_drafts and cause.is_of(of_drafts):
             of_drafts.items += cause.items
         else:
             told.append(cause)
     return told
+
+
+def _undone(item: Item) -> Sequence[Mapping[str, Any]]:
+    found: Sequence[Mapping[str, Any]] = item.data.get(UNDONE, ())
+    return found
 
 
 @dataclass
