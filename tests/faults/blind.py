@@ -8,7 +8,9 @@ of the precision table, so that checksums and manifest agree with the damage.
 
 A fault is caught where a check fails. It is named where one sentence has words for its place and
 for its kind, as `drawn_faults` writes them down; exactly named where those words are the kind's
-alone, and not of several kinds that the sentence offers.
+alone, and not of several kinds that the sentence offers. What a fault of the main model costs, in
+nats per token of plain code, is recorded beside: tokens and acceptance may change where the model
+is no worse for it.
 """
 
 from __future__ import annotations
@@ -33,10 +35,15 @@ from mtp_export.verify.check import Item, Level, Status
 from mtp_export.verify.context import Context
 from mtp_export.verify.decoding import controls, likelihood
 from mtp_export.verify.decoding.acceptance import diagnosed
+from mtp_export.verify.decoding.changed import CONFIDENCE
 from mtp_export.verify.evidence.corpus import Corpus
+from mtp_export.verify.evidence.likelihood import Likelihood
+from mtp_export.verify.evidence.plain_text import JUDGING, MORE_JUDGING_PASSAGES, PlainTexts
 from mtp_export.verify.evidence.prompts import BUILT_IN
+from mtp_export.verify.evidence.statistics import Estimate
 from mtp_export.verify.options import VerifyOptions
 from mtp_runtime.models.load import LoadOptions, load_model
+from mtp_runtime.streaming import open_streamed
 from mtp_runtime.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,11 +70,13 @@ WITH_SOURCE: dict[str, Judge] = {name: _whole(name) for name in ("files", "ledge
 
 
 class Effects:
-    """Changes of tokens and of acceptance, each fixture's beside those of the good one."""
+    """Changes of tokens, of acceptance and of the likelihood of plain code, each fixture's beside
+    those of the good one."""
 
     def __init__(self, folders: dict[str, Path]) -> None:
         self._folders = folders
         self._good: dict[str, Corpus] = {}
+        self._likely: dict[str, Likelihood] = {}
 
     def of(self, drawn: Drawn, bundle: Path) -> tuple[float, float]:
         """Share of the best tokens that differ, and the change of acceptance at two drafts."""
@@ -80,11 +89,23 @@ class Effects:
             shares = [_accepted(one) for one in (good, other)]
         return tokens, shares[1] - shares[0]
 
+    def cost(self, drawn: Drawn, bundle: Path) -> Estimate:
+        """Nats per token of plain code that a main model loses by a fault."""
+        if drawn.fixture not in self._likely:
+            self._likely[drawn.fixture] = _likelihood(self._folders[drawn.fixture])
+        return _likelihood(bundle).gain(self._likely[drawn.fixture], CONFIDENCE)
+
     def _corpus(self, bundle: Path, like: Corpus | None = None) -> Corpus:
         model = load_model(bundle, LoadOptions()).model
         tokenizer = Tokenizer.find(bundle / "main")
         prompts = tuple(tokenizer.encode(text) for text in BUILT_IN)
         return Corpus(model, prompts, TOKENS, given=None if like is None else like.texts)
+
+
+def _likelihood(bundle: Path) -> Likelihood:
+    tokenizer = Tokenizer.find(bundle / "main")
+    code = PlainTexts.of_modules(tokenizer, JUDGING, MORE_JUDGING_PASSAGES)
+    return Likelihood.of(open_streamed(bundle, "cpu"), code)
 
 
 def _accepted(corpus: Corpus) -> float:
@@ -158,7 +179,14 @@ def counted(judged: list[dict[str, Any]]) -> str:
             sum(map(bool, (one[what] for one in found))) for what in ("said", "named", "exactly")
         )
         lines.append(f"{title}: {len(found)}, {caught} caught, {right} named, {exact} exactly")
+    passed = [one["cost"] for one in exported if "cost" in one and not _caught(one)]
+    lines += [f"passed without it, for {Estimate(**one).shown()} nats per token" for one in passed]
     return "\n".join(lines)
+
+
+def _caught(judged: dict[str, Any]) -> bool:
+    """True for what is caught without the source, or changes too little to be judged so."""
+    return "without" not in judged or bool(judged["without"]["said"])
 
 
 def _found(drawn: Drawn, good: Path, into: Path, effects: Effects) -> dict[str, Any]:
@@ -172,6 +200,8 @@ def _found(drawn: Drawn, good: Path, into: Path, effects: Effects) -> dict[str, 
         return found
     tokens, acceptance = effects.of(drawn, planted)
     found |= {"tokens": tokens, "acceptance": acceptance}
+    if drawn.part == "main":
+        found["cost"] = effects.cost(drawn, planted).as_json()
     base, mtp, *more = ROWS[drawn.row]
     schemes = ("--base-quant", base, "--mtp-quant", mtp, *more)
     outcome = quantize(planted, bundle, *schemes, "--quiet")
