@@ -6,11 +6,14 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 import pytest
+import torch
 
 from mtp_export.verify.decoding.changed import Changed, explained
 from mtp_export.verify.diagnosis.layer_variants import LayerVariant
 from mtp_export.verify.evidence.likelihood import Likelihood
+from mtp_export.verify.evidence.plain_text import PlainTexts
 from mtp_export.verify.evidence.statistics import Estimate
+from mtp_runtime.teacher_forcing import Texts
 
 
 @dataclass(frozen=True)
@@ -88,3 +91,20 @@ def test_halves_that_are_trained_together_are_both_named() -> None:
     found = [replace(one, under=under) for one in tried]
     item = explained("no layer does harm", found, found, "none")
     assert "a has the wrong sign; or b has the wrong sign" in item.cause
+
+
+@pytest.mark.parametrize(("gained", "is_as_good"), [(0.009, True), (0.001, False)])
+def test_a_share_of_training_is_compared_with_what_is_undone_on_other_texts(
+    gained: float, is_as_good: bool
+) -> None:
+    """By intervals: there are more of those that parts are trained together on."""
+    tried = []
+    for name, nats, texts in (("the norm", 0.011, 96), ("gate_proj", gained, 48)):
+        sums = torch.zeros(texts, 3, dtype=torch.float64)
+        counts, states = torch.full((texts,), 127), torch.zeros(0, 4)
+        under = Likelihood(PlainTexts(Texts(()), ()), sums, counts, states)
+        variant = changed(name, nats, is_trained=texts == 96).variant
+        tried.append(Changed(variant, under, Estimate(nats, nats - 0.004, nats + 0.004, 127)))
+    item = explained("no part gains", tried, tried, "none")
+    assert "the norm has the wrong sign" in item.cause
+    assert ("gate_proj has the wrong sign" in item.cause) is is_as_good

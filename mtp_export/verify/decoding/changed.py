@@ -55,10 +55,12 @@ class Changed:
         return is_told or self.gain.value > LEAST_RESIZED_NATS
 
     def is_told_from(self, best: Changed) -> bool:
-        """True for one that gains less than another, text by text."""
+        """True for one that gains less than another, text by text; by intervals, on other texts."""
         found = self.under.fitted_gain(best.under, CONFIDENCE)
-        least = _AS_MUCH * max(0.0, best.gain.value)
-        return found is not None and found.low is not None and found.low > least
+        if found is None:
+            ends = self.gain.high, best.gain.low
+            return ends[0] is not None and ends[1] is not None and ends[0] < ends[1]
+        return found.low is not None and found.low > _AS_MUCH * max(0.0, best.gain.value)
 
     def is_the_same_as(self, other: Changed) -> bool:
         """True for a change that does to every text what another does: it is that one, found in

@@ -115,7 +115,9 @@ class Likelihood:
 
     def fitted_gain(self, other: Likelihood, confidence: float) -> Estimate | None:
         """The gain of all texts with each model at the temperature that fits it: one that is more
-        or less certain, and nothing else, gains nothing."""
+        or less certain, and nothing else, gains nothing. None for other texts."""
+        if len(self.counts) != len(other.counts):
+            return None
         own, others = (one.sums[:, int(one.sums.sum(dim=0).argmax())] for one in (self, other))
         return ratio((others - own).tolist(), self.counts.tolist(), confidence)
 
