@@ -186,7 +186,7 @@ def _missing_shards(
     more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
     return InvalidInputError(
         f"The index names {len(missing)} shards that are not in the folder",
-        where=source.path,
+        where=source.path / missing[0],
         expected=f"{shown}{more}, which hold {what}",
         found="no such files",
         todo="Download the missing shards",
