@@ -12,6 +12,7 @@ from cases import read_tensors
 from faults import planting
 from faults.fault import Fault
 from faults.run_faults import EXPERT, MTP
+from mtp_checkpoints.families.released import with_value
 
 _SIGN = 0x80  # of an fp8 code
 
@@ -72,6 +73,15 @@ def noisy(weight: torch.Tensor) -> torch.Tensor:
 def config_value(field: str, value: object, bundle: Path) -> None:
     for part in ("main", "mtp"):
         planting.edit_config(bundle / part, lambda config: config.update({field: value}))
+
+
+def rotated(share: float, bundle: Path) -> None:
+    """With another share of each head rotated, of a model whose rope_parameters say it."""
+    for part in ("main", "mtp"):
+        planting.edit_config(
+            bundle / part,
+            lambda config: config.update(with_value(config, "partial_rotary_factor", share)),
+        )
 
 
 def rows_by_turns(weight: torch.Tensor) -> torch.Tensor:
@@ -228,6 +238,8 @@ SUSPECTED_LAYER_FAULTS: tuple[Fault, ...] = (
           "likelihood", "model.norm) has the wrong sign", **_glm),
     Fault("partial_rotary_factor halved", partial(config_value, "partial_rotary_factor", 0.25),
           "likelihood", "partial_rotary_factor of config.json is no release's", **_glm),
+    Fault("partial_rotary_factor doubled", partial(rotated, 0.5),
+          "likelihood", "partial_rotary_factor of config.json is no release's", **_qwen),
     Fault("num_experts_per_tok doubled", partial(config_value, "num_experts_per_tok", 4),
           "likelihood", "config.json is 4, and the model was trained with about 2", **_glm),
     Fault("down_proj of a dense main layer times a fifth",

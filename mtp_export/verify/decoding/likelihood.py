@@ -187,15 +187,14 @@ def _none_better(own: Likelihood, evidence: MainEvidence, context: Context) -> I
 def _gain_of(
     variant: MainVariant, own: Likelihood, evidence: MainEvidence, context: Context
 ) -> Estimate:
-    """The gain of plain text under a variant; of a guess on passages of modules, and where it gains
-    nothing on less text, the gain there: short texts that begin alike may gain together."""
-    if not variant.is_guessed:
-        return own.gain(_under(variant, own.plain, context), CONFIDENCE)
-    some = own.first(GUESSED_ON)
+    """The gain of plain text under a variant; on passages of modules of one in doubt, and of a
+    guess that gains. Where a guess gains nothing on less text, the gain there: short texts that
+    begin alike may gain together."""
+    some = own.first(GUESSED_ON) if variant.is_guessed else own
     gain = some.gain(_under(variant, some.plain, context), CONFIDENCE)
-    if gain.value > 0:
+    if variant.is_guessed and gain.value > 0:
         gain = own.gain(_under(variant, own.plain, context), CONFIDENCE)
-    if not Likelier(variant, gain).better:
+    if variant.is_proven or Likelier(variant, gain).better != variant.is_guessed:
         return gain
     tokenizer = Tokenizer.find(evidence.streamed.opened.folder)
     passages = PlainTexts.of_modules(tokenizer, JUDGING, GUESSED_PASSAGES)
