@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from cases import nightly_but, run_program
+from runtime.checkpoints import SMALL_CONFIGS, write_checkpoint
 from verify.foreign import DEEPSEEK, FIXTURES, GLM, GLM_MTP, Tensors, rewritten
 
 ATTENTION = f"{GLM_MTP}self_attn.o_proj.weight"
@@ -159,3 +160,15 @@ def test_main_norms_that_had_one_added_are_named(tmp_path: Path, shifted: bool) 
     assert item["name"] == "main: norms hold the w of 1 + w" and not item.get("repair")
     assert item["subject"] == "model.layers.0.input_layernorm.weight"
     assert "50% of one of the MTP module is negative" in item["cause"]
+
+
+def test_a_bias_of_a_norm_may_be_negative(tmp_path: Path) -> None:
+    """As of an indexer's, whose norms subtract the mean."""
+    small = write_checkpoint(tmp_path / "small", SMALL_CONFIGS["deepseek_v32"])
+
+    def negate(stored: Tensors) -> None:
+        for name in stored:
+            if name.endswith("indexer.k_norm.bias"):
+                stored[name] = -stored[name].abs() - 0.1
+
+    assert failures(rewritten(small, tmp_path / "negative", negate)) == {}

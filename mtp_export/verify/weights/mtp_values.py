@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from mtp_export.verify.context import Context
 
 _IN_LAYER = re.compile(r"\blayers\.\d+\.(.+)", re.ASCII)
+_BIAS = ".bias"  # of a norm, as an indexer's, which may have either sign
 _SAMPLES = 3  # ranges of BLOCK rows that are read of a linear: at its start, middle and end
 _CODE_COLUMNS = 64  # of a block of codes
 _FEW_SCALES = 8  # too few to compare one with the others
@@ -50,7 +51,7 @@ def run(context: Context) -> Iterator[Item]:
         yield norms_as_main(context, own)
         yield from main_norms(context, own)
     else:
-        yield _norms(norms)
+        yield _norms([norm for norm in norms if not norm.name.endswith(_BIAS)])
     yield from _own_norms(context, layout.stored.family, norms)
     linears = [weight for weight in weights if weight.stored.weight.is_linear_weight]
     projections = [w for w in weights if w.stored.weight.role is Role.MTP_PROJECTION]
