@@ -200,8 +200,8 @@ that is another layer's, is caught and named; the router that is negated is name
 tensors of 24 good bundles of two fixtures share up to 0.0032, and more than 0.007 is a failure.
 All on an AMD EPYC (Zen 5), beside other work.
 
-Since small tensors of all layers are trained together too, and modules are judged at the temperature
-that fits them, `--seed 420631` drew 72 (numbers 0 to 71), judged once at 870e6925, none seen before:
+Since small tensors of all layers are trained together too, and modules are judged at the
+temperature that fits them, `--seed 420631` drew 72 (numbers 0 to 71), judged once at 870e6925:
 `quantize` refused 3, two changed no value; with the source all other 67 were caught and named;
 without it, of 62 that change more than 1 %, 56 were caught (90 %: 25 of 27 in MTP layers, 31 of 35
 in main layers), and 51 named (82 %: 25 and 26), 50 with the words of their kind alone. What passed
