@@ -42,6 +42,7 @@ _BY_NAME = re.compile(r"(?:^|\.)((?:mtp|nextn)(?:_[a-z_]+)?)\.(?:layers\.)?(?:(\
 _LAYER = re.compile(
     r"^((?:language_model\.|model\.|transformer\.|backbone\.)*layers)\.(\d{1,6})\.", re.ASCII
 )
+_IN_LAYER = re.compile(r"(.*?\blayers\.\d+)\.(.+)", re.ASCII)
 _FUSED_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj", ".experts.w13", ".experts.w2")
 _EXPERT = re.compile(r"^(.*\.experts)\.(\d{1,6})\.(.*)$", re.ASCII)
 # Modules that join the embedding and the hidden state, by the last component of their names.
@@ -260,6 +261,12 @@ def mtp_modules(names: Iterable[str], layers: int | None) -> list[NamedModule]:
 def has_layers(names: Iterable[str]) -> bool:
     """Return whether a tensor is of a numbered decoder layer, as every main model has."""
     return any(_LAYER.match(name) for name in names)
+
+
+def in_layer(name: str) -> tuple[str, str]:
+    """Return the layer that a tensor is of by its name, "" of none, and its name in that."""
+    found = _IN_LAYER.fullmatch(name)
+    return (found[1], found[2]) if found else ("", name)
 
 
 def projection_in_main(names: Iterable[str], layers: int | None) -> str | None:

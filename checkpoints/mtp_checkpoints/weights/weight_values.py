@@ -106,6 +106,11 @@ class WeightOnDisk:
         return sum(tensor.size_bytes for tensor in self.tensors)
 
     @property
+    def has_scales(self) -> bool:
+        """True where it is stored quantized: codes, and scales beside them."""
+        return len(self.tensors) > 1
+
+    @property
     def rows(self) -> int:
         return self.stored.weight.shape[0]
 

@@ -48,10 +48,9 @@ def _with_others(
     gain = trials.own.fitted_gain(under, CONFIDENCE)
     if not names or gain is None:
         return None
-    more = causes.likewise(names)
-    both_words = (f"{text}; {more}" for text in (best.variant.change, best.variant.cause))
-    change_words, cause = both_words
-    return Changed(replace(best.variant, change=change_words, cause=cause), under, gain)
+    one, more = best.variant, causes.likewise(names)
+    several = replace(one, change=f"{one.change}; {more}", cause=f"{one.cause}; {more}")
+    return Changed(several, under, gain)
 
 
 def _changed(trials: Trials, layer: Any, spot: Spot, change: Change) -> list[tuple[str, Any]]:

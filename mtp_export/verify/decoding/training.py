@@ -186,9 +186,9 @@ def _none_of(trials: Trials, name: str, context: Context, more: Trials | None = 
     """No half gains, nor a small tensor. more: with the texts that layers are trained together on;
     without it each is trained alone."""
     undone = compared(trials.own, pointed(trials))
-    shares, small_ones = list[Changed](), list[Changed]()
-    parts = {} if more is None else more.small_ones()
+    shares, small_ones, parts = list[Changed](), list[Changed](), Parts()
     if more is not None:
+        parts = more.small_ones()
         shares = _trained_together(more, more.layers_whole(), "halves", context)
         how = SMALL_STEPS, MOST_SMALL
         small_ones = _trained_together(more, parts, "small tensors", context, *how)

@@ -41,7 +41,7 @@ def of_rank(compared: Compared, most_noise: float) -> Iterator[Relation]:
 
 def of_rounding(compared: Compared) -> Iterator[Relation]:
     """Yield that an unquantized weight was rounded to fp8 or 4 bits before."""
-    if len(compared.weight.tensors) > 1:
+    if compared.weight.has_scales:
         return
     found, wanted = compared.sample
     if mantissa_bits(found) <= _FP8_BITS < mantissa_bits(wanted):

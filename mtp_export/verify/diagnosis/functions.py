@@ -42,7 +42,7 @@ def of_functions(compared: Compared, most_noise: float) -> Iterator[Relation]:
         if noise <= min(most_noise * signal, _UNLIKE * spread):
             yield Relation(words, noise / signal)
             return
-    if len(compared.weight.tensors) > 1:
+    if compared.weight.has_scales:
         return
     for words, changed in (*((w, one(wanted)) for w, one in functions.items()), *_exact(wanted)):
         rounded = changed.to(stored_as).float()

@@ -3,20 +3,18 @@ are of another model's layer, and one that is transposed can only be wrong."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.families.base import FLOATS, Role, TensorSpec
 from mtp_checkpoints.families.other_names import as_weight, holds
-from mtp_checkpoints.families.signs import has_layers
+from mtp_checkpoints.families.signs import has_layers, in_layer
 from mtp_export.progress import counted
 from mtp_export.verify.check import Item, Problem, not_tested, verdict
 from mtp_export.verify.diagnosis.causes import presence as causes
 from mtp_export.verify.files.tensor_problems import COPIED
 
-_LAYER = re.compile(r".*\blayers\.\d+\.", re.ASCII)
 _STORED_WHOLE = frozenset({*FLOATS, "F8_E4M3", "F8_E5M2", "I8"})  # an element per number
 _COMPONENTS = 3  # of a tensor's name, that tell it in its layer
 _Shape = tuple[int, ...]
@@ -84,8 +82,8 @@ def of_other_shapes(
     main: dict[str, list[TensorInfo]] = {}
     for name, one in every.items():
         if name not in mtp:
-            main.setdefault(_in_layer(as_weight(name)), []).append(one)
-    told = [n for n in unlike if any(holds(one, wanted[n]) for one in main.get(_in_layer(n), ()))]
+            main.setdefault(in_layer(as_weight(name))[1], []).append(one)
+    told = [n for n in unlike if any(holds(one, wanted[n]) for one in main.get(in_layer(n)[1], ()))]
     norms = {mtp[own].shape[0] for name, own in names.items() if [*wanted[name].shape] == [width]}
     if told and width is not None and len(norms) == 1 and width not in norms:
         words = causes.of_another_width(norms.pop(), width)
@@ -104,7 +102,3 @@ def _is_unlike(tensor: TensorInfo, wanted: TensorSpec) -> bool:
     return (
         wanted.role not in (*COPIED, Role.ROUTER) and not transposed and not holds(tensor, wanted)
     )
-
-
-def _in_layer(name: str) -> str:
-    return _LAYER.sub("", name)

@@ -59,7 +59,7 @@ def _lost(fact: WeightFacts, axis: str, run: range) -> Iterator[Problem]:
     elif axis == "columns":
         one = len(spec.shape) == 1
         place = run_words("elements" if one else axis, run)
-        share, scaled = share_words(len(run) / spec.shape[-1]), len(weight.tensors) > 1
+        share, scaled = share_words(len(run) / spec.shape[-1]), weight.has_scales
         words = parts_lost.part_zero(weight.name, place, share, spec.shape, has_scales=scaled)
         yield Problem(weight.name, words)
 

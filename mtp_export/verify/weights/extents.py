@@ -58,7 +58,7 @@ def zero_words(weight: WeightOnDisk, row: int, column: int) -> str:
     import torch
 
     pieces = [weight.encoded(*rows).dequantize() == 0 for rows in weight.pieces()]
-    return words_of(weight.name, torch.cat(pieces), row, column, has_scales=len(weight.tensors) > 1)
+    return words_of(weight.name, torch.cat(pieces), row, column, has_scales=weight.has_scales)
 
 
 def words_of(tensor: str, zeros: torch.Tensor, row: int, column: int, *, has_scales: bool) -> str:
@@ -89,9 +89,7 @@ def extent_of(is_so: torch.Tensor, row: int, column: int) -> Extent:
 def _run(is_so: torch.Tensor, over: int, first: int) -> range:
     """Return the run of columns (over 0) or rows (over 1) of a mask that are mostly so, around the
     first such one from a place on."""
-    import torch
-
-    are = (is_so.mean(over, dtype=torch.float32) >= _MOST).tolist()
+    are = (is_so.numpy().mean(over) >= _MOST).tolist()  # torch copies a mask to floats
     start = next((at for at in range(first, len(are)) if are[at]), first)
     stop = start + 1
     while start > 0 and are[start - 1]:

@@ -3,7 +3,6 @@ whose linears no bytes are equal, and single norms of a main layer in a module."
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from mtp_checkpoints.containers.restored import Restored
 from mtp_checkpoints.families.base import Role
+from mtp_checkpoints.families.signs import in_layer
 from mtp_checkpoints.formats import UNQUANTIZED
 from mtp_checkpoints.formats.base import BLOCK
 from mtp_export.progress import counted
@@ -21,7 +21,6 @@ from mtp_export.verify.evidence.weight_facts import WeightFacts
 if TYPE_CHECKING:
     import torch
 
-LAYER = re.compile(r"(.*?\blayers\.\d+)\.(.+)", re.ASCII)
 _IN_PART = 3  # components of the name of a linear of a part of a layer; experts' have more
 _SAMPLES = 8  # linears whose first rows are compared
 # What rounding a norm or a bias to the coarsest dtype of one, bf16, changes at most.
@@ -57,7 +56,9 @@ def in_other_formats(main: Sequence[WeightFacts], mtp: Sequence[WeightFacts]) ->
         for part in [""] if "" in near else near:
             other = near[part][1]
             taken = [one for one, _ in filter(_is_linear, _of(part, own, layers[other]))]
-            exact = sum((_in_layer(one), one.digest) in held for one in taken)
+            exact = sum(
+                (in_layer(one.weight.stored.weight.name)[1], one.digest) in held for one in taken
+            )
             if 2 * exact >= len(taken):
                 continue  # an exact copy, which `value_checks` tells by its digests
             words = causes.main_layer_in_its_place(f"{layer}{part}", f"{other}{part}")
@@ -88,15 +89,10 @@ def _by_layer(facts: Sequence[WeightFacts]) -> Mapping[str, Layer]:
     """Sound weights of decoder layers that are not all one value, by their names in the layer."""
     found: dict[str, dict[str, WeightFacts]] = defaultdict(dict)
     for fact in facts:
-        name = LAYER.fullmatch(fact.weight.stored.weight.name)
-        if name and fact.statistics.is_sound and not fact.statistics.is_constant:
-            found[name[1]][name[2]] = fact
+        layer, name = in_layer(fact.weight.stored.weight.name)
+        if layer and fact.statistics.is_sound and not fact.statistics.is_constant:
+            found[layer][name] = fact
     return found
-
-
-def _in_layer(fact: WeightFacts) -> str:
-    name = LAYER.fullmatch(fact.weight.stored.weight.name)
-    return name[2] if name else ""
 
 
 def _pairs(own: Layer, theirs: Layer) -> list[Pair]:

@@ -3,7 +3,6 @@ which no part was rounded to zero."""
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 from mtp_checkpoints.families.base import Role, weight_name
+from mtp_checkpoints.families.signs import in_layer
 from mtp_checkpoints.formats.base import BLOCK
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from mtp_checkpoints.families.spec import Input, ModelSpec
     from mtp_export.verify.context import Context
 
-_IN_LAYER = re.compile(r"\blayers\.\d+\.(.+)", re.ASCII)
 _BIAS = ".bias"  # of a norm, as an indexer's, which may have either sign
 _SAMPLES = 3  # ranges of BLOCK rows that are read of a linear: at its start, middle and end
 _CODE_COLUMNS = 64  # of a block of codes
@@ -99,8 +98,8 @@ def _own_norms(
     problems, shared = [], list[str]()
     for norm in norms:
         spec, values = norm.stored.weight, norm.encoded(0, norm.rows).dequantize().float()
-        kind, others = _kind_of(spec.name), dict(seen[spec.mtp_layer])
-        others |= {name: one for name, one in of_main.items() if _kind_of(name) != kind}
+        kind, others = in_layer(spec.name)[1], dict(seen[spec.mtp_layer])
+        others |= {name: one for name, one in of_main.items() if in_layer(name)[1] != kind}
         twin = next((name for name, theirs in others.items() if _are_alike(values, theirs)), None)
         if twin == last and spec.module in may_be_last:
             shared.append(norm.name)
@@ -123,12 +122,6 @@ def _norms_of_main(context: Context, family: ModelSpec) -> Iterator[tuple[str, t
                 yield weight.name, weight.encoded(0, weight.rows).dequantize().float()
     elif context.main is not None and (last := weight_name(family.norm)) in context.main.tensors:
         yield last, context.main.tensor(last).float()
-
-
-def _kind_of(name: str) -> str:
-    """The name of a norm in its layer, or as a whole outside layers."""
-    in_layer = _IN_LAYER.search(name)
-    return name if in_layer is None else in_layer[1]
 
 
 def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -166,7 +159,7 @@ def _halves(weight: WeightOnDisk, inputs: tuple[Input, Input]) -> Item:
         number,
         middle,
         takes=f"the {inputs[number]}",
-        has_scales=_has_scales(weight),
+        has_scales=weight.has_scales,
         all_zero=max(first.zeros, second.zeros) == 1,
     )
     alike = first == second and first.size > 0  # sums over every element of each
@@ -180,10 +173,6 @@ def _halves(weight: WeightOnDisk, inputs: tuple[Input, Input]) -> Item:
         subject=weight.name,
         data={"size": [first.size, second.size], "zeros": [first.zeros, second.zeros]},
     )
-
-
-def _has_scales(weight: WeightOnDisk) -> bool:
-    return len(weight.tensors) > 1
 
 
 def _measured_halves(weight: WeightOnDisk) -> tuple[_Half, _Half]:
@@ -208,7 +197,7 @@ def _blocks(linears: Sequence[WeightOnDisk], workers: int) -> Iterator[Item]:
     pairs = list(zip(linears, found, strict=True))
     zeroed = [(weight, worst.zeros) for weight, worst in pairs]
     yield _block_item("mtp: no block rounded to zero", zeroed, _zeroed_words)
-    of_codes = [(weight, worst.repeated) for weight, worst in pairs if _has_scales(weight)]
+    of_codes = [(weight, worst.repeated) for weight, worst in pairs if weight.has_scales]
     if of_codes:
         yield _block_item("mtp: no block of one code", of_codes, _repeated_words)
 
@@ -271,7 +260,7 @@ def _worst_blocks(weight: WeightOnDisk) -> _Worst:
             return worst
         columns = min(BLOCK, max(1, zeros.shape[1] // 2))  # a half is a block of its own
         worst.zeros = max(worst.zeros, _worst_of(zeros, start, columns))
-        if not _has_scales(weight):
+        if not weight.has_scales:
             continue
         codes = _bytes_of(encoded.codes)
         count = gcd(zeros.shape[1], codes.shape[1])  # of the least words that hold whole codes
@@ -311,7 +300,7 @@ def _scales(linears: Sequence[WeightOnDisk]) -> Iterator[Item]:
     import torch
 
     problems, most, count = [], 1.0, 0
-    for weight in filter(_has_scales, linears):
+    for weight in (one for one in linears if one.has_scales):
         scale = weight.scale.to(torch.float64).abs().flatten()
         if len(scale) < _FEW_SCALES or not scale.isfinite().all():  # value_checks says the latter
             continue

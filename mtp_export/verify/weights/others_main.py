@@ -4,12 +4,12 @@ between the weights of a layer, as they may in an MTP layer too."""
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mtp_checkpoints.families.base import Role, weight_name
+from mtp_checkpoints.families.signs import in_layer
 from mtp_checkpoints.formats import WeightFormat
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.progress import counted
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from mtp_checkpoints.families.spec import ModelSpec
     from mtp_export.verify.diagnosis.channel_scales import LayerWeight
 
-_LAYER = re.compile(r"(.*?\blayers\.\d+)\.", re.ASCII)
 _EXPLAINED = 3  # wrong weights whose cause is looked for
 _NAME = "main: weights against the source"
 
@@ -57,8 +56,7 @@ def unlike_and_scaled(
     nothing makes up for, and those with scales of channels that others of their layer undo."""
     by_layer: dict[str, list[WeightFacts]] = defaultdict(list)
     for fact in (fact for fact in facts if fact.against is not None):
-        found = _LAYER.match(fact.weight.stored.weight.name)
-        by_layer[found[1] if found else ""].append(fact)
+        by_layer[in_layer(fact.weight.stored.weight.name)[0]].append(fact)
     wrong, scaled = list[WeightFacts](), list[WeightFacts]()
     for layer in by_layer.values():
         apart = [fact for fact in layer if not _is_near(fact)]

@@ -84,13 +84,11 @@ def run(context: Context) -> Iterator[Item]:
 
 def _facts(tensor: TensorInfo, progress: ProgressCallback) -> _Facts:
     """Read a tensor once, in pieces of whole blocks."""
-    rows = tensor.shape[0]
-    step = max(1, PIECE_ELEMENTS // max(1, prod(tensor.shape[1:]) * BLOCK)) * BLOCK
     low, high, not_finite = float("inf"), float("-inf"), 0
     worst, halves, digest = (0.0, 0, 0), [0, 0], xxhash.xxh3_128()
     with TensorReader(tensor) as reader:
-        for start in range(0, rows, step):
-            stored = reader.rows(start, min(start + step, rows))
+        for start, stop in _pieces(tensor):
+            stored = reader.rows(start, stop)
             digest.update(_bytes_of(stored))
             values = stored.float().flatten(0, -2) if stored.dim() > 1 else stored.float()[None]
             not_finite += int((~values.isfinite()).sum())
@@ -103,6 +101,13 @@ def _facts(tensor: TensorInfo, progress: ProgressCallback) -> _Facts:
     half = max(1, prod(tensor.shape) // 2)
     shares = halves[0] / half, halves[1] / half
     return _Facts(tensor, not_finite, low == high, worst, shares, digest.hexdigest())
+
+
+def _pieces(tensor: TensorInfo) -> Iterator[tuple[int, int]]:
+    """Return the row ranges of whole blocks that cover a tensor."""
+    rows = tensor.shape[0]
+    step = max(1, PIECE_ELEMENTS // max(1, prod(tensor.shape[1:]) * BLOCK)) * BLOCK
+    return ((start, min(start + step, rows)) for start in range(0, rows, step))
 
 
 def _bytes_of(stored: torch.Tensor) -> bytes:
@@ -125,7 +130,10 @@ def _worst_block(values: torch.Tensor, start: int) -> tuple[float, int, int]:
 
 def _zeros(tensor: TensorInfo) -> torch.Tensor:
     """Return which elements are zero, as one matrix."""
-    return (read_rows(tensor, 0, tensor.shape[0]).float() == 0).flatten(0, -2)
+    import torch
+
+    pieces = [read_rows(tensor, *rows).float() == 0 for rows in _pieces(tensor)]
+    return torch.cat(pieces).flatten(0, -2)
 
 
 def _values(facts: Sequence[_Facts], size: str) -> Iterator[Item]:

@@ -11,7 +11,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from mtp_checkpoints.families.base import FLOATS, Role
-from mtp_checkpoints.families.signs import main_layers, projection_in_main
+from mtp_checkpoints.families.signs import in_layer, main_layers, projection_in_main
 from mtp_checkpoints.formats import UNQUANTIZED
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_export.progress import counted, format_bytes
@@ -31,7 +31,7 @@ from mtp_export.verify.evidence.parts import PartLayout
 from mtp_export.verify.evidence.unwritten import WRITTEN
 from mtp_export.verify.evidence.weight_facts import WeightFacts
 from mtp_export.verify.weights.extents import not_finite_words
-from mtp_export.verify.weights.main_layer_copies import LAYER, in_other_formats, norms_taken
+from mtp_export.verify.weights.main_layer_copies import in_other_formats, norms_taken
 from mtp_export.verify.weights.table_copies import copies_of_tables
 
 if TYPE_CHECKING:
@@ -123,7 +123,9 @@ def _why_unsound(fact: WeightFacts) -> str:
             wrong.append(~weight.encoded(start, stop).dequantize().isfinite())
         except ValueError as error:
             return causes.unsound(weight.name, causes.not_decodable(start, stop - 1, error))
-    return causes.unsound(weight.name, not_finite_words(torch.cat(wrong)))
+    found = torch.cat(wrong)
+    assert found.any(), f"{weight.name}: its statistics are unsound, its values are not"
+    return causes.unsound(weight.name, not_finite_words(found))
 
 
 def _varies(fact: WeightFacts) -> bool:
@@ -270,12 +272,9 @@ def _taken(twins: Sequence[tuple[str, str]]) -> Iterator[Problem]:
     """Yield a problem per twin, those of one layer in another's place in the same words."""
     found: dict[tuple[str, ...], list[tuple[str, str]]] = defaultdict(list)
     for one, other in twins:
-        layers = [LAYER.fullmatch(name) for name in (one, other)]
-        names = [layer[2] if layer else "" for layer in layers]
-        is_place = names[0] and names[0] == names[1]
-        found[tuple(layer[1] for layer in layers if layer) if is_place else (one, other)].append(
-            (one, other)
-        )
+        (own_layer, own), (layer, theirs) = in_layer(one), in_layer(other)
+        is_place = own_layer and layer and own == theirs
+        found[(own_layer, layer) if is_place else (one, other)].append((one, other))
     for pairs in found.values():
         own, theirs = (_beginning(names) for names in zip(*pairs, strict=True))
         words = causes.taken_for_another(own, theirs, len(pairs))
