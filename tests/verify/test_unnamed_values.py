@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from cases import run_program
+from mtp_checkpoints.tensors.tensor_reader import TensorReader
+from mtp_export.verify.weights import unnamed_values
 from verify.foreign import GLM, GLM_MTP, Config, Tensors, rewritten
 from verify.test_mtp_values import less_one, without_embedding_half, zeroed_rows
 
@@ -55,6 +57,34 @@ def test_damage_is_found_and_named(tmp_path: Path, damage: str) -> None:
     code, items = judged(rewritten(GLM, tmp_path / "damaged", change, unknown))
     assert code == 7
     assert words in items[item]["cause"]
+
+
+def test_fused_experts_are_read_some_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many experts a tensor has; rows are counted over those before."""
+    most, read = 2 * 64 * 256, list[int]()
+    rows = TensorReader.rows
+
+    def counted(reader: TensorReader, start: int, stop: int) -> torch.Tensor:
+        found = rows(reader, start, stop)
+        read.append(found.numel())
+        return found
+
+    monkeypatch.setattr(unnamed_values, "PIECE_ELEMENTS", most)
+    monkeypatch.setattr(TensorReader, "rows", counted)
+
+    def fused(stored: Tensors) -> None:
+        wide = [stored[f"{GLM_MTP}mlp.experts.{n}.up_proj.weight"].repeat(1, 2) for n in range(8)]
+        joined = stored[f"{GLM_MTP}mlp.experts.up_proj"] = torch.stack(wide)
+        assert joined.shape == (8, 64, 256)
+        joined[5, :, :128] = 0
+
+    code, items = judged(rewritten(GLM, tmp_path / "fused", fused, unknown))
+    assert code == 7
+    cause = items["mtp: no block rounded to zero"]["cause"]
+    assert "rows 320 to 383, columns 0 to 127 of" in cause
+    assert max(read) == most
 
 
 def test_a_good_module_passes_and_what_is_not_tested_is_said(tmp_path: Path) -> None:

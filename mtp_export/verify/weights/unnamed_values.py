@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import prod
+from math import gcd, prod
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -93,7 +93,7 @@ def _facts(tensor: TensorInfo, progress: ProgressCallback) -> _Facts:
             values = stored.float().flatten(0, -2) if stored.dim() > 1 else stored.float()[None]
             not_finite += int((~values.isfinite()).sum())
             low, high = min(low, float(values.min())), max(high, float(values.max()))
-            worst = max(worst, _worst_block(values, start))
+            worst = max(worst, _worst_block(values, start * _rows_each(tensor)))
             if values.shape[1] > 1:
                 for side, part in enumerate(values.chunk(2, dim=1)):
                     halves[side] += int((part == 0).sum())
@@ -104,10 +104,16 @@ def _facts(tensor: TensorInfo, progress: ProgressCallback) -> _Facts:
 
 
 def _pieces(tensor: TensorInfo) -> Iterator[tuple[int, int]]:
-    """Return the row ranges of whole blocks that cover a tensor."""
-    rows = tensor.shape[0]
-    step = max(1, PIECE_ELEMENTS // max(1, prod(tensor.shape[1:]) * BLOCK)) * BLOCK
-    return ((start, min(start + step, rows)) for start in range(0, rows, step))
+    """Return the ranges of the first axis of whole blocks that cover a tensor, as one matrix."""
+    count = tensor.shape[0]
+    least = BLOCK // gcd(BLOCK, _rows_each(tensor))
+    step = max(1, PIECE_ELEMENTS // max(1, prod(tensor.shape[1:]) * least)) * least
+    return ((start, min(start + step, count)) for start in range(0, count, step))
+
+
+def _rows_each(tensor: TensorInfo) -> int:
+    """The rows that each element of the first axis has of a tensor as one matrix: an expert's."""
+    return prod(tensor.shape[1:-1])
 
 
 def _bytes_of(stored: torch.Tensor) -> bytes:
