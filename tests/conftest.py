@@ -138,6 +138,13 @@ def trained_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def without_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No part of a main model is trained, which most of a small model's level run is: for tests
+    that judge what else it does."""
+    monkeypatch.setattr("mtp_export.verify.decoding.training.MOST_BYTES", 0)
+
+
+@pytest.fixture
 def source(pristine: Path, tmp_path: Path) -> Path:
     """A copy of it, to be damaged."""
     return Path(shutil.copytree(pristine, tmp_path / "source"))

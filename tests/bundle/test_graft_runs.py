@@ -23,6 +23,7 @@ MAINS = (
 )
 
 
+@pytest.mark.usefixtures("without_training")
 @pytest.mark.parametrize(("fixture", "name"), nightly_but(MAINS[:1], MAINS))
 def test_verified_by_running(fixture: str, name: str, tmp_path: Path) -> None:
     """All checks pass, and more than half of the first drafts are accepted; the golden file that

@@ -125,6 +125,7 @@ def test_a_family_of_known_parts_is_one_line(known_parts: Path, tmp_path: Path) 
         )
 
 
+@pytest.mark.usefixtures("without_training")
 def test_a_trained_model_of_a_family_passes_every_level(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,7 @@ def test_checks_that_run_the_model(model_type: str, tmp_path: Path) -> None:
     assert any(item.name == "contract" and item.status is Status.PASS for item in items)
 
 
+@pytest.mark.usefixtures("without_training")
 @pytest.mark.parametrize(("new", "k"), nightly_but([(16, 1)], [(16, 1), (32, 2)]))
 def test_a_trained_model_with_states_passes(new: int, k: int, tmp_path: Path) -> None:
     """Its bundle passes every check, and more than half of the first drafts are accepted; the cache

@@ -30,6 +30,7 @@ def items_of(*options: object) -> dict[str, dict[str, Any]]:
     return {f"{check['name']}: {i['name']}": i for check in checks for i in check["items"]}
 
 
+@pytest.mark.usefixtures("without_training")
 def test_a_model_beyond_the_limit_passes_alone() -> None:
     items = items_of("--max-memory", "3MB", "--source", GLM)
     alone = [name for name, item in items.items() if item.get("cause") == ONE_MODEL]
