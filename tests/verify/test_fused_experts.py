@@ -52,7 +52,7 @@ def columns_lost(stored: Tensors) -> None:
     stored[DOWN][3, :, 32:] = 0
 
 
-TWICE = "no linear is stored twice"
+TWICE = "no matrix of a layer is stored twice"
 
 
 @pytest.mark.parametrize(

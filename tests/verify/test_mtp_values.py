@@ -83,7 +83,7 @@ DAMAGE: dict[str, tuple[Callable[[Tensors], None], str, str]] = {
     "zeroed columns": (zeroed_columns, "mtp: no block rounded to zero", "columns 0 to 63 of"),
     "another layer": (
         main_layer,
-        "no linear is stored twice",
+        "no matrix of a layer is stored twice",
         f"{GLM_MTP[:-1]} holds the same as model.layers.2 (",
     ),
 }
@@ -172,3 +172,26 @@ def test_a_bias_of_a_norm_may_be_negative(tmp_path: Path) -> None:
                 stored[name] = -stored[name].abs() - 0.1
 
     assert failures(rewritten(small, tmp_path / "negative", negate)) == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "one", "other"),
+    [
+        (GLM, "model.layers.1.mlp.gate.weight", "model.layers.2.mlp.gate.weight"),
+        (
+            FIXTURES / "qwen3-5-tiny",
+            "model.layers.0.linear_attn.in_proj_a.weight",
+            "model.layers.0.linear_attn.in_proj_b.weight",
+        ),
+    ],
+    ids=["routers", "gates"],
+)
+def test_a_matrix_that_is_never_quantized_is_stored_once(
+    source: Path, one: str, other: str, tmp_path: Path
+) -> None:
+    def copied(stored: Tensors) -> None:
+        stored[one] = stored[other].clone()
+
+    found = failures(rewritten(source, tmp_path / "damaged", copied))
+    words = found["no matrix of a layer is stored twice"]["cause"]
+    assert "holds the same as" in words and one in words and other in words

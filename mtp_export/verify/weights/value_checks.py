@@ -37,6 +37,14 @@ from mtp_export.verify.weights.table_copies import copies_of_tables
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
 
+# Roles whose matrices no training leaves equal, beside those of linears.
+_NOT_QUANTIZED = frozenset(
+    {
+        *(Role.ROUTER, Role.ATTENTION_GATES, Role.CONVOLUTION, Role.DELTA_GATES),
+        Role.INDEXER_HEADS,
+    }
+)
+
 
 def run(context: Context) -> Iterator[Item]:
     """One pass over every tensor of each part, then the parts beside each other."""
@@ -251,21 +259,28 @@ def _sizes_by_kind(facts: Sequence[WeightFacts]) -> Mapping[str, Sequence[float]
 
 
 def _no_twins(context: Context, facts: Mapping[str, Sequence[WeightFacts]]) -> Item:
-    """No two linears hold the same codes."""
+    """No two linears hold the same codes, nor two other matrices of layers the same values."""
     first: dict[tuple[str, tuple[int, ...]], WeightFacts] = {}
     twins: list[tuple[str, str]] = []
     for fact in (fact for part in facts.values() for fact in part):
-        spec = fact.weight.stored.weight
-        if not _varies(fact) or not spec.is_linear_weight:
+        if not _varies(fact) or not _is_like_no_other(fact):
             continue
-        twin = first.setdefault((fact.digest, spec.shape), fact)
+        twin = first.setdefault((fact.digest, fact.weight.stored.weight.shape), fact)
         if twin is not fact:
             twins.append((fact.weight.name, twin.weight.name))
     over, twins = _overwritten(context, twins)
     problems = [*_taken(twins)]
-    item = verdict("no linear is stored twice", [*over, *problems])
+    item = verdict("no matrix of a layer is stored twice", [*over, *problems])
     # `presence` tells by names alone, which may also be those of a module that is whole.
     return replace(item, data={**item.data, KNOWS_MORE: True}) if over else item
+
+
+def _is_like_no_other(fact: WeightFacts) -> bool:
+    """True for a matrix of a layer; tables may be shared."""
+    spec = fact.weight.stored.weight
+    if spec.role in _NOT_QUANTIZED:
+        return len(spec.shape) > 1 and fact.weight.tensors[0].dtype in FLOATS
+    return spec.is_linear_weight
 
 
 def _taken(twins: Sequence[tuple[str, str]]) -> Iterator[Problem]:
