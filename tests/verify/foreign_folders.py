@@ -222,7 +222,7 @@ DAMAGED = (
         "without model.",
         glm(),
         rename([(r"^model\.", "")]),
-        words=("look for model", "begin with nothing"),
+        words=(r"look for them with model\. before each",),
     ),
     Folder(
         "by Qwen's names", glm(), rename(QWEN_NAMES), words=(r"begin with mtp\.layers\.0, where",)

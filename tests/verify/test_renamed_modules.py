@@ -37,8 +37,10 @@ def test_single_tensors_under_other_names_are_told(tmp_path: Path) -> None:
             stored[f"{other}weight"] = stored.pop(f"{own}weight")
 
     item = complete(rewritten(QWEN, tmp_path / "renamed", change))
-    assert "under other names, by their shapes (2): mtp.eh_proj.weight, mtp.hnorm" in item["cause"]
-    assert "where engines look for mtp.pre_fc_norm_hidden.weight, mtp.fc.weight" in item["cause"]
+    pairs = {f"{other}weight": f"{own}weight" for own, other in others.items()}
+    assert "under other names (2)" in item["cause"] and item["data"]["renamed"] == pairs
+    for other, own in pairs.items():
+        assert f"{other} lies where engines look for {own}" in item["cause"]
     assert "mtp-export graft" in item["repair"]
 
 
@@ -51,9 +53,60 @@ def test_packed_weights_under_other_names_are_told(
     checkpoint = quantized(GLM, method, mtp)
     rename(QWEN_NAMES)(checkpoint)
     checkpoint.save(tmp_path / "renamed")
-    cause = complete(tmp_path / "renamed")["cause"]
-    assert "(41): they begin with mtp.layers.0, where engines look for model.layers.3;" in cause
-    assert "; with mtp, where engines look for model.layers.3.shared_head" in cause
+    item = complete(tmp_path / "renamed")
+    cause, last = item["cause"], ".weight lies where engines look for model.layers.3."
+    assert "(44): 40 begin with mtp.layers.0, where engines look for model.layers.3;" in cause
+    assert f"; mtp.norm{last}shared_head.norm.weight" in cause
+    assert f"; mtp.fc{last}eh_proj.weight" in cause and len(item["data"]["renamed"]) == 44
+
+
+def test_names_of_megatron_are_told_each(tmp_path: Path) -> None:
+    """The norm and the head of the module too, whose names have no word in common."""
+    own = "model.layers.3."
+    others = {f"{own}{one}": f"mtp.layers.0.{one}" for one in ("enorm", "hnorm", "eh_proj")} | {
+        f"{own}shared_head.norm": "mtp.layers.0.final_layernorm"
+    }
+
+    def change(stored: Tensors) -> Tensors:
+        inside = "mtp.layers.0.transformer_layer."
+        return {
+            f"{others[module]}.{last}" if module in others else name.replace(own, inside): one
+            for name, one in stored.items()
+            for module, _, last in [name.rpartition(".")]
+        }
+
+    item = complete(rewritten(GLM, tmp_path / "megatron", change))
+    assert f"final_layernorm.weight lies where engines look for {own}shared_head" in item["cause"]
+    assert "begin with mtp.layers.0.transformer_layer, where engines look for" in item["cause"]
+    named = item["data"]["renamed"]
+    assert len(named) == 44 and all(new.startswith("mtp.layers.0.") for new in named)
+
+
+def test_names_of_transformers_in_a_module_are_told_each(tmp_path: Path) -> None:
+    """A bias and a router whose beginnings others of the layer rightly have."""
+    folder = write_dense(tmp_path / "hy", config=family_config("hy_v3"))
+    mlp = "model.layers.3.mlp."
+    others = {f"{mlp}router.gate": f"{mlp}gate", f"{mlp}expert_b": f"{mlp}e_score_correction_b"}
+    others[f"{mlp}shared_mlp"] = f"{mlp}shared_experts"
+    pairs = dict[str, str]()
+
+    def rename_one(name: str) -> str:
+        for own, other in others.items():
+            if name.startswith(own):
+                pairs[name.replace(own, other)] = name
+        return next((other for other, own in pairs.items() if own == name), name)
+
+    for shard in folder.glob("*.safetensors"):
+        save_file({rename_one(n): one for n, one in load_file(shard).items()}, shard)
+    index = folder / INDEX
+    places = json.loads(index.read_text())["weight_map"]
+    index.write_text(json.dumps({"weight_map": {rename_one(n): f for n, f in places.items()}}))
+    item = complete(folder)
+    assert item["data"]["renamed"] == pairs and len(pairs) == 5
+    assert f"(5): 3 begin with {mlp}shared_experts, where engines look for" in item["cause"]
+    last = "lies where engines look for"
+    assert f"{mlp}e_score_correction_bias {last} {mlp}expert_bias" in item["cause"]
+    assert f"{mlp}gate.weight {last} {mlp}router.gate.weight" in item["cause"]
 
 
 def test_experts_in_a_dense_model_are_another_models(tmp_path: Path) -> None:
@@ -89,8 +142,8 @@ def test_a_component_more_in_names_is_named(tmp_path: Path) -> None:
         return {inside.get(name, name): one for name, one in stored.items()}
 
     cause = complete(rewritten(QWEN, tmp_path / "inside", change))["cause"]
-    assert "(7): they have base_layer in them, such as mtp.layers.0.mlp.down_proj.base_lay" in cause
-    assert "where engines look for mtp.layers.0.mlp.down_proj.weight. Rename them without" in cause
+    assert "(7): 7 have base_layer in them, such as mtp.layers.0.mlp.down_proj.base_lay" in cause
+    assert "where engines look for mtp.layers.0.mlp.down_proj.weight, without it. Rename" in cause
 
 
 def test_what_follows_from_other_names_is_not_told_again(tmp_path: Path) -> None:
@@ -101,7 +154,7 @@ def test_what_follows_from_other_names_is_not_told_again(tmp_path: Path) -> None
 
     outcome = run_program("verify", rewritten(QWEN, tmp_path / "other", change), "--level", "files")
     assert outcome.code == 7
-    told = "engines look for them without model. before each. Rename them so, in the files and in"
+    told = "engines look for them without model. before each. Rename them so, with their scales"
     assert " ".join(outcome.out.split()).count(told) == 1
     assert "is missing" not in outcome.out and "is not a tensor" not in outcome.out
 

@@ -3,17 +3,21 @@ model's layer in their place. A matrix that a format packs is known by its bits 
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from math import prod
 from typing import Protocol
 
 from mtp_checkpoints.dtypes import DType
 from mtp_checkpoints.families.base import FLOATS
+from mtp_checkpoints.families.name_words import agree, likeness
 
-_FEWEST = 2  # modules by which a part of a layer is known as another's
+_FEWEST = 2  # modules by which a part of a layer is known as another's, tensors of a rule
 _CODES = ("weight_packed", "qweight")
+_COMPARED = 100_000  # pairs of names
 _BITS = (2, 3, 4, 5, 6, 8)  # of a code
 
 
@@ -39,7 +43,7 @@ class Wanted(Protocol):
 
 @dataclass(frozen=True)
 class Renamed:
-    """Weights whose names begin otherwise than engines expect."""
+    """Weights whose names begin otherwise than engines expect, all of that beginning alike."""
 
     wanted: str
     found: str
@@ -55,67 +59,260 @@ class InPlace:
     part: str = ""
 
 
+@dataclass(frozen=True)
+class OtherNames:
+    """Weights of a module under other names, each with the name that it should have.
+
+    pairs: the wanted names of the stored ones, all. Told in short: beginnings, the commonest first;
+    inside, of names that have one component more, which is its part; singly, the pairs of neither.
+    alike: tensors of equal shapes whose names do not tell which is which. untold: tensors that no
+    engine looks for and that are nothing that is missing; lacking: weights that no name is for.
+    is_sure: a good half of what is missing is here, and more than what is untold.
+    """
+
+    pairs: Mapping[str, str]
+    beginnings: Sequence[Renamed]
+    inside: Sequence[InPlace]
+    singly: Mapping[str, str]
+    alike: Sequence[InPlace]
+    untold: Sequence[str]
+    lacking: Sequence[str]
+    is_sure: bool
+
+
 def as_weight(name: str) -> str:
     """Return the name of a weight by that of the tensor with its values or codes."""
     module, _, last = name.rpartition(".")
     return f"{module}.weight" if last in _CODES else name
 
 
-def renamed(wanted: Mapping[str, Wanted], there: Mapping[str, Stored]) -> list[Renamed]:
-    """Return how the weights that are missing by their wanted names begin instead, the commonest
-    first, where a good half of them is there under other names; else nothing. wanted: weights by
-    the names that `as_weight` returns of them."""
-    stored = {as_weight(name): one for name, one in there.items()}
-    by_ending: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for name in sorted(stored.keys() - wanted.keys()):
-        by_ending[_ending(name)].append(name)
-    pairs: dict[tuple[str, str], set[str]] = defaultdict(set)
-    for name in sorted(wanted.keys() - stored.keys()):
-        for other in by_ending[_ending(name)]:
-            if holds(stored[other], wanted[name]):
-                pairs[_beginnings(name, other)].add(name)
-    told: set[str] = set()
-    found = []
-    for (first, instead), names in sorted(pairs.items(), key=lambda pair: -len(pair[1])):
-        if own := names - told:
-            found.append(Renamed(first, instead, len(own)))
-            told |= own
-    return found if 2 * len(told) > len(_missing(wanted, stored)) else []
+_OF_EXPERT = re.compile(r"\.experts\.\d+\.", re.ASCII)
 
 
-def renamed_inside(wanted: Mapping[str, Wanted], there: Mapping[str, Stored]) -> InPlace | None:
-    """Return the missing weights whose names have one component more, the same in all, and those
-    names, where a good half of all that is missing is there so; `part` is that component."""
-    stored = {as_weight(name): name for name in there}
-    missing, pairs = _missing(wanted, stored), dict[str, dict[str, str]]()
-    for name in sorted(stored.keys() - wanted.keys()):
-        components = name.split(".")
-        for at, one in enumerate(components):
-            own = ".".join(components[:at] + components[at + 1 :])
-            if own in wanted and own not in stored and holds(there[stored[name]], wanted[own]):
-                pairs.setdefault(one, {})[own] = stored[name]
-    part, found = max(pairs.items(), key=lambda pair: len(pair[1]), default=("", {}))
-    if 2 * len(found) <= len(missing) or not found:
+def as_any_expert(name: str) -> str:
+    """Return the name of a tensor with a mark in the place of its expert's number."""
+    return _OF_EXPERT.sub(".experts.*.", name)
+
+
+def other_names(wanted: Mapping[str, Wanted], there: Mapping[str, Stored]) -> OtherNames | None:
+    """Return the weights that are there under other names, of which each is at most one that is
+    missing; None where that is not a good half of what is missing.
+
+    wanted: weights by the names that `as_weight` returns of them.
+    """
+    search = _Search(wanted, there)
+    missing = [name for name in search.lost if not wanted[name].optional]
+    if not missing or not search.strange:
         return None
-    return InPlace([*found], [*found.values()], part)
-
-
-def renamed_singly(wanted: Mapping[str, Wanted], there: Mapping[str, Stored]) -> InPlace | None:
-    """Return the missing weights and those that no engine looks for, where the latter have the
-    shapes of the former: names that end alike are `renamed`'s to tell."""
-    names = {as_weight(name): name for name in there}
-    lasts = {_last(name) for name in wanted}  # others are of scales and the like
-    missing = _missing(wanted, names)
-    others = sorted(n for n in names.keys() - wanted.keys() if _last(n) in lasts)
-    if not missing or len(missing) != len(others):
+    search.by_beginnings()
+    inside = search.by_components()
+    search.by_words()
+    search.by_shapes()
+    alike = search.alike()
+    grouped = [name for one in alike for name in (*one.wanted, *one.found)]
+    told = sum(name in search.pairs or name in grouped for name in missing)
+    if 2 * told <= len(missing):
         return None
-    left = [there[names[name]] for name in others]
-    for one in map(wanted.__getitem__, missing):
-        fitting = [tensor for tensor in left if holds(tensor, one)]
-        if not fitting:
-            return None
-        left.remove(min(fitting, key=lambda tensor: tuple(tensor.shape) != tuple(one.shape)))
-    return InPlace(missing, [names[name] for name in others])
+    untold = [one for one in search.strange if one not in search.used and one not in grouped]
+    beginnings, singly = search.beginnings(inside)
+    return OtherNames(
+        search.stored_pairs(search.pairs),
+        beginnings,
+        [search.as_stored(one) for one in inside],
+        search.stored_pairs(singly),
+        [search.as_stored(one) for one in alike],
+        [search.names[one] for one in untold],
+        [name for name in missing if name not in search.pairs and name not in grouped],
+        is_sure=len(untold) <= told,
+    )
+
+
+class _Search:
+    """The weights that are missing and those that no engine looks for, matched by one sign after
+    another: each takes what the signs before it left."""
+
+    def __init__(self, wanted: Mapping[str, Wanted], there: Mapping[str, Stored]) -> None:
+        self.wanted, self.there = wanted, there
+        self.names = {as_weight(name): name for name in there}
+        self.lost = sorted(wanted.keys() - self.names.keys(), key=_in_order)
+        lasts = {_last(name) for name in wanted}
+        others = self.names.keys() - wanted.keys()
+        own = (name for name in others if _last(name) in lasts or not self._is_beside(name))
+        self.strange = sorted(own, key=_in_order)
+        self.pairs: dict[str, str] = {}  # of those that are strange, by those that are lost
+        self.used: set[str] = set()
+
+    def _is_beside(self, name: str) -> bool:
+        """Return whether a tensor is a weight's, as its scale is."""
+        module = name.rpartition(".")[0]
+        return module in self.names or f"{module}.weight" in self.names
+
+    def _pair(self, pairs: Mapping[str, str]) -> None:
+        self.pairs |= pairs
+        self.used.update(pairs.values())
+
+    def _free(self, name: str, other: str) -> bool:
+        return name not in self.pairs and other not in self.used
+
+    def _holds(self, other: str, name: str) -> bool:
+        return holds(self.there[self.names[other]], self.wanted[name])
+
+    def by_beginnings(self) -> None:
+        """Names that end alike, those first whose beginnings most have."""
+        by_ending: dict[tuple[str, ...], list[str]] = defaultdict(list)
+        for other in self.strange:
+            by_ending[_ending(other)].append(other)
+        found: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
+        for name in self.lost:
+            for other in by_ending[_ending(name)]:
+                if self._holds(other, name):
+                    found[_beginnings(name, other)][name] = other
+        self._take_largest(found)
+
+    def by_components(self) -> list[InPlace]:
+        """Names that have one component more, which several have."""
+        found: dict[str, dict[str, str]] = defaultdict(dict)
+        lost = {name for name in self.lost if name not in self.pairs}
+        for other in (one for one in self.strange if one not in self.used):
+            components = other.split(".")
+            for at, one in enumerate(components):
+                name = ".".join(components[:at] + components[at + 1 :])
+                if name in lost and self._holds(other, name):
+                    found[one][name] = other
+        several = {part: own for part, own in found.items() if len(own) >= _FEWEST}
+        self._take_largest({(part, ""): own for part, own in several.items()})
+        own = {
+            part: [name for name, other in pairs.items() if self.pairs.get(name) == other]
+            for part, pairs in several.items()
+        }
+        return [
+            InPlace(names, [self.pairs[name] for name in names], part)
+            for part, names in own.items()
+            if len(names) >= _FEWEST
+        ]
+
+    def _take_largest(self, groups: Mapping[tuple[str, str], dict[str, str]]) -> None:
+        """Pair what is free, of the largest group first, each time of those that are left: of
+        equal ones of that whose names are most alike."""
+        heap = [
+            (-len(own), -likeness(*pair), place, own)
+            for place, (pair, own) in enumerate(groups.items())
+        ]
+        heapify(heap)
+        while heap:
+            size, like, place, own = heappop(heap)
+            free = {name: other for name, other in own.items() if self._free(name, other)}
+            if len(free) == -size:
+                self._pair(free)
+            elif free:
+                heappush(heap, (-len(free), like, place, free))
+
+    def by_words(self) -> None:
+        """Names of the same meaning, where each is nearest to the other alone."""
+        for names, others in self._by_expert():
+            alike = {
+                (name, other): (likeness(name, other), not self.wanted[name].optional)
+                for name, other in self._fitting(names, others)
+            }
+            alike = {pair: like for pair, like in alike.items() if like[0]}
+            while nearest := _nearest(alike):
+                self._pair(nearest)
+                alike = {pair: like for pair, like in alike.items() if self._free(*pair)}
+
+    def by_shapes(self) -> None:
+        """What alone has the shape of what alone lacks one."""
+        for names, others in self._by_expert():
+            required = [name for name in names if not self.wanted[name].optional]
+            fitting = [*self._fitting(required, others)]
+            for name, other in fitting:
+                if sum(name in pair or other in pair for pair in fitting) == 1:
+                    self._pair({name: other})
+
+    def alike(self) -> list[InPlace]:
+        """As many as are missing of a shape, and none of which is told."""
+        found = []
+        for names, others in self._by_expert():
+            required = [name for name in names if not self.wanted[name].optional]
+            by_fitting: dict[tuple[str, ...], list[str]] = defaultdict(list)
+            for name in required:
+                own = tuple(o for n, o in self._fitting([name], others))
+                by_fitting[own].append(name)
+            found += [InPlace(n, o) for o, n in by_fitting.items() if len(o) == len(n) > 1]
+        return found
+
+    def _by_expert(self) -> Iterator[tuple[list[str], list[str]]]:
+        """Yield what is free, of each layer's experts and of what is of none: of several layers the
+        first is the first of those that no engine looks for."""
+        lost, strange = defaultdict[_Place, list[str]](list), defaultdict[_Place, list[str]](list)
+        for name in self.lost:
+            if name not in self.pairs:
+                lost[_place(name)].append(name)
+        for other in self.strange:
+            if other not in self.used:
+                strange[_place(other)].append(other)
+        layers = _same_layers(lost, strange)
+        for (layer, expert), names in lost.items():
+            others = [o for own in layers[layer] for o in strange.get((own, expert), ())]
+            if len(names) * len(others) <= _COMPARED:
+                yield names, others
+
+    def _fitting(self, names: Iterable[str], others: Sequence[str]) -> Iterator[tuple[str, str]]:
+        for name in names:
+            for other in others:
+                if agree(name, other) and self._holds(other, name):
+                    yield name, other
+
+    def beginnings(self, inside: Sequence[InPlace]) -> tuple[list[Renamed], dict[str, str]]:
+        """Return the rules by which several are renamed, and the pairs that none is true of. A rule
+        is of all that begin so, unless a longer one is, or what is told singly."""
+        groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+        of_component = {name for one in inside for name in one.wanted}
+        for name, other in self.pairs.items():
+            if name not in of_component and _ending(name) == _ending(other):
+                groups[_beginnings(name, other)].append(name)
+        right = [*(self.names.keys() & self.wanted.keys())]
+        rules, ruled = dict[str, Renamed](), set(of_component)
+        for (wanted, found), names in sorted(groups.items(), key=lambda group: -len(group[1])):
+            is_rule = len(names) >= _FEWEST and not any(_begins(one, found) for one in right)
+            if is_rule and found not in rules:
+                rules[found] = Renamed(wanted, found, len(names))
+                ruled.update(names)
+        return [*rules.values()], {n: o for n, o in self.pairs.items() if n not in ruled}
+
+    def stored_pairs(self, pairs: Mapping[str, str]) -> dict[str, str]:
+        return {self.names[other]: self._as_found(name, other) for name, other in pairs.items()}
+
+    def as_stored(self, one: InPlace) -> InPlace:
+        pairs = zip(one.wanted, one.found, strict=True)
+        wanted = [self._as_found(name, other) for name, other in pairs]
+        return InPlace(wanted, [self.names[other] for other in one.found], one.part)
+
+    def _as_found(self, name: str, other: str) -> str:
+        """The wanted name of a tensor: of codes, with their own last component."""
+        last = _last(self.names[other])
+        return f"{name.rpartition('.')[0]}.{last}" if last in _CODES else name
+
+
+_Pair = tuple[str, str]
+_Likeness = Mapping[_Pair, tuple[float, bool]]
+
+
+def _nearest(alike: _Likeness) -> dict[str, str]:
+    """The pairs of which each end is more like the other than like any else."""
+    of_names, of_others = _likest(alike, 0), _likest(alike, 1)
+    return {n: o for n, o in alike if of_names[n] == [(n, o)] == of_others[o]}
+
+
+def _likest(alike: _Likeness, end: int) -> dict[str, list[_Pair]]:
+    """The likest pairs of each name, which is one end of them."""
+    best: dict[str, list[_Pair]] = {}
+    for pair, like in alike.items():
+        known = best.setdefault(pair[end], [pair])
+        if like > alike[known[0]]:
+            best[pair[end]] = [pair]
+        elif like == alike[known[0]] and pair != known[0]:
+            known.append(pair)
+    return best
 
 
 def of_another_kind(wanted: Mapping[str, Wanted], there: Mapping[str, Stored]) -> list[InPlace]:
@@ -175,3 +372,40 @@ def _beginnings(name: str, other: str) -> tuple[str, str]:
         parts.pop()
         own.pop()
     return ".".join(parts), ".".join(own)
+
+
+def _begins(name: str, beginning: str) -> bool:
+    return not beginning or name.startswith(f"{beginning}.")
+
+
+def _in_order(name: str) -> list[tuple[int, str]]:
+    """A key by which layer 10 follows layer 9."""
+    return [(int(one), "") if one.isdecimal() else (-1, one) for one in name.split(".")]
+
+
+_Place = tuple[int, int]  # layer and expert, -1 of none
+
+
+def _place(name: str) -> _Place:
+    """The numbers of the layer and of the expert that a tensor is of."""
+    layer = expert = -1
+    before = ""
+    for one in name.split("."):
+        if one.isdecimal() and "exp" in before:
+            expert = int(one)
+        elif one.isdecimal() and layer < 0:
+            layer = int(one)
+        before = one
+    return layer, expert
+
+
+def _same_layers(lost: Iterable[_Place], strange: Iterable[_Place]) -> dict[int, list[int]]:
+    """The layers of other names that each layer may have: all, where one is missing; else its own
+    number, or that in its place in their order."""
+    own, others = (sorted({layer for layer, _ in places}) for places in (lost, strange))
+    if len(own) <= 1:
+        return dict.fromkeys(own, others)
+    numbers, instead = ([one for one in layers if one >= 0] for layers in (own, others))
+    if len(numbers) != len(instead) or {*instead} <= {*numbers}:
+        instead = numbers
+    return {-1: [-1]} | {one: [other] for one, other in zip(numbers, instead, strict=True)}

@@ -4,7 +4,7 @@ and complete, loaders find them, and what bears their names is what it says."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -13,13 +13,7 @@ from mtp_checkpoints.containers.base import CONFIG_NAME, TensorInfo
 from mtp_checkpoints.containers.safetensors import INDEX_NAME, whole_set
 from mtp_checkpoints.errors import MtpExportError
 from mtp_checkpoints.families.base import FLOATS, TensorSpec
-from mtp_checkpoints.families.other_names import (
-    as_weight,
-    of_another_kind,
-    renamed,
-    renamed_inside,
-    renamed_singly,
-)
+from mtp_checkpoints.families.other_names import as_weight, other_names
 from mtp_checkpoints.families.signs import (
     Announced,
     NamedModule,
@@ -60,7 +54,8 @@ from mtp_export.verify.check import (
     verdict,
 )
 from mtp_export.verify.diagnosis.causes import presence as causes
-from mtp_export.verify.files.main_shapes import of_other_shapes, shapes_as_main
+from mtp_export.verify.files.astray import astray, each, with_pairs
+from mtp_export.verify.files.main_shapes import shapes_as_main
 from mtp_export.verify.files.repair import graft_command, unlike_source
 
 if TYPE_CHECKING:
@@ -224,7 +219,7 @@ def _presence(found: Found) -> Item:
         lost = found.modules_lost
         words = causes.partly_lost(str(wanted), count, lost, count_field(found.config))
         names = [n for n in found.astray if n.startswith(tuple(f"{one}." for one in lost))]
-        item = verdict(name, _each(names or [CONFIG_NAME], words))
+        item = verdict(name, each(names or [CONFIG_NAME], words))
         return replace(item, figure=_figure(count, wanted), repair=found.repair)
     tensors = sum(len(module.tensors) for module in found.modules)
     return passed(name, figure=f"{_figure(count, wanted)}, {counted(tensors, 'tensor')}")
@@ -238,10 +233,10 @@ def _none_there(name: str, found: Found, wanted: Announced) -> Item:
     if folder is not None:
         words = causes.not_in_folder(str(folder), str(wanted))
         return failed(name, words, figure=figure, subject=str(folder), repair=found.repair)
-    if others := renamed(found.wanted_anywhere, found.tensors):
+    if (others := other_names(found.wanted_anywhere, found.tensors)) is not None:
         strange = found.tensors.keys() - found.wanted_anywhere.keys()
-        item = verdict(name, _each(sorted(strange), causes.renamed(others)))
-        return replace(item, figure=figure, repair=found.repair)
+        item = verdict(name, each(sorted(strange), causes.other_names(others)))
+        return with_pairs(replace(item, figure=figure, repair=found.repair), others)
     if (draft := found.draft_beside) is not None:
         words = causes.lost_beside(str(wanted), draft.kind, draft.sign)
         return failed(name, words, figure=figure, subject="config.json", repair=found.repair)
@@ -265,44 +260,22 @@ def _complete(found: Found) -> Item:
     """Each module has its projection, and all its experts with all their tensors."""
     problems: list[Problem] = []
     names = [name for module in found.modules for name in module.tensors]
-    if found.has_main and lacks_projection(names):
+    own = {name: found.tensors[name] for name in names}
+    others = other_names(found.wanted_names, own)
+    if others is None and found.has_main and lacks_projection(names):
         problems.append(Problem(names[0], causes.no_projection(names[0])))
     problems += _transposed(found, names)
     experts = experts_of(found.config)
     for module in found.modules:
         for gap in expert_gaps(module.tensors, experts):
             problems.append(Problem(gap.partition(" ")[0], gap))
-    problems += [
-        Problem(name, words) for name, words in _unpaired({n: found.tensors[n] for n in names})
-    ]
-    fused = fused_experts({name: found.tensors[name].shape for name in names})
+    problems += [Problem(name, words) for name, words in _unpaired(own)]
+    fused = fused_experts({name: one.shape for name, one in own.items()})
     if fused is not None and any(_FIRST_EXPERT in name for name in found.wanted_names):
         problems.insert(0, Problem(fused, causes.fused(fused)))
-    problems[:0] = _astray(found, {name: found.tensors[name] for name in names})
+    problems[:0] = astray(found, own, others)
     item = verdict("MTP modules complete", problems, counted(len(names), "tensor"))
-    return replace(item, repair=found.repair) if problems else item
-
-
-def _astray(found: Found, tensors: Mapping[str, TensorInfo]) -> list[Problem]:
-    """Tensors of the modules that no engine looks for, in the place of those that are missing."""
-    wanted = found.wanted_names
-    if others := renamed(wanted, tensors):
-        return _each(found.astray, causes.renamed(others))
-    if (inside := renamed_inside(wanted, tensors)) is not None:
-        words = causes.renamed_inside(inside.part, inside.wanted, inside.found)
-        return _each(found.astray, words)
-    if (single := renamed_singly(wanted, tensors)) is not None:
-        words = causes.renamed_singly(single.wanted, single.found)
-        return _each([*single.found, *found.astray], words)
-    if kinds := of_another_kind(wanted, tensors):
-        words = "; ".join(causes.of_another_kind(one.part, one.wanted, one.found) for one in kinds)
-        return _each(found.astray, words)
-    return of_other_shapes(wanted, found.tensors, tensors, hidden_size(found.config))
-
-
-def _each(names: Iterable[str], words: str) -> list[Problem]:
-    """The same words for several tensors: what else is said of these follows from it."""
-    return [Problem(name, words) for name in dict.fromkeys(names)]
+    return with_pairs(replace(item, repair=found.repair), others) if problems else item
 
 
 def _shapes(found: Found) -> Iterator[Item]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+from mtp_checkpoints.families.other_names import as_any_expert
 from mtp_checkpoints.tensors.bundle_folder import MAIN
 from mtp_export.progress import shortened
 from mtp_export.verify.check import (
@@ -33,7 +34,6 @@ _MOST_NAMES, _MOST_SENTENCES = 3, 5
 _LAYER_PARTS = 3  # of a layer's name
 _GRAFT = "mtp-export graft "
 _MARK = "§"
-_EXPERT = re.compile(r"\.experts\.\d+\.", re.ASCII)
 _NAME_OR_FIGURE = re.compile(r"[\w/*-]++(?:\.[\w*-]+)+|\b(?:main|mtp)/|\d[\d,.]*")
 
 
@@ -331,7 +331,7 @@ def _alike(names: Sequence[str]) -> str:
     are."""
     kinds: dict[str, list[str]] = {}
     for name in names:
-        kinds.setdefault(_EXPERT.sub(".experts.*.", name), []).append(name)
+        kinds.setdefault(as_any_expert(name), []).append(name)
     shown = dict(islice(kinds.items(), _MOST_NAMES))
     words = ", ".join(
         f"{kind} ({len(own):,})" if len(own) > 1 else own[0] for kind, own in shown.items()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from mtp_checkpoints.families.other_names import Renamed
+from mtp_checkpoints.families.other_names import InPlace, OtherNames, as_any_expert
 from mtp_export.progress import shortened
 
 _NAMED = 3
+_SINGLY = 5  # that are named one by one: the report's data has all
 
 
 def another_kind(kind: str, sign: str) -> str:
@@ -111,33 +112,72 @@ def no_projection(name: str) -> str:
     )
 
 
-def renamed(found: Sequence[Renamed]) -> str:
-    """found: the beginnings of names, the commonest first."""
-    there = "tensors of the module are there under other names"
-    first, count = found[0], sum(one.count for one in found)
-    if not first.wanted:
-        bare = f"engines look for them without {first.found}. before each"
-        return f"{there} ({count}): {bare}. Rename them so, in the files and in the index"
-    begin = [f"with {one.found or 'nothing'}, where engines look for {one.wanted}" for one in found]
-    some = shortened(begin, _NAMED, "; ")
-    return f"{there} ({count}): they begin {some}. Rename them so, in the files and in the index"
-
-
-def renamed_inside(part: str, wanted: Sequence[str], found: Sequence[str]) -> str:
-    """part: the component that the found names have more than the wanted ones."""
+def other_names(found: OtherNames) -> str:
+    """Each weight that is under another name with the name that it should have, by rules where
+    several are renamed alike, and what no name is known of."""
+    said = [
+        *_by_beginnings(found),
+        *(_inside(one) for one in found.inside),
+        *_singly(found.singly),
+        *(_alike(one) for one in found.alike),
+    ]
+    count = len(found.pairs) + sum(len(one.found) for one in found.alike)
     return (
-        f"tensors of the module are there under other names ({len(found)}): they have {part} in"
-        f" them, such as {found[0]}, where engines look for {wanted[0]}. Rename them without it, in"
-        " the files and in the index"
+        f"tensors of the module are there under other names ({count:,}): {'; '.join(said)}. Rename"
+        " them so, with their scales if they have any, in the files and in the"
+        f" index{_untold(found)}"
     )
 
 
-def renamed_singly(wanted: Sequence[str], found: Sequence[str]) -> str:
+def _by_beginnings(found: OtherNames) -> Iterator[str]:
+    for one in found.beginnings:
+        those = "them" if one.count == len(found.pairs) else f"{one.count:,}"
+        if not one.wanted:
+            yield f"engines look for {those} without {one.found}. before each"
+        elif not one.found:
+            yield f"engines look for {those} with {one.wanted}. before each"
+        else:
+            yield f"{one.count:,} begin with {one.found}, where engines look for {one.wanted}"
+
+
+def _inside(one: InPlace) -> str:
     return (
-        f"tensors of the module are there under other names, by their shapes ({len(found)}):"
-        f" {shortened(found, _NAMED)} {'lies' if len(found) == 1 else 'lie'} where engines look for"
-        f" {shortened(wanted, _NAMED)}. Rename them so, in the files and in the index"
+        f"{len(one.found):,} have {one.part} in them, such as {one.found[0]}, where engines look"
+        f" for {one.wanted[0]}, without it"
     )
+
+
+def _singly(pairs: Mapping[str, str]) -> list[str]:
+    """Those of experts as one where all experts' are renamed alike."""
+    alike: dict[tuple[str, str], int] = {}
+    for found, wanted in pairs.items():
+        pair = (as_any_expert(found), as_any_expert(wanted))
+        alike[pair] = alike.get(pair, 0) + 1
+    said = [
+        f"{found}{f' ({count:,})' if count > 1 else ''} lies where engines look for {wanted}"
+        for (found, wanted), count in alike.items()
+    ]
+    more = len(said) - _SINGLY
+    return [
+        *said[:_SINGLY],
+        *([f"{more:,} more, which the report lists (--report)"] if more > 0 else []),
+    ]
+
+
+def _alike(one: InPlace) -> str:
+    return (
+        f"{shortened(one.found, _SINGLY)} are {shortened(one.wanted, _SINGLY)} by their shapes, and"
+        " neither names nor shapes tell which is which"
+    )
+
+
+def _untold(found: OtherNames) -> str:
+    words = ""
+    if found.untold:
+        words += f". No engine looks for {shortened(found.untold, _SINGLY)} either"
+    if found.lacking:
+        words += f". Under no name: {shortened(found.lacking, _SINGLY)}"
+    return words
 
 
 def of_another_kind(part: str, wanted: Sequence[str], found: Sequence[str]) -> str:
