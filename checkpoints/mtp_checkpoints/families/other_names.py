@@ -1,11 +1,11 @@
-"""Tensors of a module that are there under names that engines do not look for, and parts of another
-model's layer in their place. A matrix that a format packs is known by its bits per element."""
+"""Tensors of a module that are there under names that engines do not look for. A matrix that a format
+packs is known by its bits per element."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from math import prod
@@ -15,7 +15,7 @@ from mtp_checkpoints.dtypes import DType
 from mtp_checkpoints.families.base import FLOATS
 from mtp_checkpoints.families.name_words import agree, likeness
 
-_FEWEST = 2  # modules by which a part of a layer is known as another's, tensors of a rule
+_FEWEST = 2  # tensors of a rule
 _CODES = ("weight_packed", "qweight")
 _COMPARED = 100_000  # pairs of names
 _BITS = (2, 3, 4, 5, 6, 8)  # of a code
@@ -52,7 +52,8 @@ class Renamed:
 
 @dataclass(frozen=True)
 class InPlace:
-    """Tensors, or modules of a part of a layer, that engines look for, and those in their place."""
+    """Tensors, or modules of a part of a layer, that engines look for, and those in their place; part
+    is the component that these have more, or the part of the layer."""
 
     wanted: Sequence[str]
     found: Sequence[str]
@@ -220,7 +221,7 @@ class _Search:
                 alike = {pair: like for pair, like in alike.items() if self._free(*pair)}
 
     def by_shapes(self) -> None:
-        """What alone has the shape of what alone lacks one."""
+        """One alone of the shape of one that alone is missing."""
         for names, others in self._by_expert():
             required = [name for name in names if not self.wanted[name].optional]
             fitting = [*self._fitting(required, others)]
@@ -313,39 +314,6 @@ def _likest(alike: _Likeness, end: int) -> dict[str, list[_Pair]]:
         elif like == alike[known[0]] and pair != known[0]:
             known.append(pair)
     return best
-
-
-def of_another_kind(wanted: Mapping[str, Wanted], there: Mapping[str, Stored]) -> list[InPlace]:
-    """Return the parts of layers (attention, MLP) of which modules are missing that others lie in
-    the place of, as those of another model's layer do."""
-    missing, others = _missing(wanted, there), sorted(there.keys() - wanted.keys())
-    lost, strange = (_modules_by_part(names) for names in (missing, others))
-    here, known = (_modules_by_part(names) for names in (there, wanted))
-    found = []
-    for part, modules in lost.items():
-        own = sorted(modules - here.get(part, set()))
-        instead = sorted(strange.get(part, set()) - known[part])
-        if len(own) >= _FEWEST <= len(instead):
-            found.append(InPlace(own, instead, part))
-    return found
-
-
-def _missing(wanted: Mapping[str, Wanted], there: Collection[str]) -> list[str]:
-    return [name for name, one in wanted.items() if not one.optional and name not in there]
-
-
-_PARTS = frozenset({"self_attn", "mlp", "mixer"})
-
-
-def _modules_by_part(names: Iterable[str]) -> dict[str, set[str]]:
-    """Modules of parts of layers, each by the component after the part's, by the parts' names."""
-    found: dict[str, set[str]] = defaultdict(set)
-    for name in names:
-        components = name.split(".")
-        place = next((at for at, one in enumerate(components) if one in _PARTS), -1)
-        if 0 <= place < len(components) - 1:
-            found[".".join(components[: place + 1])].add(components[place + 1])
-    return found
 
 
 def holds(tensor: Stored, wanted: Wanted) -> bool:

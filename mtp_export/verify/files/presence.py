@@ -54,7 +54,7 @@ from mtp_export.verify.check import (
     verdict,
 )
 from mtp_export.verify.diagnosis.causes import presence as causes
-from mtp_export.verify.files.astray import astray, each, with_pairs
+from mtp_export.verify.files.astray import Strange, each, with_pairs
 from mtp_export.verify.files.main_shapes import shapes_as_main
 from mtp_export.verify.files.repair import graft_command, unlike_source
 
@@ -273,7 +273,9 @@ def _complete(found: Found) -> Item:
     fused = fused_experts({name: one.shape for name, one in own.items()})
     if fused is not None and any(_FIRST_EXPERT in name for name in found.wanted_names):
         problems.insert(0, Problem(fused, causes.fused(fused)))
-    problems[:0] = astray(found, own, others)
+    width = hidden_size(found.config)
+    strange = Strange(found.astray, found.wanted_names, found.tensors, own, width)
+    problems[:0] = strange.problems(others)
     item = verdict("MTP modules complete", problems, counted(len(names), "tensor"))
     return with_pairs(replace(item, repair=found.repair), others) if problems else item
 

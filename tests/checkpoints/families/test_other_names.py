@@ -10,11 +10,11 @@ import pytest
 
 from mtp_checkpoints.dtypes import DType
 from mtp_checkpoints.families import family_of
+from mtp_checkpoints.families.other_kinds import of_another_kind
 from mtp_checkpoints.families.other_names import (
     InPlace,
     OtherNames,
     Renamed,
-    of_another_kind,
     other_names,
 )
 from runtime.checkpoints import SMALL_CONFIGS
