@@ -1,5 +1,5 @@
-"""Tensors of a module that are there under names that engines do not look for. A matrix that a format
-packs is known by its bits per element."""
+"""Tensors of a module that are there under names that engines do not look for. A matrix that a
+format packs is known by its bits per element."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Renamed:
 
 @dataclass(frozen=True)
 class InPlace:
-    """Tensors, or modules of a part of a layer, that engines look for, and those in their place; part
-    is the component that these have more, or the part of the layer."""
+    """Tensors, or modules of a part of a layer, that engines look for, and those in their place;
+    part is the component that these have more, or the part of the layer."""
 
     wanted: Sequence[str]
     found: Sequence[str]
