@@ -11,14 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from cases import read_json, run_program
+from cases import edit_json, read_json, run_program
+from decoded_mains import BITSANDBYTES_NF4, nf4
 from mtp_checkpoints.quantization.method import QuantConfig
 from mtp_checkpoints.quantization.methods import quant_config_of
 from mtp_checkpoints.quantization.stored import stored_model
+from mtp_export.verify.diagnosis.causes.files import not_left_out
 from mtp_export.verify.files import left_out
 from mtp_export.verify.files.left_out import ListedDraft
-from quantized_by_others import LINEAR, METHODS
+from quantized_by_others import LINEAR, METHODS, unquantized
+from verify import foreign_sources
 from verify.foreign import (
+    DEEPSEEK,
     FIXTURES,
     GLM,
     GLM_MTP,
@@ -32,7 +36,7 @@ from verify.foreign_folders import listed
 from verify.test_foreign_checkpoints import failures, verified
 
 ITEM = "mtp: left out of quantization as stored"
-OF_VLLM = "mtp: precision as vLLM reads it"
+OF_VLLM, OF_SGLANG = (f"mtp: precision as {engine} reads it" for engine in ("vLLM", "SGLang"))
 # The key to add to, and the entry, of an unquantized MTP layer under each method.
 LACKS = {
     "auto-round": r"^model\.layers\.3(\..*)?$ to extra_config",
@@ -174,7 +178,50 @@ def test_a_module_that_is_left_out_as_it_is_stored_passes(tmp_path: Path, method
 
 def test_sglang_builds_a_draft_beside_nvfp4_unquantized(tmp_path: Path) -> None:
     _, items = verified(quantized(GLM, tmp_path / "main", "modelopt nvfp4", mtp_left_out))
-    assert items["mtp: precision as SGLang reads it"]["status"] == "pass"
+    assert items[OF_SGLANG]["status"] == "pass"
+    foreign_sources.quantized(GLM, "modelopt nvfp4", "quantized").save(tmp_path / "both")
+    _, items = verified(tmp_path / "both")
+    assert failures(items) == {OF_SGLANG}
+    assert "unquantized beside a main model in nvfp4: 27 matrices" in items[OF_SGLANG]["cause"]
+    assert "no quantization_config" not in items[OF_SGLANG]["cause"]
+
+
+def test_what_sglang_lacks_has_its_name_of_the_layer(tmp_path: Path) -> None:
+    """Where it renames no list: with the entries that it lacks the checkpoint passes."""
+    folder = quantized(GLM, tmp_path / "main", "awq", mtp_left_out)
+    edit_json(folder / "config.json", lambda config: _listed(config).append("model.decoder.self"))
+    _, items = verified(folder)
+    assert failures(items) == {OF_SGLANG}
+    (added,) = re.findall("add (.*) to modules_to_not_convert", items[OF_SGLANG]["cause"])
+    assert "model.decoder.mlp.experts" in added and "model.layers" not in added
+    edit_json(folder / "config.json", lambda config: _listed(config).extend(added.split(", ")))
+    assert failures(verified(folder)[1]) == set()
+
+
+def _listed(config: Config) -> list[str]:
+    names: list[str] = config["quantization_config"]["modules_to_not_convert"]
+    return names
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_module_in_bitsandbytes_or_beside_it_passes(tmp_path: Path, packed: bool) -> None:
+    """Its scales are named otherwise than others', and no engine builds a router quantized."""
+    found = foreign_sources.shortened(DEEPSEEK, 4)
+    linears, stored = foreign_sources.modules(found), unquantized(found.tensors)
+    own = [f"{name}.weight" for name in linears]
+    found.tensors = {name: one.bfloat16() for name, one in stored.items()}
+    for name in filter(LINEAR.match, stored):
+        if packed or name not in own:
+            parts = nf4(found.tensors.pop(name)).items()
+            found.tensors |= {name.removesuffix("weight") + last: one for last, one in parts}
+    skipped = ["lm_head", *(re.sub(r"model\.layers\.4", "model.decoder", name) for name in linears)]
+    found.config["quantization_config"] = {
+        **BITSANDBYTES_NF4,
+        "llm_int8_skip_modules": ["lm_head"] if packed else [*skipped, *linears],
+    }
+    found.save(tmp_path / "checkpoint")
+    outcome, items = verified(tmp_path / "checkpoint")
+    assert (outcome.code, failures(items)) == (0, set()), outcome.err
 
 
 def test_a_projection_that_no_list_names_is_fine_unless_it_is_quantized(tmp_path: Path) -> None:
@@ -259,3 +306,8 @@ def test_experts_that_are_listed_one_by_one_are_named(tmp_path: Path) -> None:
     cause = items[OF_VLLM]["cause"]
     assert "24 matrices" in cause
     assert "down_proj in extra_config" in cause and "acts on nothing: all experts" in cause
+
+
+def test_a_pattern_of_all_experts_is_no_single_one() -> None:
+    words = [not_left_out(1, "m", "", [f"re:mtp.0.experts.{last}"]) for last in ("*", "0.up_proj")]
+    assert ["all experts of a layer are one" in one for one in words] == [False, True]

@@ -31,9 +31,12 @@ OF_ROWS = 2  # tensors of a format that have rows: codes and scales
 # Last names of an fp8 scale. The released one says inverse, but the scale multiplies.
 NATIVE_SCALE = "weight_scale_inv"
 COMPRESSED_SCALE = "weight_scale"
-# Last name components of a linear's codes in any format, each with those of scales that go with it.
+# Ends of the names of a linear's codes in any format, each with those of scales that go with it.
 SCALES_OF_CODES: Mapping[str, tuple[str, ...]] = {
-    "weight": (COMPRESSED_SCALE, NATIVE_SCALE, "scale", "scales", "weight_scale_2"),
+    "weight": (
+        *(COMPRESSED_SCALE, NATIVE_SCALE, "scale", "scales", "weight_scale_2"),
+        *("SCB", "weight.absmax"),  # of bitsandbytes
+    ),
     "weight_packed": (COMPRESSED_SCALE, "weight_global_scale"),
     "qweight": ("scales",),
 }

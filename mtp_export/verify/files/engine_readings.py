@@ -64,7 +64,8 @@ def draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
             why = f"{engine.title} does not read a main model in {' and '.join(sorted(unread))}"
             yield not_tested(name, why)
             continue
-        reading, config = engine.draft_reading, layout.checkpoint.config
+        reading = engine.draft_reading.of_family(layout.stored.family)
+        config = layout.checkpoint.config
         if reading.by_main_config:
             if context.main is None:
                 yield not_tested(name, "there is no main model, or it cannot be opened")
@@ -92,10 +93,17 @@ def draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
                 continue
             if not (reading.builds_projection and layout.stored.family.linear_projection):
                 config = with_projection_listed(config, tensors)
-        unquantized = reading.unquantized_beside & of_main
-        quantization = None if unquantized else quantization_of(config)
-        item = _as_read(name, layout, quantization, reading)
+        plain = _built_plain(engine, reading, of_main)
+        item = _as_read(name, layout, None if plain else quantization_of(config), plain or reading)
         yield replace(item, data={**item.data, ENGINE: engine.name})
+
+
+def _built_plain(engine: Engine, reading: DraftReading, of_main: set[str]) -> DraftReading | None:
+    """The reading with the reason why no draft beside these storages is built by a config; None
+    where drafts are."""
+    beside = " and ".join(sorted(reading.unquantized_beside & of_main))
+    reason = causes.built_unquantized_beside(engine.title, beside)
+    return replace(reading, reason=reason) if beside else None
 
 
 def _storages_of_main(context: Context) -> set[str]:
@@ -146,7 +154,6 @@ def _as_read(name: str, layout: PartLayout, config: Any, reading: DraftReading) 
     tensors = _by_released_names(layout)
     rename: Callable[[str], str] = str
     family = layout.stored.family
-    reading = reading.of_family(family)
     keeps_patterns = reading.layer_name in family.patterns.mtp_names
     layers = tuple(dict.fromkeys(module.layer.prefix for module in family.mtp))
     reason = reading.reason
@@ -248,7 +255,7 @@ def _differing(
     asked = {
         weight.tensors[0].name
         for weight in read.weights.values()
-        if weight.weight.role is not Role.MTP_PROJECTION
+        if weight.weight.role not in (Role.MTP_PROJECTION, Role.ROUTER)
         and (weight.weight.is_linear_weight or not linears_alone)
     }
     return [

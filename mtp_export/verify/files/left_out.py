@@ -171,7 +171,8 @@ class ListedDraft:
         whole_names = METHODS[method_of(self.quantization)].whole_names
         if not whole_names and all(s.name in own for s in every if s.is_linear_weight):
             return [*self.layers, *self._projections]
-        return [*modules_of(weight.weight for weight in weights), *self._projections]
+        own_names = (w.weight._replace(name=w.tensors[0].name) for w in weights)
+        return [*modules_of(own_names), *self._projections]
 
     @property
     def _projections(self) -> Iterator[str]:
@@ -191,6 +192,7 @@ class ListedDraft:
         for weight in weights:
             by_entry.setdefault(self._to_blame(weight), []).append(weight)
         for entry, alike in by_entry.items():
+            name = alike[0].tensors[0].name
             words = causes.left_out_though_quantized(
                 len(alike),
                 _module_of(alike[0]),
@@ -198,8 +200,10 @@ class ListedDraft:
                 self.part,
                 has_config=bool(self.quantization),
             )
-            name = alike[0].tensors[0].name
-            yield Problem(name if self.quantization else CONFIG_NAME, words)
+            if self.written and not self.quantization:  # of drafts that are never built by one
+                name = alike[0].weight.name
+                words = causes.quantized_in_vain(len(alike), _module_of(alike[0]))
+            yield Problem(name if self._as_written else CONFIG_NAME, words)
 
     def _to_blame(self, weight: StoredWeight) -> str:
         """The entry without which a module would be quantized; "" where no single one is.

@@ -318,7 +318,8 @@ def _unpaired(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, str]]:
     for name, tensor in tensors.items():
         module, _, last = name.rpartition(".")
         siblings = last_of[module]
-        if tensor.dtype in _CODES and siblings.isdisjoint(SCALES_OF_CODES.get(last, siblings)):
+        scales = SCALES_OF_CODES.get(last) if tensor.dtype in _CODES else None
+        if scales is not None and not any(f"{module}.{scale}" in tensors for scale in scales):
             yield name, causes.codes_without_scale(name, str(tensor.dtype))
         weights = [codes for codes, scales in SCALES_OF_CODES.items() if last in scales]
         if weights and siblings.isdisjoint((*SCALES_OF_CODES, "blocks")):

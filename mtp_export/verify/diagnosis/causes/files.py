@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 
 from mtp_export.progress import counted, shortened
 
 _MOST_SHARES = 12
+_SINGLE_EXPERT = re.compile(r"\.experts\\?\.\d")
 
 # --- Files and tensors compared with the manifest -------------------------------------------------
 
@@ -235,7 +237,7 @@ def not_left_out(count: int, module: str, added: str, idle: Sequence[str]) -> st
 
 
 def _idle_words(entry: str) -> str:
-    if ".experts." in entry:
+    if _SINGLE_EXPERT.search(entry):
         return "acts on nothing: all experts of a layer are one module here"
     return "matches no module of it"
 
@@ -280,6 +282,17 @@ def left_out_though_quantized(
     return (
         f"{count} matrices of {part}, such as {module}, are stored quantized, and"
         f" {left_out}, so that they are built unquantized{mend}"
+    )
+
+
+def built_unquantized_beside(engine: str, storages: str) -> str:
+    return f"{engine} builds every draft unquantized beside a main model in {storages}"
+
+
+def quantized_in_vain(count: int, module: str) -> str:
+    return (
+        f"{count} matrices of the MTP module, such as {module}, are stored quantized: serve it with"
+        " another engine, or graft the original's unquantized ones"
     )
 
 
