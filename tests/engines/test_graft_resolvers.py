@@ -19,7 +19,9 @@ from engine_runs import sglang_wheel
 
 from cases import MTP_LAYER, make_checkpoint, read_json, read_tensors, run_program
 from mtp_checkpoints.errors import InvalidInputError
-from mtp_checkpoints.quantization.readers import vllm_reads
+from mtp_checkpoints.families.base import Role
+from mtp_checkpoints.quantization.methods import quant_config_of
+from mtp_checkpoints.quantization.readers import sglang_reads, vllm_reads
 from quantized_by_others import LINEAR, METHODS, write
 from undecoded_mains import write_main
 from verify.foreign import GLM
@@ -229,6 +231,26 @@ def test_lists_of_main_models_that_are_not_decoded(
         asked = EXPERT.sub(r"\1", module)
         assert left_out(asked) is module.startswith(("model.layers.3.", "lm_head")), asked
     assert len(linears) > 80
+
+
+@pytest.mark.parametrize(
+    "entry", ["mtp", "gate", "model.layers.3", "mlp.up_proj", r"model\.layers\.[34]", "up_proj"]
+)
+def test_entries_of_bitsandbytes_are_read_as_both_read_them(entry: str) -> None:
+    """By every linear of a miniature and of one below other names."""
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    listed = {"load_in_8bit": True, "llm_int8_skip_modules": [entry]}
+    config = {"quantization_config": {"quant_method": "bitsandbytes", **listed}}
+    rule = sglang_bitsandbytes(config)
+    for_sglang = quant_config_of(sglang_reads(config, ())["quantization_config"])
+    as_written = quant_config_of(config["quantization_config"])
+    linears = [name.removesuffix(".weight") for name in read_tensors(GLM) if LINEAR.match(name)]
+    for module in (*linears, *(f"model.language_model.mtp.{one}" for one in linears)):
+        left_out = for_sglang.format_of(module, Role.ATTENTION) is None
+        assert left_out is rule(module), module
+        left_out = as_written.format_of(module, Role.ATTENTION) is None
+        assert left_out is not should_convert_module(module, [entry]), module
 
 
 @pytest.mark.parametrize("export", [None, {}, {"kv_cache_group": []}, {"kv_cache_group": ["*k"]}])

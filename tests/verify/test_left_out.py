@@ -37,6 +37,7 @@ from verify.test_foreign_checkpoints import failures, verified
 
 ITEM = "mtp: left out of quantization as stored"
 OF_VLLM, OF_SGLANG = (f"mtp: precision as {engine} reads it" for engine in ("vLLM", "SGLang"))
+GATES = ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b")
 # The key to add to, and the entry, of an unquantized MTP layer under each method.
 LACKS = {
     "auto-round": r"^model\.layers\.3(\..*)?$ to extra_config",
@@ -99,6 +100,7 @@ def test_what_every_engine_lacks_is_named_at_once(tmp_path: Path) -> None:
     assert verified(mended)[0].code == 0
 
 
+GATES = ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b")
 # The key to add to, and the entry, of an unquantized MTP layer whose linears vLLM finds itself.
 EXPERTS_LACK = {
     "awq": "model.layers.3.mlp.experts to modules_to_not_convert",
@@ -311,3 +313,37 @@ def test_experts_that_are_listed_one_by_one_are_named(tmp_path: Path) -> None:
 def test_a_pattern_of_all_experts_is_no_single_one() -> None:
     words = [not_left_out(1, "m", "", [f"re:mtp.0.experts.{last}"]) for last in ("*", "0.up_proj")]
     assert ["all experts of a layer are one" in one for one in words] == [False, True]
+
+
+@pytest.mark.parametrize("listed_too", [(), ("in_proj_a", "in_proj_b")], ids=["all", "less gates"])
+@pytest.mark.parametrize("projection", [False, True])
+def test_every_linear_of_transformers_may_be_in_bitsandbytes_codes(
+    listed_too: tuple[str, ...], projection: bool, tmp_path: Path
+) -> None:
+    """Gates of a delta net too, which no other method packs; the module's projection is none that
+    an engine reads so."""
+
+    def change(stored: Tensors) -> Tensors:
+        made: Tensors = {}
+        for name, one in stored.items():
+            module = name.removesuffix(".weight")
+            is_linear = (
+                ".layers." in name and module.endswith(("_proj", *GATES)) and "mtp" not in name
+            )
+            if (is_linear and not module.endswith(listed_too or ("?",))) or (
+                projection and "mtp.fc" in name
+            ):
+                made |= {f"{module}.{last}": part for last, part in nf4(one).items()}
+            else:
+                made[name] = one
+        return made
+
+    def config(fields: Config) -> None:
+        skipped = ["lm_head", "mtp.layers", *(() if projection else ("mtp",)), *listed_too]
+        fields["quantization_config"] = BITSANDBYTES_NF4 | {"llm_int8_skip_modules": skipped}
+
+    folder = rewritten(FIXTURES / "qwen3-5-tiny", tmp_path / "nf4", change, config=config)
+    outcome, items = verified(folder)
+    assert (outcome.code, failures(items)) == ((7, {ITEM}) if projection else (0, set()))
+    if projection:
+        assert "mtp.fc is stored quantized, and vLLM and SGLang build" in items[ITEM]["cause"]

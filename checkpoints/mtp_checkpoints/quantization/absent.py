@@ -80,11 +80,12 @@ def with_projection_listed(config: Mapping[str, Any], tensors: Collection[str]) 
     quantization = quantization_of(config)
     if not quantization:
         return dict(config)
-    known = quant_config_of(quantization)
-    if METHODS[method_of(quantization)].packs_projections:
+    known, method = quant_config_of(quantization), METHODS[method_of(quantization)]
+    if method.packs_projections:
         return dict(config)
     modules = (layer.modules.projection for layer in family_of(config).mtp)
-    plain = [module for module in modules if module and weight_name(module) in tensors]
+    stored = [module for module in modules if module and weight_name(module) in tensors]
+    plain = [m for m in stored if not any(f"{m}.{one}" in tensors for one in method.coded_by)]
     return _listed(config, [m for m in plain if known.format_of(m, Role.MTP_PROJECTION)])
 
 

@@ -18,6 +18,7 @@ from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.formats import WHOLE_ROW
 from mtp_checkpoints.quantization.absent import with_absent_listed
 from mtp_checkpoints.quantization.methods import quant_config_of
+from mtp_checkpoints.quantization.methods.bitsandbytes import SKIPPED
 from mtp_checkpoints.quantization.methods.gptq import BLOCKS, PERMUTED
 from mtp_checkpoints.quantization.methods.quark import NAMED
 from mtp_checkpoints.quantization.native import (
@@ -105,6 +106,8 @@ def sglang_reads(config: Mapping[str, Any], tensors: Collection[str]) -> Config:
         case "quark":
             _check_quark(quantization)
             quantization = quark_of_sglang(config, quantization)
+        case "bitsandbytes":
+            quantization = _with_components(quantization)
     return replaced_quantization(config, quantization)
 
 
@@ -268,6 +271,17 @@ def _with_whole_patterns(quantization: Config) -> Config:
         for name, change in changes.items()
     }
     return {**quantization, "extra_config": whole} if whole else quantization
+
+
+def _with_components(quantization: Config) -> Config:
+    """Return bitsandbytes' config with entries that are no beginning of a name as one component of
+    it, wherever that is: SGLang knows neither patterns nor ends."""
+    listed = quantization.get(SKIPPED)
+    if not isinstance(listed, list):
+        return quantization
+    names = (str(one) for one in listed)
+    anywhere = [("" if "." in one else r"(?:.*\.)?") + re.escape(one) for one in names]
+    return {**quantization, SKIPPED: anywhere}
 
 
 def _with_whole_names(quantization: Config) -> Config:

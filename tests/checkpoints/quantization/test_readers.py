@@ -194,3 +194,32 @@ def test_a_head_is_a_linear_of_modelopt() -> None:
 
 def test_sglang_renames_where_a_config_class_of_its_can() -> None:
     assert {"compressed-tensors", "fp8", "modelopt"} == RENAMED_BY_SGLANG
+
+
+@pytest.mark.parametrize(
+    ("entry", "module", "by_sglang", "by_transformers"),
+    [
+        ("mtp", "model.language_model.mtp.layers.0.mlp.up_proj", True, False),
+        ("mtp", "mtp.layers.0.mlp.up_proj", True, True),
+        ("gate", "model.layers.3.mlp.shared_expert_gate", False, True),
+        (r"model\.layers\.[34]", "model.layers.3.mlp.up_proj", False, True),
+        ("model.layers.3", "model.layers.3.mlp.up_proj", True, True),
+        ("model.layers.3", "model.layers.31.mlp.up_proj", False, False),
+        ("mlp.up_proj", "model.layers.3.mlp.up_proj", False, True),
+    ],
+)
+def test_entries_of_bitsandbytes(
+    entry: str, module: str, by_sglang: bool, by_transformers: bool
+) -> None:
+    """transformers takes patterns and ends of names, SGLang components and beginnings."""
+    listed = {"load_in_8bit": True, "llm_int8_skip_modules": [entry]}
+    quantization = {"quant_method": "bitsandbytes", **listed}
+    assert is_left_out(sglang_reads, quantization, module) is by_sglang
+    assert is_left_out(as_it_is, quantization, module) is by_transformers
+
+
+def test_a_broken_pattern_of_bitsandbytes_is_named() -> None:
+    listed = {"load_in_8bit": True, "llm_int8_skip_modules": ["layers.(3"]}
+    with pytest.raises(InvalidInputError, match=r"llm_int8_skip_modules") as raised:
+        quant_config_of({"quant_method": "bitsandbytes", **listed})
+    assert raised.value.found == "'layers.(3'"

@@ -2,7 +2,8 @@
 below them, and for those that a folder holds without scales: experts are no linear layers to
 transformers 5.
 
-Sources: transformers' `should_convert_module` and `BitsAndBytesConfig`, SGLang
+Sources: transformers' `replace_with_bnb_linear`,
+`should_convert_module` and `BitsAndBytesConfig`, SGLang
 `quantization/bitsandbytes.py`.
 """
 
@@ -16,19 +17,23 @@ from typing import Any, ClassVar
 from mtp_checkpoints.families.base import LINEAR_ROLES, Role
 from mtp_checkpoints.formats import BitsAndBytes4, BitsAndBytesInt8, WeightFormat
 from mtp_checkpoints.quantization.method import Method, Unfused, names_in
-from mtp_checkpoints.quantization.native import Config
+from mtp_checkpoints.quantization.native import Config, unusable_field
 from mtp_checkpoints.quantization.undecoded import UNDECODED
 
-_LIST = "llm_int8_skip_modules"
+SKIPPED = "llm_int8_skip_modules"
 _HEAD = "lm_head"  # which transformers leaves out where nothing is listed, and then alone
-_ROLES = (*LINEAR_ROLES, Role.ROUTER, Role.MTP_PROJECTION, Role.HEAD)
+_ROLES = (
+    *(*LINEAR_ROLES, Role.ROUTER, Role.MTP_PROJECTION, Role.HEAD),
+    *(Role.DELTA_GATES, Role.ATTENTION_GATES, Role.INDEXER_HEADS),
+)
 _NUMBERS = ("nf4", "fp4")
 _CODES_IN = "uint8"
+_BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"  # of a module's name
 
 
 @dataclass(frozen=True)
 class _BitsAndBytes(Unfused):
-    """The format of a module of which no entry is a part from the start, or the end."""
+    """The format of a module of which no entry is the end, or a pattern of the start."""
 
     form: WeightFormat
     left_out: tuple[str, ...]
@@ -42,14 +47,19 @@ class _BitsAndBytes(Unfused):
 
 def _covers(entry: str, module: str) -> bool:
     """Return whether an entry of the list leaves a module out."""
-    return re.match(rf"{re.escape(entry)}(\.|$)", module) is not None or module.endswith(entry)
+    return re.match(rf"(?:{entry}){_BOUNDARY}", module) is not None or module.endswith(entry)
 
 
 def _read(quantization: Mapping[str, Any]) -> _BitsAndBytes:
     """Read a quantization_config (UnsupportedError for other numbers)."""
     numbers = quantization.get("bnb_4bit_quant_type", "fp4")
     codes_in = quantization.get("bnb_4bit_quant_storage") or _CODES_IN
-    listed = [_HEAD] if quantization.get(_LIST) is None else names_in(quantization, _LIST)
+    listed = [_HEAD] if quantization.get(SKIPPED) is None else names_in(quantization, SKIPPED)
+    for entry in listed:
+        try:
+            re.compile(entry)
+        except re.error as error:
+            raise unusable_field(SKIPPED, f"patterns ({error})", entry) from error
     form: WeightFormat
     if quantization.get("load_in_8bit"):
         form = BitsAndBytesInt8()
@@ -63,8 +73,8 @@ def _read(quantization: Mapping[str, Any]) -> _BitsAndBytes:
 
 def _leave_out(quantization: Config, modules: Sequence[str]) -> Config:
     """Return a config that leaves modules unquantized, with all below them."""
-    listed = [_HEAD] if quantization.get(_LIST) is None else names_in(quantization, _LIST)
-    return {**quantization, _LIST: [*dict.fromkeys([*listed, *modules])]}
+    listed = [_HEAD] if quantization.get(SKIPPED) is None else names_in(quantization, SKIPPED)
+    return {**quantization, SKIPPED: [*dict.fromkeys([*listed, *modules])]}
 
 
 BITSANDBYTES = Method(_read, leave_out=_leave_out, coded_by=("SCB", "weight.absmax"))
