@@ -108,8 +108,17 @@ def test_vectors_of_two_layers_are_exchanged() -> None:
         assert changed.inputs is own.inputs and changed.convolution is own.convolution
 
 
+# Two that are found in seconds.
+_AT_ONCE = [
+    one
+    for one in SUSPECTED_LAYER_FAULTS
+    if one.name
+    in ("rows of o_proj of a main layer in another order", "head of the main model negated")
+]
+
+
 @pytest.mark.parametrize(
-    "fault", nightly_but(SUSPECTED_LAYER_FAULTS[1:2], SUSPECTED_LAYER_FAULTS), ids=lambda f: f.name
+    "fault", nightly_but(_AT_ONCE, SUSPECTED_LAYER_FAULTS), ids=lambda f: f.name
 )
 def test_half_of_a_layer_that_does_harm_is_named(fault: Fault, tmp_path: Path) -> None:
     bundle = tmp_path / "bundle"

@@ -18,7 +18,7 @@ CONFIDENCE = 0.98
 # By which the same texts under the same weights differ, added up in another order.
 _SAME_NATS = 1e-5
 # Of the best gain: what is less by no more explains as much, however sure the difference is.
-_AS_MUCH = 0.01
+AS_MUCH = 0.01
 # The same of what is trained, which gives back a share of what is lost.
 _LEAST_SHARE = 0.5
 
@@ -60,7 +60,7 @@ class Changed:
         if found is None:
             ends = self.gain.high, best.gain.low
             return ends[0] is not None and ends[1] is not None and ends[0] < ends[1]
-        return found.low is not None and found.low > _AS_MUCH * max(0.0, best.gain.value)
+        return found.low is not None and found.low > AS_MUCH * max(0.0, best.gain.value)
 
     def is_the_same_as(self, other: Changed) -> bool:
         """True for a change that does to every text what another does: it is that one, found in

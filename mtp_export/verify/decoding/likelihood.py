@@ -8,9 +8,19 @@ from dataclasses import dataclass, replace
 
 from mtp_checkpoints.families.released import released_values, unreleased_values
 from mtp_checkpoints.tensors.bundle_folder import MAIN
-from mtp_export.verify.check import WHOLE_CHECK, Item, Status, failed, judged, not_tested, passed
+from mtp_export.verify.check import (
+    UNDONE,
+    WHOLE_CHECK,
+    Item,
+    Status,
+    failed,
+    judged,
+    not_tested,
+    passed,
+)
 from mtp_export.verify.context import Context
 from mtp_export.verify.decoding.changed import (
+    AS_MUCH,
     CONFIDENCE,
     Changed,
     best_first,
@@ -19,6 +29,7 @@ from mtp_export.verify.decoding.changed import (
     leaves_out,
 )
 from mtp_export.verify.decoding.training import LEAST_TEXTS, beside, none_gains, stands_out
+from mtp_export.verify.decoding.training import NAME as TRAINED
 from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.halves import MOST_SUSPECTS, AddedByHalves, Suspect
 from mtp_export.verify.diagnosis.layer_variants import (
@@ -31,7 +42,7 @@ from mtp_export.verify.diagnosis.layer_variants import (
 from mtp_export.verify.diagnosis.leanings import Leanings
 from mtp_export.verify.diagnosis.suspected import MainEvidence, MainVariant, main_variants
 from mtp_export.verify.diagnosis.swapped_layers import swapped_layers
-from mtp_export.verify.diagnosis.tensor_variants import SIZES, Place, tensor_variants
+from mtp_export.verify.diagnosis.tensor_variants import NEGATED, SIZES, Place, tensor_variants
 from mtp_export.verify.diagnosis.undone import undone
 from mtp_export.verify.evidence.likelihood import Likelihood, chance
 from mtp_export.verify.evidence.plain_text import (
@@ -51,9 +62,11 @@ from mtp_export.verify.gates import (
     TEMPERATURES,
 )
 from mtp_runtime.layers.decoder_layer import DecoderLayer
+from mtp_runtime.layers.norm import RmsNorm
 from mtp_runtime.streaming import StreamedModel, open_streamed
 from mtp_runtime.tokenizer import Tokenizer
 
+_HEAD = "the head (lm_head)"
 _NO_HARM = "no layer of the main model does harm"
 # Of a model of more layers, halves that lean to nothing are looked into alone.
 MOST_LAYERS = 8
@@ -136,7 +149,27 @@ def run(context: Context) -> Iterator[Item]:
         item = layers.judged(suspects, leanings)
         yield item
         if item.status is not Status.FAIL and streamed.config.layers <= MOST_LAYERS:
-            yield from none_gains(streamed, tokenizer, context)
+            yield from _trained(own, streamed, tokenizer, context)
+
+
+def _trained(
+    own: Likelihood, streamed: StreamedModel, tokenizer: Tokenizer, context: Context
+) -> Iterator[Item]:
+    """What training tells; what a change of the last norm betters by more, for which the embedding
+    or the head makes up, in its place."""
+    for item in none_gains(streamed, tokenizer, context):
+        if item.name == TRAINED and item.status is Status.FAIL:
+            norm = _last_norm(own, streamed)
+            told = norm.status is Status.FAIL and _gain(norm) > (1 + AS_MUCH) * _gain(item)
+            yield norm if told else item
+        else:
+            yield item
+
+
+def _gain(failure: Item) -> float:
+    """The most, in nats, that anything undone gains of what a failure shows."""
+    found: float = failure.data[UNDONE][0]["gain"]["value"]
+    return found
 
 
 def _evidence(context: Context, streamed: StreamedModel, leanings: Leanings) -> MainEvidence:
@@ -306,18 +339,24 @@ def _last_norm(own: Likelihood, streamed: StreamedModel) -> Item:
         (
             LayerVariant(
                 layer=streamed.config.layers,
-                change=change.done.format(norm.name),
-                cause=causes.of_tensor(norm.name, "", change.wrong),
+                change=change.done.format(name),
+                cause=causes.of_tensor(name, "", change.wrong),
             ),
             Likelihood.of_states(own.states, other, own.plain),
         )
         for _, change, other in tensor_variants(head, [norm])
         if change not in SIZES
+        for name in [_HEAD if change is NEGATED and _is_positive(head.norm) else norm.name]
     )
     tried = compared(own, others)
     name, bound = "no change of the last norm betters it", f"gains {LEAST_HARM_NATS} nats at most"
     better = [one for one in tried if one.better and _is_known(one.under, streamed)]
     return explained(name, tried, better, bound) if better else passed(name, bound=bound)
+
+
+def _is_positive(norm: RmsNorm) -> bool:
+    """True where it is the head that has the wrong sign: with the norm's, the same follows."""
+    return not norm.offset and float((norm.weight > 0).float().mean()) > 0.5
 
 
 def _is_known(text: Likelihood, streamed: StreamedModel) -> bool:
