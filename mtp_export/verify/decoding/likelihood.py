@@ -155,8 +155,8 @@ def run(context: Context) -> Iterator[Item]:
 def _trained(
     own: Likelihood, streamed: StreamedModel, tokenizer: Tokenizer, context: Context
 ) -> Iterator[Item]:
-    """What training tells; what a change of the last norm betters by more, for which the embedding
-    or the head makes up, in its place."""
+    """Yield what training tells; in its place a change of the last norm that gains more, for which
+    a trained embedding or head makes up."""
     for item in none_gains(streamed, tokenizer, context):
         if item.name == TRAINED and item.status is Status.FAIL:
             norm = _last_norm(own, streamed)
