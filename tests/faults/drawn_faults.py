@@ -315,10 +315,12 @@ def plant(drawn: Drawn, bundle: Path) -> str:
     changes no value."""
     folder, chance = bundle / drawn.part, random.Random(drawn.seed)
     if drawn.what == "config":
-        how = chance.choice(CONFIG[drawn.names[0]])
+        how, before = chance.choice(CONFIG[drawn.names[0]]), read_json(folder / "config.json")
         for part in ("main", "mtp"):
             planting.edit_config(bundle / part, lambda config: _edit(config, drawn.names[0], how))
-        return f"to {_holder(read_json(folder / 'config.json'), drawn.names[0])[drawn.names[0]]}"
+        after = read_json(folder / "config.json")
+        changed = f"to {_holder(after, drawn.names[0])[drawn.names[0]]}"
+        return UNCHANGED if after == before else changed
     if drawn.what == "exchanged":
         planting.swap(folder, *drawn.names)
         return ""
