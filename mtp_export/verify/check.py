@@ -21,7 +21,8 @@ from mtp_export.progress import shortened
 WHOLE_CHECK = "all of it"  # the item of a check that did not run at all
 MTP_MODULE = "the MTP module"  # the subject of a failure that is no single tensor's
 LEFT_OUT = "left_out"  # in the data of what the options leave out
-LACKS = "lacks"  # in the data of a failure: entries to be added to a list of quantization_config
+LACKS = "lacks"  # in the data of a failure: what lists of quantization_config lack, in words
+TO_ADD = "to_add"  # the same by lists, whole: what is to be added for all engines
 UNFINISHED = "unfinished"  # in the data of a bundle whose run has not ended: its repair goes on
 KNOWS_MORE = "knows_more"  # in the data of a failure whose words replace an earlier check's
 EQUAL = "equal_causes"  # in the data of a failure: how many causes explain it equally

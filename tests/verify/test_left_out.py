@@ -37,6 +37,10 @@ from verify.test_foreign_checkpoints import failures, verified
 
 ITEM = "mtp: left out of quantization as stored"
 OF_VLLM, OF_SGLANG = (f"mtp: precision as {engine} reads it" for engine in ("vLLM", "SGLang"))
+ADVISED = (
+    *("awq, symmetric", "gptq", "gptq v2", "auto-round", "compressed-tensors, int4"),
+    *("compressed-tensors, fp8", "fp8", "modelopt nvfp4"),
+)
 GATES = ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b")
 # The key to add to, and the entry, of an unquantized MTP layer under each method.
 LACKS = {
@@ -55,6 +59,30 @@ def test_the_entry_that_lacks_is_named(tmp_path: Path, method: str) -> None:
     assert (outcome.code, failures(items)) == (7, {item})
     assert "stored unquantized" in items[item]["cause"]
     assert f"add {LACKS[method]}" in items[item]["cause"]
+
+
+@pytest.mark.parametrize("method", ADVISED)
+def test_what_is_advised_mends_it_for_every_engine(method: str, tmp_path: Path) -> None:
+    """Each by its own reading of the list with all that is to be added; SGLang takes no GPTQ
+    experts that are unquantized."""
+    folder = quantized(GLM, tmp_path / "main", method)
+    _, items = verified(folder)
+    advised = [item["data"]["to_add"] for item in items.values() if "to_add" in item["data"]]
+    assert len(advised) <= 2
+
+    def add(fields: Config) -> None:
+        for to_add in advised:
+            for key, entries in to_add.items():
+                own = fields["quantization_config"].get(key) or type(entries)()
+                both = {**entries, **own} if isinstance(own, dict) else [*own, *entries]
+                fields["quantization_config"][key] = both
+
+    edit_json(folder / "config.json", add)
+    _, items = verified(folder)
+    left = failures(items)
+    if left == {OF_SGLANG} and "SGLang builds every expert of a GPTQ" in items[OF_SGLANG]["cause"]:
+        left = set()
+    assert left == set() and advised
 
 
 def test_a_projection_beside_the_layers_is_added_at_once(tmp_path: Path) -> None:
@@ -93,6 +121,7 @@ def test_what_every_engine_lacks_is_named_at_once(tmp_path: Path) -> None:
     entries = re.findall(r"add (\S+) to ignore", cause)
     assert entries == [r"re:model.layers.3(\..*)?$", r"re:model.decoder(\..*)?$"]
     assert "For SGLang add" in cause and "matches no module" not in cause
+    assert "For SGLang add" in items[ITEM]["data"]["problems"][0]["words"]  # which are printed
     _, items = verified(folder, "--engine", "vllm")
     assert "For SGLang" not in items[ITEM]["cause"]
     listed = listed_as("model.layers.3.mlp.gate", *entries)

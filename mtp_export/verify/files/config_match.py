@@ -3,9 +3,9 @@ will take it for, and nothing else."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mtp_checkpoints.containers.base import CONFIG_NAME
 from mtp_checkpoints.errors import MtpExportError, UnsupportedError
@@ -24,6 +24,7 @@ from mtp_export.progress import counted
 from mtp_export.verify.check import (
     ENGINE,
     LACKS,
+    TO_ADD,
     Item,
     Problem,
     Status,
@@ -91,14 +92,37 @@ def _left_out_by_engines(context: Context, layout: PartLayout, found: Item) -> I
         yield from items
         return
     own = found.data.get(LACKS)
-    others = {
-        str(item.data[LACKS]): item for item in items if item.data.get(LACKS) not in (None, own)
-    }
+    if not own:
+        yield found
+        return
     titles = {engine.name: engine.title for engine in context.target.engines}
-    words = [
-        causes.lacks_for_engine(titles[item.data[ENGINE]], lacks) for lacks, item in others.items()
-    ]
-    yield replace(found, cause="".join((found.cause, *words)) if own else found.cause)
+    words, to_add = list[str](), dict(found.data[TO_ADD])
+    for item in (one for one in items if ENGINE in one.data):
+        lacks, title = item.data.get(LACKS), titles[item.data[ENGINE]]
+        if lacks is None and item.status is Status.FAIL:
+            words.append(causes.refused_by_engine(title, item.cause))
+        elif lacks not in (None, own):
+            words.append(causes.lacks_for_engine(title, lacks))
+            to_add = _with_more(to_add, item.data[TO_ADD])
+    yield _saying_more(found, "".join(dict.fromkeys(words)), to_add)
+
+
+def _with_more(entries: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries of lists and objects with others of the same."""
+    result = dict(entries)
+    for key, value in more.items():
+        own = result.get(key) or type(value)()
+        both = {**own, **value} if isinstance(value, dict) else [*dict.fromkeys([*own, *value])]
+        result[key] = both
+    return result
+
+
+def _saying_more(found: Item, words: str, to_add: Mapping[str, Any]) -> Item:
+    """The item with more words behind those on what lacks, which are its first."""
+    first, *others = found.data["problems"]
+    problems = [{**first, "words": f"{first['words']}{words}"}, *others]
+    cause = found.cause.replace(first["words"], problems[0]["words"], 1)
+    return replace(found, cause=cause, data={**found.data, "problems": problems, TO_ADD: to_add})
 
 
 def _not_followed(context: Context, part: Part, error: MtpExportError) -> Item:

@@ -29,6 +29,7 @@ from mtp_export.verify.check import (
     ENGINE,
     LACKS,
     LEFT_OUT,
+    TO_ADD,
     Item,
     Problem,
     failed,
@@ -116,7 +117,9 @@ def _storages_of_main(context: Context) -> set[str]:
 
 def with_lacks(item: Item, listed: ListedDraft) -> Item:
     """The item with the entries that a list lacks, for machines and for other items."""
-    return replace(item, data={**item.data, LACKS: listed.lacks}) if listed.lacks else item
+    if not (lacks := listed.lacks):
+        return item
+    return replace(item, data={**item.data, LACKS: lacks, TO_ADD: listed.to_add})
 
 
 def _readers(context: Context, family: ModelSpec) -> list[Engine]:

@@ -22,7 +22,7 @@ from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight
 from mtp_export.verify.check import Problem
 from mtp_export.verify.diagnosis.causes import files as causes
 
-_SHOWN = 300  # characters of what must be added, or of an entry
+_SHOWN = 300  # characters of an entry
 _NAMED = 6  # entries that are added and named one by one
 _ASKED = 200_000  # entries times modules
 _LOOKED_INTO = 20  # entries of a list that are for the module and may act on nothing
@@ -83,16 +83,25 @@ class ListedDraft:
         return False if any(name in self.tensors for name in codes) else None
 
     @property
-    def lacks(self) -> str:
-        """The entries that are to be added, and to what; "" for none."""
+    def to_add(self) -> dict[str, Any]:
+        """The entries that are to be added, by their lists and objects; none where nothing lacks,
+        or no list can leave it out."""
         with_them = self._with_them
         if with_them is None:
-            return ""
+            return {}
         old = {*_entries(self.quantization)}
         leave_out = METHODS[method_of(self.quantization)].leave_out
         if leave_out is not None and (beside := [*self._projections]):
             old -= {*_entries(leave_out(self._as_written, beside))} - {*_entries(self._as_written)}
-        return ", ".join(_added(old, with_them))[:_SHOWN]
+        return dict(_added(old, with_them))
+
+    @property
+    def lacks(self) -> str:
+        """The same in words."""
+        keys = dict[tuple[str, ...], list[str]]()
+        for key, entries in self.to_add.items():
+            keys.setdefault(tuple(entries), []).append(key)
+        return ", ".join(causes.entries_to(names, own, _NAMED) for names, own in keys.items())
 
     @property
     def _as_written(self) -> Any:
@@ -288,20 +297,15 @@ def _module_of(weight: StoredWeight) -> str:
     return weight.tensors[0].name.rpartition(".")[0]
 
 
-def _added(old: Collection[str], after: Mapping[str, Any]) -> Iterator[str]:
-    """Entries of lists and objects in a quantization_config that are none of some, once for all
-    keys that lack the same."""
-    keys = dict[tuple[str, ...], list[str]]()
+def _added(old: Collection[str], after: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the lists and objects in a quantization_config, each with its entries that are none of
+    some."""
     for key, value in after.items():
         if not isinstance(value, list | dict):
             continue
-        if more := tuple(one for one in value if isinstance(one, str) and one not in old):
-            keys.setdefault(more, []).append(key)
-    for more, lacking in keys.items():
-        first = ", ".join(more)
-        if len(more) > _NAMED:
-            first = f"{', '.join(more[:2])} and {len(more) - 2} more, each by its whole name,"
-        yield f"{first} to {' and to '.join(lacking)}"
+        more = [one for one in value if isinstance(one, str) and one not in old]
+        if more:
+            yield key, {one: value[one] for one in more} if isinstance(value, dict) else more
 
 
 def _entries(value: object) -> Iterator[str]:

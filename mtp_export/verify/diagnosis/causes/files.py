@@ -242,9 +242,23 @@ def _idle_words(entry: str) -> str:
     return "matches no module of it"
 
 
+def entries_to(names: Sequence[str], keys: Sequence[str], most: int) -> str:
+    """names: what the lists or objects of some keys lack; most: of which all are named."""
+    first = ", ".join(names)
+    if len(names) > most:
+        more = f"{len(names) - 2} more, each by its whole name (data.to_add of --json),"
+        first = f"{', '.join(names[:2])} and {more}"
+    return f"{first} to {' and to '.join(keys)}"
+
+
 def lacks_for_engine(engine: str, lacks: str) -> str:
     """lacks: entries by the names that the engine has, and the lists that they are added to."""
     return f". For {engine} add {lacks} too"
+
+
+def refused_by_engine(engine: str, why: str) -> str:
+    """why: what no entry mends."""
+    return f". That alone mends nothing for {engine}: {why}"
 
 
 def built_quantized(module: str, storage: str) -> str:
