@@ -125,6 +125,13 @@ def nf4(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
+def int8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Tensors of a matrix [N, K] as bitsandbytes has them in 8 bits."""
+    largest = weight.float().abs().amax(1)
+    codes = (weight.float() / largest[:, None].clamp(min=1e-9) * 127).round().to(torch.int8)
+    return {"weight": codes, "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+
+
 def write_nf4(source: Path, folder: Path, layer: str) -> Path:
     """A checkpoint without its MTP layer, attention and dense layers in nf4: experts are no linear
     layers to transformers 5."""

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 _OF_VALUES = (
     *("weights.value_checks", "weights.zero_points", "weights.word_order"),
     *("weights.channel_groups", "weights.joined_numbers", "weights.mtp_values"),
-    *("weights.unnamed_values", "weights.neurons", "weights.norm_places"),
-    *("weights.query_and_key_norms", "weights.cut_off", "weights.scaled_runs"),
+    *("weights.unnamed_values", "weights.cut_off", "weights.neurons", "weights.norm_places"),
+    *("weights.query_and_key_norms", "weights.scaled_runs"),
 )
 # In the order of a report. A new check is one file and one line here.
 CHECKS: dict[str, Check] = {
@@ -95,6 +95,7 @@ def check_result(name: str, check: Check, context: Context) -> CheckResult:
         with torch_threads_for(_hidden_size(check, context)):
             for place in check.places if context.is_local else check.remote_places or check.places:
                 items += _collected(_items(place, context), bundle)
+                context.note_failures(name, items)
     of_bytes = check.level < Level.RUN  # what decoding shows, the same export would show again
     items = [with_repair(context, item, remake=of_bytes) for item in items]
     seconds = time.monotonic() - start

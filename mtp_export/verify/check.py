@@ -111,6 +111,12 @@ class Item:
     data: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def subjects(self) -> list[str]:
+        """All that a failure is about."""
+        listed = self.data.get("problems")
+        return [one["subject"] for one in listed] if listed else [self.subject]
+
+    @property
     def measured(self) -> str:
         """The figure with its bound, in one line."""
         return f"{self.figure} (bound: {self.bound})" if self.bound else self.figure

@@ -329,8 +329,14 @@ class Context(OpenedPlace):
         return tuple(found)
 
     def note_failures(self, check: str, items: Iterable[Item]) -> None:
-        """Keep the failures of a finished check, for those after it."""
+        """Keep the failures of a check so far, for what comes after."""
         self.failures[check] = [item for item in items if item.status is Status.FAIL]
+
+    @property
+    def named_tensors(self) -> frozenset[str]:
+        """The tensors that failures of check ledger so far are about."""
+        items = self.failures.get("ledger", ())
+        return frozenset(subject for item in items for subject in item.subjects)
 
     @property
     def named_damage(self) -> str:

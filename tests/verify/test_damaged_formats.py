@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from cases import nightly_but
-from decoded_mains import BITSANDBYTES_NF4, QUARK_INT4, affine, int4, nf4
+from decoded_mains import BITSANDBYTES_NF4, QUARK_INT4, affine, int4, int8, nf4
 from faults.matrix import no_progress
 from mtp_export.verify import CHECKS, check_result
 from mtp_export.verify.check import Item, Level, Status
@@ -39,6 +39,7 @@ OTHERS: dict[str, tuple[Callable[[torch.Tensor], Tensors], dict[str, Any]]] = {
     "MLX, 6 bits": (partial(affine, bits=6, group=64), {"group_size": 64, "bits": 6}),
     "Quark, int4": (partial(int4, group=32), QUARK_INT4),
     "bitsandbytes, nf4": (nf4, BITSANDBYTES_NF4),
+    "bitsandbytes, int8": (int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
 }
 # By the name of each: its own of METHODS, None for unquantized and for OTHERS.
 FORMS: dict[str, str | None] = {
@@ -55,10 +56,11 @@ FORMS: dict[str, str | None] = {
     **dict.fromkeys(OTHERS),
 }
 SCALES = (
-    *("weight_scale_2", "weight_scale", "weight_scale_inv", "scales", "weight.absmax", "weight"),
+    *("weight_scale_2", "weight_scale", "weight_scale_inv", "scales", "weight.absmax", "SCB"),
+    "weight",
 )
 CODES = ("weight_packed", "qweight", "weight")
-UNSOUND, SIZE, TWICE = "mtp: finite values", "sane size of every matrix", "no linear is stored"
+UNSOUND, SIZE, TWICE = "mtp: finite values", "sane size of every matrix", "no matrix of a layer is stored"
 ZERO, ONE_CODE = "mtp: no block rounded to zero", "mtp: no block of one code"
 
 
@@ -223,3 +225,37 @@ def test_a_main_layer_in_its_place_is_found(tmp_path: Path, form: str) -> None:
     (item,) = failed_items(taken, tmp_path / "taken")
     assert item.name.startswith(TWICE)
     assert all("model.layers.2 (" in problem["words"] for problem in item.data["problems"])
+
+
+def words_of(item: Item, subject: str) -> str:
+    problems: Any = item.data["problems"]
+    return next(one["words"] for one in problems if one["subject"] == subject)
+
+
+def test_the_rows_of_a_scale_that_is_not_finite_are_told_once(tmp_path: Path) -> None:
+    """And not by the runtime, too, that it cannot load them."""
+    damaged = sound(GLM, "compressed-tensors, int8")
+    scale = damaged.of("self_attn.o_proj.weight_scale").clone()
+    scale[3] = torch.nan
+    damaged.set("self_attn.o_proj.weight_scale", scale)
+    (item,) = failed_items(damaged, tmp_path / "damaged")
+    name = f"{damaged.layer}self_attn.o_proj.weight"
+    assert words_of(item, name) == f"{name}: row 3: channel scale: expected finite numbers"
+
+
+def test_a_single_scale_is_named_as_such(tmp_path: Path) -> None:
+    damaged = sound(GLM, "MLX, 4 bits")
+    change(damaged, "self_attn.o_proj", ("scales",), first(6e4))
+    items = failed_items(damaged, tmp_path / "damaged")
+    words = {words_of(item, f"{damaged.layer}self_attn.o_proj.weight") for item in items[:2]}
+    assert len(items) > 1 and len(words) == 1
+    assert "times as large as three quarters of its others" in words.pop()
+
+
+def test_codes_that_are_all_alike_leave_the_router_alone(tmp_path: Path) -> None:
+    damaged = sound(GLM, "gptq")
+    change(damaged, "mlp.experts.0.gate_proj", CODES, torch.zeros_like)
+    found = failed_items(damaged, tmp_path / "damaged")
+    name = f"{damaged.layer}mlp.experts.0.gate_proj.qweight"
+    assert words_of(found[0], name).startswith(f"all codes of {name} are alike")
+    assert {subject for item in found for subject in subjects_of(item)} == {name}

@@ -4,6 +4,7 @@ rounded to zero, another layer's weights."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,27 @@ def main_layer(stored: Tensors) -> None:
             stored[own] = stored[name].clone()
 
 
+def router_halved(stored: Tensors) -> None:
+    stored[f"{GLM_MTP}mlp.gate.weight"][4:] = 0
+
+
+def experts_moved_on(stored: Tensors) -> None:
+    before = dict(stored)
+    for name in before:
+        if found := re.match(rf"({re.escape(GLM_MTP)}mlp\.experts\.)(\d+)(.*)", name):
+            stored[name] = before[f"{found[1]}{(int(found[2]) + 3) % 8}{found[3]}"]
+
+
+def main_norms_less_one(stored: Tensors) -> None:
+    for name in stored:
+        if not name.startswith(GLM_MTP) and name.endswith("norm.weight"):
+            stored[name] = stored[name] - 1
+
+
+def half_an_embedding(stored: Tensors) -> None:
+    stored["model.embed_tokens.weight"][1024:] = 0
+
+
 DAMAGE: dict[str, tuple[Callable[[Tensors], None], str, str]] = {
     "norms of 1 + w": (less_one, "mtp: norms multiply by w", "multiplies by 1 + w"),
     "zeroed half": (
@@ -81,6 +103,22 @@ DAMAGE: dict[str, tuple[Callable[[Tensors], None], str, str]] = {
     ),
     "rows of eh_proj": (zeroed_rows_of_projection, "mtp: no block rounded to zero", "eh_proj"),
     "zeroed columns": (zeroed_columns, "mtp: no block rounded to zero", "columns 0 to 63 of"),
+    "rows of the router": (
+        router_halved,
+        "no weight is cut off or lost in part",
+        f"rows 4 to 7 of {GLM_MTP}mlp.gate.weight are zero",
+    ),
+    "experts in another order": (
+        experts_moved_on,
+        "experts answer to their rows of the router",
+        "router are moved on by 3; or its experts are in another order",
+    ),
+    "main norms of 1 + w": (main_norms_less_one, "main: norms multiply by w", "by 1 + w"),
+    "half an embedding": (
+        half_an_embedding,
+        "no weight is cut off or lost in part",
+        "rows 1024 to 2047 of model.embed_tokens.weight are zero, half of it",
+    ),
     "another layer": (
         main_layer,
         "no matrix of a layer is stored twice",
@@ -195,3 +233,33 @@ def test_a_matrix_that_is_never_quantized_is_stored_once(
     found = failures(rewritten(source, tmp_path / "damaged", copied))
     words = found["no matrix of a layer is stored twice"]["cause"]
     assert "holds the same as" in words and one in words and other in words
+
+
+def test_linears_of_a_module_under_other_names_are_compared_too(tmp_path: Path) -> None:
+    """Those of `mtp.layers.0` with those of `model.layers.0`."""
+
+    def larger(stored: Tensors) -> None:
+        for name in stored:
+            if name.startswith("mtp.layers.0.") and name.endswith("_proj.weight"):
+                stored[name] = stored[name] * 30
+
+    found = failures(rewritten(FIXTURES / "qwen3-5-tiny", tmp_path / "larger", larger))
+    assert "times as large" in found["mtp: linears as large as the main model's"]["cause"]
+
+
+def test_a_norm_with_one_zero_is_whole(tmp_path: Path) -> None:
+    """Of so few elements that it is a tenth of them."""
+    small = write_checkpoint(tmp_path / "small", SMALL_CONFIGS["dots3_note"])
+    name = "model.layers.1.self_attn.k_rope_only_layernorm.weight"
+
+    def zero(stored: Tensors) -> None:
+        stored[name][3] = 0
+        assert len(stored[name]) == 8
+
+    assert failures(rewritten(small, tmp_path / "zero", zero)) == {}
+
+
+def test_experts_are_counted_as_the_module_has_them(tmp_path: Path) -> None:
+    """Nemotron-Puzzle's layers have numbers of their own."""
+    small = write_checkpoint(tmp_path / "small", SMALL_CONFIGS["nemotron_h_puzzle"])
+    assert run_program("verify", small, "--level", "files", "--quiet").code == 0

@@ -82,5 +82,6 @@ def _orders(size: int) -> Iterator[tuple[str, torch.Tensor]]:
     for change in OF_MATRICES:
         if change.rows is not None:
             yield causes.router_reordered(change.wrong), change.rows(size)
-    for by, way in ((1, "on"), (-1, "back")):
-        yield causes.router_rolled(way), torch.arange(size).roll(-by)
+    for by in range(1, size):
+        moved = by if by <= size // 2 else by - size
+        yield causes.or_experts(causes.router_rolled(moved)), torch.arange(size).roll(-by)

@@ -191,7 +191,7 @@ def router_variants(router: Router) -> Iterator[tuple[str, str, Router]]:
     for places, back in ((1, "back"), (-1, "on")):
         yield (
             f"the router's rows are moved {back} by one",
-            causes.router_rolled("on" if back == "back" else "back"),
+            causes.router_rolled(1 if back == "back" else -1),
             replace(router, weight=weight.roll(-places, dims=1)),
         )
 

@@ -15,6 +15,7 @@ from mtp_export.verify.evidence.parts import PartLayout
 
 WRITTEN = "files written to their end"  # the item that tells of them
 _LEAST_TENSORS = 3  # of zeros in a row, which no tool leaves at the end of a file by chance
+_CONSTANTS = 2  # the first of a weight's tensors that may be zero: behind its codes and its scales
 _STEP_BYTES = 1 << 18
 _BOUNDARY_BYTES = 16  # at the end of the tensor before, which may be written in part
 _TORN_BYTES = 256  # there, which are not zero by chance
@@ -35,17 +36,23 @@ class Unwritten:
     is_torn: bool
 
 
-def unwritten(layouts: Iterable[PartLayout], main: str) -> tuple[Unwritten, ...]:
-    """Return the files of which at least the last three tensors are zero, and one of them is of the
-    part `main` or they begin inside one: whole zero tensors of the MTP part alone may be what a
-    tool wrote for a layer that it lost.
+def unwritten(layouts: Sequence[PartLayout], main: str) -> tuple[Unwritten, ...]:
+    """Return the files of which at least the last three tensors are zero, constants of quantized
+    weights not counted, and one of them is of the part `main` or they begin inside one: whole zero
+    tensors of the MTP part alone may be what a tool wrote for a layer that it lost.
 
     Of a sound file no more than the end is read. Raises IoError for one that cannot be read.
     """
     of_main = {
         name for layout in layouts if layout.name == main for name in layout.checkpoint.tensors
     }
-    found = map(_unwritten, _by_file(layouts))
+    constants = {
+        tensor.name
+        for layout in layouts
+        for weight in layout.stored.weights.values()
+        for tensor in weight.tensors[_CONSTANTS:]
+    }
+    found = (_unwritten(tensors, constants) for tensors in _by_file(layouts))
     return tuple(
         one
         for one in found
@@ -94,15 +101,15 @@ def _offset(tensor: TensorInfo) -> int:
     return tensor.offset_bytes
 
 
-def _unwritten(tensors: Sequence[TensorInfo]) -> Unwritten | None:
-    """Look at a file's tensors from its end."""
+def _unwritten(tensors: Sequence[TensorInfo], constants: Collection[str]) -> Unwritten | None:
+    """Look at a file's tensors from its end. constants: those that tell nothing."""
     file, zeros = tensors[0].file.open(), 0
     try:
         while zeros < len(tensors) and _is_zero(file, tensors[-zeros - 1]):
             zeros += 1
     finally:
         file.close()
-    if zeros < _LEAST_TENSORS:
+    if sum(one.name not in constants for one in tensors[len(tensors) - zeros :]) < _LEAST_TENSORS:
         return None
     return _around(tensors, len(tensors) - zeros, len(tensors))
 

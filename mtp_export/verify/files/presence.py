@@ -22,6 +22,7 @@ from mtp_checkpoints.families.signs import (
     are_transposed,
     count_field,
     draft_class,
+    expert_count,
     expert_gaps,
     experts_of,
     fused_experts,
@@ -265,7 +266,8 @@ def _complete(found: Found) -> Item:
     if others is None and found.has_main and lacks_projection(names):
         problems.append(Problem(names[0], causes.no_projection(names[0])))
     problems += _transposed(found, names)
-    experts = experts_of(found.config)
+    # A family may say it of the module itself, or of each layer.
+    experts = expert_count(found.wanted_names) or experts_of(found.config)
     for module in found.modules:
         for gap in expert_gaps(module.tensors, experts):
             problems.append(Problem(gap.partition(" ")[0], gap))

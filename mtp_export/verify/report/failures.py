@@ -183,7 +183,7 @@ class _Causes:
         for sign in own.signs:
             self.signs.setdefault(sign, set()).add(number)
         if own.check in _STATIC:
-            names = _named_in(item)
+            names = item.subjects
             by_names = self.named.setdefault(names[0], {})
             key = frozenset(names)
             by_names[key] = min(by_names.get(key, number), number)
@@ -277,13 +277,8 @@ def _ends(module: str) -> Iterator[str]:
 
 def _subjects(report: Report, item: Item) -> set[str]:
     """Return the tensors and files that an item is about; folders are none."""
-    paths = {subject.removeprefix(f"{report.options.bundle}/") for subject in _named_in(item)}
+    paths = {subject.removeprefix(f"{report.options.bundle}/") for subject in item.subjects}
     return {path for path in paths if "." in path.rpartition("/")[2]}
-
-
-def _named_in(item: Item) -> Sequence[str]:
-    """Return the subjects of an item's problems, or its own."""
-    return [problem["subject"] for problem in item.data.get("problems", ())] or [item.subject]
 
 
 def _is_file(subject: str) -> bool:

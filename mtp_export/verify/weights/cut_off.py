@@ -13,9 +13,15 @@ from mtp_export.verify.diagnosis.causes import balance as causes
 from mtp_export.verify.diagnosis.causes import parts_lost
 from mtp_export.verify.evidence.mlp_notes import Note
 from mtp_export.verify.evidence.weight_facts import WeightFacts
-from mtp_export.verify.gates import LEAST_BETWEEN, MOST_AT_ENDS, MOST_ZERO_RUN
-from mtp_export.verify.weights.extents import run_words, share_words, zero_words
+from mtp_export.verify.gates import LEAST_BETWEEN, MOST_AT_ENDS, MOST_ZERO_RUN, MOST_ZERO_TOKENS
+from mtp_export.verify.weights.extents import (
+    extent_words,
+    run_words,
+    share_words,
+    zero_extent,
+)
 
+_LEAST_ELEMENTS = 2  # of a norm, of which one may be rounded to zero
 # Their rows are tokens, some of which no text has.
 _OF_TOKENS = (Role.EMBEDDING, Role.HEAD, Role.OWN_EMBEDDING, Role.OWN_HEAD)
 
@@ -45,7 +51,8 @@ def _problems(fact: WeightFacts, note: Note | None) -> Iterator[Problem]:
         yield Problem(name, causes.cut_off(name, at_ends))
     for axis, squares in {"columns": note.columns, "rows": note.rows}.items():
         start, stop = _zero_run(squares)
-        if stop - start >= max(1, MOST_ZERO_RUN * len(squares)):
+        least = 1 if len(fact.weight.stored.weight.shape) > 1 else _LEAST_ELEMENTS
+        if stop - start >= max(least, MOST_ZERO_RUN * len(squares)):
             yield from _lost(fact, axis, range(start, stop))
 
 
@@ -53,9 +60,12 @@ def _lost(fact: WeightFacts, axis: str, run: range) -> Iterator[Problem]:
     """Yield what is lost of a weight by a run of zeros among the rows or columns that were looked
     into."""
     weight, spec = fact.weight, fact.weight.stored.weight
-    if len(spec.shape) > 1 and spec.role not in _OF_TOKENS:
+    of_tokens = spec.role in _OF_TOKENS
+    if len(spec.shape) > 1 and (not of_tokens or axis == "rows"):
         at = (run.start, 0) if axis == "rows" else (0, run.start)
-        yield Problem(weight.name, zero_words(weight, *at))
+        extent = zero_extent(weight, *at)
+        if not of_tokens or len(extent.rows) >= MOST_ZERO_TOKENS * weight.rows:
+            yield Problem(weight.name, extent_words(weight, extent))
     elif axis == "columns":
         one = len(spec.shape) == 1
         place = run_words("elements" if one else axis, run)

@@ -55,15 +55,28 @@ def run_words(axis: str, run: range) -> str:
 
 def zero_words(weight: WeightOnDisk, row: int, column: int) -> str:
     """Say which rows and columns of a matrix are zero, by the first of a block that is."""
+    return extent_words(weight, zero_extent(weight, row, column))
+
+
+def zero_extent(weight: WeightOnDisk, row: int, column: int) -> Extent:
+    """Return the rows and columns of a matrix that are zero, likewise."""
     import torch
 
     pieces = [weight.encoded(*rows).dequantize() == 0 for rows in weight.pieces()]
-    return words_of(weight.name, torch.cat(pieces), row, column, has_scales=weight.has_scales)
+    return extent_of(torch.cat(pieces), row, column)
+
+
+def extent_words(weight: WeightOnDisk, found: Extent) -> str:
+    """Say that a part of a weight is zero."""
+    return _part_words(weight.name, found, has_scales=weight.has_scales)
 
 
 def words_of(tensor: str, zeros: torch.Tensor, row: int, column: int, *, has_scales: bool) -> str:
     """The same of a mask [n, k] of the zeros of a tensor."""
-    found = extent_of(zeros, row, column)
+    return _part_words(tensor, extent_of(zeros, row, column), has_scales=has_scales)
+
+
+def _part_words(tensor: str, found: Extent, *, has_scales: bool) -> str:
     return causes.part_zero(tensor, found.place, found.share, found.shape, has_scales=has_scales)
 
 

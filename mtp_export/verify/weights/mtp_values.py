@@ -4,7 +4,7 @@ which no part was rounded to zero."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import gcd
@@ -22,7 +22,7 @@ from mtp_export.verify.diagnosis.causes import parts_lost
 from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.evidence.part_walk import in_threads
 from mtp_export.verify.evidence.unwritten import written_weights
-from mtp_export.verify.weights.extents import zero_words
+from mtp_export.verify.weights.extents import extent_of, zero_words
 from mtp_export.verify.weights.unnamed_values import main_norms, norms_as_main
 
 if TYPE_CHECKING:
@@ -45,13 +45,15 @@ def run(context: Context) -> Iterator[Item]:
         return
     weights = written_weights(layout, context.unwritten_tensors)
     norms = [w for w in weights if w.stored.weight.role is Role.NORM]
+    of_main = dict(_norms_of_main(context, layout.stored.family))
     if layout.stored.family.facts.norm_offset:
         own = [norm.tensors[0] for norm in norms]
         yield norms_as_main(context, own)
         yield from main_norms(context, own)
     else:
         yield _norms([norm for norm in norms if not norm.name.endswith(_BIAS)])
-    yield from _own_norms(context, layout.stored.family, norms)
+        yield from _norms_around_zero(of_main)
+    yield from _own_norms(context, layout.stored.family, norms, of_main)
     linears = [weight for weight in weights if weight.stored.weight.is_linear_weight]
     projections = [w for w in weights if w.stored.weight.role is Role.MTP_PROJECTION]
     halves = [_halves(weight, _inputs_of(layout.stored.family, weight)) for weight in projections]
@@ -86,13 +88,31 @@ def _norms(norms: Sequence[WeightOnDisk]) -> Item:
     )
 
 
+def _norms_around_zero(of_main: Mapping[str, torch.Tensor]) -> Iterator[Item]:
+    """Nor are most norms of the main model: one alone may have been trained so."""
+    norms = {name: one for name, one in of_main.items() if not name.endswith(_BIAS)}
+    shares = {name: float((one < 0).float().mean()) for name, one in norms.items()}
+    centred = {name: share for name, share in shares.items() if share > gates.SOME_NEGATIVE}
+    if len(norms) > 1:
+        are_most = 2 * len(centred) > len(norms) and max(shares.values()) > gates.NEGATIVE_NORM
+        problems = [
+            Problem(name, causes.norm_centred_at_zero(name, share))
+            for name, share in centred.items()
+        ]
+        figure = f"{len(norms)} norms, {len(centred)} with negative weights"
+        yield verdict("main: norms multiply by w", problems if are_most else [], figure)
+
+
 def _own_norms(
-    context: Context, family: ModelSpec, norms: Sequence[WeightOnDisk]
+    context: Context,
+    family: ModelSpec,
+    norms: Sequence[WeightOnDisk],
+    of_main: Mapping[str, torch.Tensor],
 ) -> Iterator[Item]:
     """No norm of a module is another of it, or one of the main model, but for the norm before the
     head, which a module may share with the main model: that is said where no source tells. Those
     that a main layer has by the same name are `main_layer_copies`'s to tell."""
-    of_main, last = dict(_norms_of_main(context, family)), weight_name(family.norm)
+    last = weight_name(family.norm)
     may_be_last = {module.modules.head_norm for module in family.mtp}
     seen: dict[int | None, dict[str, torch.Tensor]] = defaultdict(dict)
     problems, shared = [], list[str]()
@@ -243,7 +263,15 @@ def _zeroed_words(weight: WeightOnDisk, block: _Block) -> str:
 
 
 def _repeated_words(weight: WeightOnDisk, block: _Block) -> str:
-    return causes.block_of_one_code(weight.name, block.share, block.row, block.column)
+    import torch
+
+    masks = []
+    for rows in weight.pieces():
+        piece = weight.encoded(*rows)
+        repeated, per_code = _repeated(piece.codes, piece.dequantize() == 0)
+        masks.append(torch.cat([repeated[:, :1], repeated], dim=1).repeat_interleave(per_code, 1))
+    found = extent_of(torch.cat(masks), block.row, block.column)
+    return causes.block_of_one_code(weight.name, found.place, found.share)
 
 
 def _worst_blocks(weight: WeightOnDisk) -> _Worst:
@@ -262,15 +290,21 @@ def _worst_blocks(weight: WeightOnDisk) -> _Worst:
         worst.zeros = max(worst.zeros, _worst_of(zeros, start, columns))
         if not weight.has_scales:
             continue
-        codes = _bytes_of(encoded.codes)
-        count = gcd(zeros.shape[1], codes.shape[1])  # of the least words that hold whole codes
-        per_code = zeros.shape[1] // count
-        of_zeros = zeros.reshape(len(zeros), count, per_code).all(dim=2)
-        codes = codes.reshape(len(codes), count, -1)
-        repeated = (codes[:, 1:] == codes[:, :-1]).all(dim=2) & ~of_zeros[:, 1:]
+        repeated, per_code = _repeated(encoded.codes, zeros)
         found = _worst_of(repeated, start, max(1, _CODE_COLUMNS // per_code))
         worst.repeated = max(worst.repeated, replace(found, column=found.column * per_code))
     return worst
+
+
+def _repeated(codes: torch.Tensor, zeros: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return which codes, or least words that hold whole ones, are as the one before and stand for
+    no zero, and the number of columns of each. zeros: the mask [n, k] of values that are zero."""
+    codes = _bytes_of(codes)
+    count = gcd(zeros.shape[1], codes.shape[1])
+    per_code = zeros.shape[1] // count
+    of_zeros = zeros.reshape(len(zeros), count, per_code).all(dim=2)
+    codes = codes.reshape(len(codes), count, -1)
+    return (codes[:, 1:] == codes[:, :-1]).all(dim=2) & ~of_zeros[:, 1:], per_code
 
 
 def _worst_of(is_so: torch.Tensor, start: int, columns: int) -> _Block:
@@ -295,18 +329,27 @@ def _bytes_of(codes: torch.Tensor) -> torch.Tensor:
     return codes.contiguous().view(torch.uint8) if codes.element_size() == 1 else codes
 
 
-def _scales(linears: Sequence[WeightOnDisk]) -> Iterator[Item]:
-    """No scale of a linear is far above the others of it."""
+def scale_ratio(weight: WeightOnDisk) -> float | None:
+    """Return the largest scale of a weight over the upper quartile of all; None of few scales, and
+    of those that are not finite, which `value_checks` says."""
     import torch
 
+    if not weight.has_scales:
+        return None
+    scale = weight.scale.to(torch.float64).abs().flatten()
+    if len(scale) < _FEW_SCALES or not scale.isfinite().all():
+        return None
+    upper = float(scale.kthvalue(len(scale) * 3 // 4).values)
+    return float(scale.max()) / upper if upper else 1.0
+
+
+def _scales(linears: Sequence[WeightOnDisk]) -> Iterator[Item]:
+    """No scale of a linear is far above the others of it."""
     problems, most, count = [], 1.0, 0
-    for weight in (one for one in linears if one.has_scales):
-        scale = weight.scale.to(torch.float64).abs().flatten()
-        if len(scale) < _FEW_SCALES or not scale.isfinite().all():  # value_checks says the latter
+    for weight in linears:
+        if (ratio := scale_ratio(weight)) is None:
             continue
         count += 1
-        upper = float(scale.kthvalue(len(scale) * 3 // 4).values)
-        ratio = float(scale.max()) / upper if upper else 1.0
         most = max(most, ratio)
         if ratio > gates.SCALE_RATIO:
             problems.append(

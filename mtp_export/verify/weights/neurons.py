@@ -4,7 +4,7 @@ experts answer to their own row of the router."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from mtp_checkpoints.families.base import Role
@@ -39,19 +39,23 @@ def run(context: Context) -> Iterator[Item]:
             if (one := _found(mlp, notes)) is not None:
                 found.append((mlp, one))
     if found:
-        yield from _items(found)
+        yield from _items(found, context.named_tensors)
 
 
-def _items(found: Iterable[tuple[MlpWeights, _Found]]) -> Iterator[Item]:
+def _items(found: Iterable[tuple[MlpWeights, _Found]], named: Collection[str]) -> Iterator[Item]:
+    """named: tensors whose damage is told, with which no router can be compared."""
     from mtp_export.verify.diagnosis.expert_places import wrong_orders
     from mtp_export.verify.diagnosis.neurons import are_trained, problems
 
     kinds: dict[tuple[object, ...], list[Neurons]] = defaultdict(list)
     routers = dict[str, Router]()
     answers: dict[str, list[Answer]] = defaultdict(list)
+    told = set[str]()
     for mlp, one in found:
         kinds[mlp.kind].append(one.neurons)
         if mlp.router is not None and one.answer is not None:
+            parts = (mlp.router.weight, *mlp.weights)
+            told |= {mlp.router.weight.name} if any(part.name in named for part in parts) else set()
             routers[mlp.router.weight.name] = mlp.router
             answers[mlp.router.weight.name].append(one.answer)
     figure = counted(sum(map(len, kinds.values())), "gated MLP")
@@ -62,7 +66,8 @@ def _items(found: Iterable[tuple[MlpWeights, _Found]]) -> Iterator[Item]:
     wrong = [Problem(name, words) for name, words in problems(siblings, others)]
     yield verdict(_NAME, wrong, figure, bound="as far as in their like")
     if answers:
-        names = [name for name, router in routers.items() if are_trained(kinds[router.kind])]
+        sound = {name: router for name, router in routers.items() if name not in told}
+        names = [name for name, router in sound.items() if are_trained(kinds[router.kind])]
         orders = zip(names, wrong_orders([answers[name] for name in names]), strict=True)
         wrong = [
             Problem(name, words.format(layer=_layer(routers[name])))

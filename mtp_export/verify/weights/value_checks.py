@@ -14,6 +14,7 @@ from mtp_checkpoints.families.base import FLOATS, Role
 from mtp_checkpoints.families.signs import in_layer, main_layers, projection_in_main
 from mtp_checkpoints.formats import UNQUANTIZED
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
+from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.progress import counted, format_bytes
 from mtp_export.verify import gates
 from mtp_export.verify.check import (
@@ -32,6 +33,7 @@ from mtp_export.verify.evidence.unwritten import WRITTEN
 from mtp_export.verify.evidence.weight_facts import WeightFacts
 from mtp_export.verify.weights.extents import not_finite_words
 from mtp_export.verify.weights.main_layer_copies import in_other_formats, norms_taken
+from mtp_export.verify.weights.mtp_values import scale_ratio
 from mtp_export.verify.weights.table_copies import copies_of_tables
 
 if TYPE_CHECKING:
@@ -130,10 +132,27 @@ def _why_unsound(fact: WeightFacts) -> str:
         try:
             wrong.append(~weight.encoded(start, stop).dequantize().isfinite())
         except ValueError as error:
-            return causes.unsound(weight.name, causes.not_decodable(start, stop - 1, error))
+            first, last = _undecodable(weight, start, stop)
+            return causes.unsound(weight.name, causes.not_decodable(first, last, error))
     found = torch.cat(wrong)
     assert found.any(), f"{weight.name}: its statistics are unsound, its values are not"
     return causes.unsound(weight.name, not_finite_words(found))
+
+
+def _undecodable(weight: WeightOnDisk, start: int, stop: int) -> tuple[int, int]:
+    """Return the first and the last of some rows that cannot be decoded: those whose scales are not
+    finite, else all."""
+    try:
+        scale = weight.encoded(start, stop).scale_apart
+    except ValueError:
+        return start, stop - 1
+    if scale is None or scale.dim() < 2:
+        return start, stop - 1
+    wrong = (~scale.float().isfinite()).flatten(1).any(dim=1).nonzero().flatten().tolist()
+    rows = -(-(stop - start) // len(scale))  # of one scale
+    if not wrong:
+        return start, stop - 1
+    return start + wrong[0] * rows, min(stop, start + (wrong[-1] + 1) * rows) - 1
 
 
 def _varies(fact: WeightFacts) -> bool:
@@ -198,34 +217,41 @@ def _blocks(part: str, facts: Sequence[WeightFacts]) -> Item:
 
 
 def _kind(name: str) -> str:
-    """A weight's name without its layer and expert numbers."""
-    return re.sub(r"\.\d+\.", ".*.", name)
+    """A weight's name in its layer, a main one or a module's, without the numbers of experts."""
+    return re.sub(r"\.\d+\.", ".*.", in_layer(name)[1])
 
 
 def _scales_alike(facts: Sequence[WeightFacts]) -> Item:
     """The root mean square of every matrix is sane, absolutely and beside others of its kind."""
-    kinds: dict[str, list[tuple[str, float]]] = defaultdict(list)
+    kinds: dict[str, list[tuple[WeightFacts, float]]] = defaultdict(list)
     for fact in facts:
         spec = fact.weight.stored.weight
         is_values = spec.dtypes[0] in FLOATS  # no codes of fused experts, whose scales lie apart
         if _varies(fact) and len(spec.shape) > 1 and is_values:
-            size = fact.statistics.root_mean_square
-            kinds[_kind(spec.name)].append((fact.weight.name, size))
+            kinds[_kind(spec.name)].append((fact, fact.statistics.root_mean_square))
     problems, most = [], 1.0
     for alike in kinds.values():
         middle = median(rms for _, rms in alike)
-        for name, rms in alike:
+        for fact, rms in alike:
             ratio = max(rms / middle, middle / rms)
             most = max(most, ratio)
             low, high = gates.RMS_RANGE
             if ratio > gates.RMS_RATIO or not low <= rms <= high:
-                problems.append(Problem(name, causes.out_of_proportion(name, rms, middle)))
+                problems.append(Problem(fact.weight.name, _size_words(fact, rms, middle)))
     return verdict(
         "sane size of every matrix",
         problems,
         figure=f"up to {most:.3g} times its kind's median",
         bound=f"≤ {gates.RMS_RATIO:.0f} times",
     )
+
+
+def _size_words(fact: WeightFacts, rms: float, middle: float) -> str:
+    """Words for a matrix of an implausible size: of a single scale where that alone makes it."""
+    name, ratio = fact.weight.name, scale_ratio(fact.weight)
+    if ratio is not None and ratio > gates.SCALE_RATIO:
+        return causes.scale_out_of_proportion(name, ratio)
+    return causes.out_of_proportion(name, rms, middle)
 
 
 def _parts_alike(main: Sequence[WeightFacts], mtp: Sequence[WeightFacts]) -> Iterator[Item]:

@@ -32,8 +32,8 @@ ROUTER_BIAS_NEGATED = (
 ROUTER_BIAS_REVERSED = "e_score_correction_bias of {layer}'s router is in reverse order"
 ROUTER_NEGATED = "{layer}'s router has the wrong sign: the worst experts are picked"
 ROUTER_APART = (
-    "{layer}'s router does not go with its experts, as those of all other layers do: its columns"
-    " are in another order, it is damaged, or of another layer"
+    "{layer}'s router does not go with its experts, as those of all other layers do: the experts,"
+    " or its columns, are in another order, it is damaged, or of another layer"
 )
 # Of one tensor, behind its name.
 WRONG_SIGN = "has the wrong sign"
@@ -133,9 +133,15 @@ def router_reordered(wrong: str) -> str:
     return f"{{layer}}'s router {wrong}; or its experts come {balance.EXPERTS_COME[wrong]}"
 
 
-def router_rolled(way: str) -> str:
-    """way: "on" or "back"."""
-    return f"the rows of {{layer}}'s router are moved {way} by one"
+def router_rolled(by: int) -> str:
+    """by: how many places on."""
+    way = f"{'on' if by > 0 else 'back'} by {'one' if abs(by) == 1 else abs(by)}"
+    return f"the rows of {{layer}}'s router are moved {way}"
+
+
+def or_experts(words: str) -> str:
+    """words: how the rows of a router are moved."""
+    return f"{words}; or its experts are in another order"
 
 
 def expert_negated(expert: str) -> str:

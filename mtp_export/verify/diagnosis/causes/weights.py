@@ -19,7 +19,8 @@ def not_decoded(kinds: Sequence[str]) -> str:
 
 
 def not_decodable(first_row: int, last_row: int, error: ValueError) -> str:
-    return f"rows {first_row} to {last_row}: {error}"
+    rows = f"row {first_row}" if first_row == last_row else f"rows {first_row} to {last_row}"
+    return f"{rows}: {error}"
 
 
 def never_written(tensor: str, value: str) -> str:
@@ -152,11 +153,12 @@ def halves_alike(tensor: str) -> str:
     )
 
 
-def block_of_one_code(tensor: str, share: float, row: int, column: int) -> str:
-    return (
-        f"{share:.0%} of the codes in a block of {tensor} are the same as the one before (from row"
-        f" {row}, column {column} on): they were never written, or dropped and filled in"
-    )
+def block_of_one_code(tensor: str, place: str, share: str) -> str:
+    """place: rows, columns or both. share: of the tensor, such as "half"."""
+    codes = f"the codes in {place} of {tensor}, {share} of it,"
+    if share == "100%":
+        codes = f"all codes of {tensor}"
+    return f"{codes} are alike: they were never written, or dropped and filled in"
 
 
 def every_code_at_an_end(tensor: str) -> str:
