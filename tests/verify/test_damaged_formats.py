@@ -60,7 +60,7 @@ SCALES = (
     "weight",
 )
 CODES = ("weight_packed", "qweight", "weight")
-UNSOUND, SIZE, TWICE = "mtp: finite values", "sane size of every matrix", "no matrix of a layer is stored"
+UNSOUND, SIZE, TWICE = "mtp: finite values", "sane size of every matrix", "no matrix of a layer"
 ZERO, ONE_CODE = "mtp: no block rounded to zero", "mtp: no block of one code"
 
 
