@@ -53,8 +53,7 @@ ZERO_SHARE = 0.75
 MOST_AT_ENDS, LEAST_BETWEEN = 0.3, 0.02
 # The largest run of zero rows or columns, in their share. Engines and tools pad by less.
 MOST_ZERO_RUN = 0.1
-# The same of the rows of an embedding or a head, of which whole ranges may be of tokens that no text
-# has.
+# The same of rows of an embedding or a head: whole ranges may be of tokens that no text has.
 MOST_ZERO_TOKENS = 0.25
 # How far the sizes of a run of rows or columns in whose order nothing lies are from the others', as
 # logarithms, and in standard errors: up to 0.22 and 5.3 in the trained fixtures. And the number of
