@@ -84,4 +84,4 @@ def _orders(size: int) -> Iterator[tuple[str, torch.Tensor]]:
             yield causes.router_reordered(change.wrong), change.rows(size)
     for by in range(1, size):
         moved = by if by <= size // 2 else by - size
-        yield causes.or_experts(causes.router_rolled(moved)), torch.arange(size).roll(-by)
+        yield causes.router_rolled(moved), torch.arange(size).roll(-by)

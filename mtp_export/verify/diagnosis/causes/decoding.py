@@ -136,12 +136,7 @@ def router_reordered(wrong: str) -> str:
 def router_rolled(by: int) -> str:
     """by: how many places on."""
     way = f"{'on' if by > 0 else 'back'} by {'one' if abs(by) == 1 else abs(by)}"
-    return f"the rows of {{layer}}'s router are moved {way}"
-
-
-def or_experts(words: str) -> str:
-    """words: how the rows of a router are moved."""
-    return f"{words}; or its experts are in another order"
+    return f"the rows of {{layer}}'s router are moved {way}; or its experts are in another order"
 
 
 def expert_negated(expert: str) -> str:
