@@ -56,6 +56,7 @@ from mtp_export.verify.check import (
 )
 from mtp_export.verify.diagnosis.causes import presence as causes
 from mtp_export.verify.files.astray import Strange, each, with_pairs
+from mtp_export.verify.files.lost_layers import lost_layers, may_have_lost
 from mtp_export.verify.files.main_shapes import shapes_as_main
 from mtp_export.verify.files.repair import graft_command, unlike_source
 
@@ -79,12 +80,22 @@ def run(context: Context) -> Iterator[Item]:
     main = found.tensors.keys() - {*found.mtp_names} if found.has_main else ()
     if has_layers(main) and (name := draft_class(found.config)) is not None:
         yield failed("main model's class", causes.class_of_a_draft(name), subject=CONFIG_NAME)
+    if (lost := _lost_layers(found)) is not None:
+        yield lost
+        if not found.count:
+            return
     yield _presence(found)
     if found.modules:
         yield _complete(found)
         yield from _shapes(found)
         yield from _indexed(context, found)
         yield from _copies(found)
+
+
+def _lost_layers(found: Found) -> Item | None:
+    if not found.has_main or not may_have_lost(main_layers(found.config), found.tensors):
+        return None
+    return None if found.stored is None else lost_layers(found.stored, found.tensors.keys())
 
 
 _PICKLED_MODULE = re.compile(r"(?i)(mtp|nextn).*\.(bin|pt|pth)$")
@@ -149,13 +160,18 @@ class Found:
         except MtpExportError:  # config_match says why
             return {}
 
+    @cached_property
+    def stored(self) -> StoredModel | None:
+        """The whole model of a known family as its config.json gives it; None of another."""
+        try:
+            return stored_model(self.config, self.tensors)
+        except MtpExportError:  # config_match says why
+            return None
+
     @property
     def wanted_anywhere(self) -> Mapping[str, TensorSpec]:
         """All weights of a model of a known family by their names; none of another."""
-        try:
-            return _by_name(stored_model(self.config, self.tensors))
-        except MtpExportError:  # config_match says why
-            return {}
+        return {} if self.stored is None else _by_name(self.stored)
 
     @property
     def astray(self) -> list[str]:
@@ -174,6 +190,11 @@ class Found:
             return []
         names = [module.name for module in self.context.layout(part).stored.family.mtp]
         return [o for o in names if not any(name.startswith(f"{o}.") for name in self.mtp_names)]
+
+    @property
+    def module_names(self) -> list[str]:
+        """The names of the modules that config.json announces, of a known family."""
+        return [] if self.stored is None else [module.name for module in self.stored.family.mtp]
 
     @property
     def draft_beside(self) -> OtherDraft | None:
@@ -245,7 +266,7 @@ def _none_there(name: str, found: Found, wanted: Announced) -> Item:
     writer = str(found.tool or "")
     pickled = next(filter(_is_pickled_module, sorted(found.context.files.names())), "")
     by_hand = "" if found.repair else unlike_source(found.context) or causes.BY_HAND
-    words = causes.lost(str(wanted), writer, loss, pickled, by_hand)
+    words = causes.lost(str(wanted), found.module_names, writer, loss, pickled, by_hand)
     return failed(name, words, figure=figure, subject="config.json", repair=found.repair)
 
 

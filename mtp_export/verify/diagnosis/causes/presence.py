@@ -39,25 +39,58 @@ def none_at_all(*, of_family: bool) -> str:
     return f"{words}; models of this type are released with one, which a graft gives back"
 
 
-def lost(wanted: str, writer: str, loss: str, pickled: str, by_hand: str) -> str:
-    """writer: the tool that wrote the folder; loss: what is known of it; pickled: a file that is
-    the module's by its name, and a pickle; "" for unknown or none. by_hand: what to do where no
-    graft gives the module back, "" where one does."""
+def lost(
+    wanted: str, names: Sequence[str], writer: str, loss: str, pickled: str, by_hand: str
+) -> str:
+    """names: those of the modules, where they are known. writer: the tool that wrote the folder;
+    loss: what is known of it; pickled: a file that is the module's by its name, and a pickle; ""
+    for unknown or none. by_hand: what to do where no graft gives the module back, "" where one
+    does."""
     wrote = f"{writer}, which wrote this folder," if writer else "whatever wrote this folder"
     known = f" {loss[0].upper()}{loss[1:]}." if loss else ""
     by_hand = f". {by_hand}" if by_hand else ""
+    named = f" ({shortened(names, _NAMED)})" if names else ""
     if pickled:
         return (
-            f"config.json announces {wanted}, and no safetensors file has a tensor of any:"
+            f"config.json announces {wanted}, and no safetensors file has a tensor of any{named}:"
             f" {pickled}, by its name the module's, is a pickle, which engines do not load beside"
             " safetensors and which nothing here opens, since it may run code. If you trust its"
             f" source, write its tensors into a safetensors file and into the index{by_hand}"
         )
     return (
-        f"config.json announces {wanted} and no tensor of any is there: {wrote} left it"
+        f"config.json announces {wanted} and no tensor of any{named} is there: {wrote} left it"
         f" out.{known} Engines fail when they load it, or draft with weights that nobody"
         f" wrote{by_hand}"
     )
+
+
+def main_layers_lost(
+    count: int, lost: Sequence[int], others: Sequence[str], *, fewer: int | None, module: bool
+) -> str:
+    """count: main layers that config.json announces. others: what else of the main model is not
+    there. fewer: layers of a model that would be whole. module: the MTP module is not there
+    either."""
+    layers = [_run(lost)] if lost[-1] - lost[0] == len(lost) - 1 else [f"{one}" for one in lost]
+    gone = [
+        f"main layers {shortened(layers, _NAMED)}" if len(lost) > 1 else f"main layer {lost[0]}"
+    ]
+    gone += [*others[:_NAMED], *(["the MTP module"] if module else [])]
+    words = (
+        f"config.json announces {count} main layers, and nothing is there of"
+        f" {', '.join(gone[:-1])}{' and ' if gone[1:] else ''}{gone[-1]}: this is a part of the"
+        " checkpoint, as a download or a save that was cut off leaves it. Download it again, or"
+        " save it again from the original: no graft gives main layers back"
+    )
+    if fewer is None:
+        return words
+    return (
+        f"{words}. Or config.json is a larger model's: where the original of these layers says"
+        f" num_hidden_layers {fewer}, put its config.json here"
+    )
+
+
+def _run(numbers: Sequence[int]) -> str:
+    return f"{numbers[0]} to {numbers[-1]}" if len(numbers) > 2 else " and ".join(map(str, numbers))
 
 
 def lost_beside(wanted: str, kind: str, sign: str) -> str:
