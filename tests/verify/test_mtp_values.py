@@ -200,6 +200,23 @@ def test_main_norms_that_had_one_added_are_named(tmp_path: Path, shifted: bool) 
     assert "50% of one of the MTP module is negative" in item["cause"]
 
 
+@pytest.mark.parametrize(("by", "size"), [(-1, "small"), (1, "large")])
+def test_norms_of_a_module_that_engines_add_one_to_are_told_in_one_sentence(
+    by: int, size: str, tmp_path: Path
+) -> None:
+    def change(stored: Tensors) -> None:
+        for name in stored:
+            if name.startswith("mtp.") and "norm" in name:
+                stored[name] = (stored[name].float() + by).bfloat16()
+
+    folder = rewritten(FIXTURES / "qwen3-5-tiny", tmp_path / "moved", change)
+    outcome = run_program("verify", folder, "--level", "weights")
+    text = " ".join(outcome.out.split())
+    assert outcome.code == 7 and f"norm.weight is 1 too {size}: its median is" in text
+    assert ("Add 1 to it" if by < 0 else "Take 1 from it") in text and "likewise mtp." in text
+    assert text.count("engines of this model add 1, and the main layers' norms suit") == 1
+
+
 def test_a_bias_of_a_norm_may_be_negative(tmp_path: Path) -> None:
     """As of an indexer's, whose norms subtract the mean."""
     small = write_checkpoint(tmp_path / "small", SMALL_CONFIGS["deepseek_v32"])

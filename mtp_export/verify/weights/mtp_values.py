@@ -48,7 +48,7 @@ def run(context: Context) -> Iterator[Item]:
     of_main = dict(_norms_of_main(context, layout.stored.family))
     if layout.stored.family.facts.norm_offset:
         own = [norm.tensors[0] for norm in norms]
-        yield norms_as_main(context, own)
+        yield norms_as_main(context, own, adds_one=True)
         yield from main_norms(context, own)
     else:
         yield _norms([norm for norm in norms if not norm.name.endswith(_BIAS)])

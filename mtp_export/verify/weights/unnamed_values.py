@@ -165,9 +165,12 @@ def _problems(facts: Sequence[_Facts], words: Sequence[str]) -> list[Problem]:
     return [Problem(one.tensor.name, text) for one, text in zip(facts, words, strict=True)]
 
 
-def norms_as_main(context: Context, tensors: Sequence[TensorInfo]) -> Item:
+def norms_as_main(
+    context: Context, tensors: Sequence[TensorInfo], *, adds_one: bool = False
+) -> Item:
     """Each norm that the main model's layers have too lies where theirs do: around 1 where engines
-    multiply by w, around 0 where they multiply by 1 + w."""
+    multiply by w, around 0 where they multiply by 1 + w. adds_one: engines of this model are known
+    to multiply by 1 + w."""
     name, found, compared = "mtp: norms as the main model's", dict[str, bool](), 0
     of_main = () if context.main is None else context.main.tensors.values()
     main = _norms_by_kind(one for one in of_main if _multiplies_stream(one.name))
@@ -183,8 +186,14 @@ def norms_as_main(context: Context, tensors: Sequence[TensorInfo]) -> Item:
         centred = next(iter(found.values()))
         shifted = (one.name for one in tensors if _is_as_shifted(one, centred=centred))
         found |= dict.fromkeys(shifted, centred)
+    medians = {one.name: _median(one) for one in tensors if one.name in found}
     problems = [
-        Problem(norm, causes.norm_unlike_main(norm, centred=centred))
+        Problem(
+            norm,
+            causes.norm_off_by_one(norm, medians[norm], lower=centred)
+            if adds_one
+            else causes.norm_unlike_main(norm, centred=centred),
+        )
         for norm, centred in found.items()
     ]
     if not compared:
@@ -245,8 +254,11 @@ def _negative(norm: TensorInfo) -> float:
 def _lies_around_one(norm: TensorInfo) -> bool:
     """Return whether a norm is none of 1 + w: not centred, as trained ones may not be, and nearer
     to one than to zero besides."""
-    median = float(read_rows(norm, 0, norm.shape[0]).float().median())
-    return median > gates.MEDIAN_NORM and not _is_centred(norm)
+    return _median(norm) > gates.MEDIAN_NORM and not _is_centred(norm)
+
+
+def _median(norm: TensorInfo) -> float:
+    return float(read_rows(norm, 0, norm.shape[0]).float().median())
 
 
 def _halves(facts: Sequence[_Facts]) -> Iterator[Item]:

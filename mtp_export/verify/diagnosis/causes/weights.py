@@ -127,6 +127,17 @@ def norm_unlike_main(tensor: str, *, centred: bool) -> str:
     )
 
 
+def norm_off_by_one(tensor: str, median: float, *, lower: bool) -> str:
+    """Of a model whose engines add 1 to norms. lower: to this one 1 is to be added besides."""
+    size, why = ("large", "it holds 1 + w, and engines take it for the w of 1 + w. Take 1 from it")
+    if lower:
+        size, why = "small", "1 was taken from it twice. Add 1 to it"
+    return (
+        f"{tensor} is 1 too {size}: its median is {median:.2f}, engines of this model add 1, and"
+        f" the main layers' norms suit that: {why}"
+    )
+
+
 def main_norms_hold_w(negative: float) -> str:
     """negative: the largest share in a norm of the MTP module."""
     return (
