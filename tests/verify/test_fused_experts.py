@@ -11,7 +11,7 @@ import pytest
 
 from cases import run_program
 from runtime.checkpoints import SMALL_CONFIGS, write_checkpoint
-from verify.foreign import Tensors, as_is, rewritten
+from verify.foreign import GLM, Tensors, as_is, rewritten, without
 
 EXPERTS = "mtp.layers.0.mlp.experts."
 FUSED = GATE_UP, DOWN = f"{EXPERTS}gate_up_proj", f"{EXPERTS}down_proj"
@@ -92,3 +92,20 @@ def test_ones_at_the_end_of_a_file_that_was_not_written_are_named_once(
     start = 8 + header + places["model.layers.3.mlp.experts.gate_up_proj"]
     path.write_bytes(data[:start] + bytes(len(data) - start))
     assert [*failures(folder)] == ["files written to their end"]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_lost_ones_are_named_as_the_main_layers_have_theirs(
+    fused: bool, source: Path, tmp_path: Path
+) -> None:
+    """Once, and not each expert's matrices."""
+    layer = "mtp.layers.0.mlp" if fused else "model.layers.3.mlp"
+    whole = source if fused else GLM
+    folder = rewritten(whole, tmp_path / "lost", without(f"{layer}.experts."))
+    outcome = run_program("verify", folder, "--level", "files")
+    text = " ".join(outcome.out.split())
+    single = ", ".join(f"{layer}.experts.*.{one}_proj.weight" for one in ("gate", "up", "down"))
+    names = f"{GATE_UP}, {DOWN}" if fused else single
+    assert outcome.code == 7 and f"main layers have for theirs: {names}" in text
+    assert f"the routed experts of {layer}, all 8, are missing, and" in text
+    assert "is missing" not in text and "mtp-export graft" in text

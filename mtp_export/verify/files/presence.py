@@ -56,6 +56,7 @@ from mtp_export.verify.check import (
 )
 from mtp_export.verify.diagnosis.causes import presence as causes
 from mtp_export.verify.files.astray import Strange, each, with_pairs
+from mtp_export.verify.files.lost_experts import lost_experts
 from mtp_export.verify.files.lost_layers import lost_layers, may_have_lost
 from mtp_export.verify.files.main_shapes import shapes_as_main
 from mtp_export.verify.files.repair import graft_command, unlike_source
@@ -296,6 +297,10 @@ def _complete(found: Found) -> Item:
     fused = fused_experts({name: one.shape for name, one in own.items()})
     if fused is not None and any(_FIRST_EXPERT in name for name in found.wanted_names):
         problems.insert(0, Problem(fused, causes.fused(fused)))
+    part = found.context.part(MTP)
+    if others is None and part is not None and found.wanted_names:
+        stored = found.context.layout(part).stored
+        problems[:0] = lost_experts(stored, own, found.tensors.keys() - own.keys())
     width = hidden_size(found.config)
     strange = Strange(found.astray, found.wanted_names, found.tensors, own, width)
     problems[:0] = strange.problems(others)

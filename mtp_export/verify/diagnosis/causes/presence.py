@@ -238,6 +238,14 @@ def of_other_shapes(count: int, shapes: Mapping[str, tuple[list[int], list[int]]
     )
 
 
+def no_expert(module: str, count: int, names: Sequence[str]) -> str:
+    """names: of what is missing, in the form of the main layers' experts."""
+    return (
+        f"the routed experts of {module}, all {count}, are missing, and other tensors of it are"
+        f" there. By the names that the main layers have for theirs: {shortened(names, _SINGLY)}"
+    )
+
+
 def fused(name: str) -> str:
     return (
         f"{name} holds all experts in one tensor, as transformers 5 saves them, and engines look"
