@@ -25,6 +25,7 @@ from mtp_export.progress import ShowCount, ShowProgress, format_bytes, uncounted
 from mtp_export.schemes.scheme import GRAFTED
 from mtp_export.verify.check import MTP_MODULE, Item, Level, Status
 from mtp_export.verify.evidence.memory_room import MemoryRoom, memory_room
+from mtp_export.verify.evidence.other_config import OtherConfig, other_config
 from mtp_export.verify.evidence.parts import (
     OpenedPlace,
     Part,
@@ -134,6 +135,12 @@ class Context(OpenedPlace):
             f"nothing but headers is downloaded: --level weights reads the MTP module's"
             f" {format_bytes(size_bytes)} and writes nothing; for all of it, {copy}"
         )
+
+    @cached_property
+    def other_config(self) -> OtherConfig | None:
+        """The config.json that a checkpoint should have; None where its own is right, or none is
+        found."""
+        return other_config(self)
 
     @property
     def ranks(self) -> Group:

@@ -66,7 +66,7 @@ def test_a_head_of_another_form_is_told_by_headers(tied: Path) -> None:
     assert "lm_head holds weight BF16 [500, 128]" in items["main: precision on disk"]["cause"]
     code, items = verified(with_head(tied, torch.ones(2048, 128).char()), "files")
     assert code == 7
-    assert "lm_head, are stored quantized" in items["main: precision on disk"]["cause"]
+    assert "lm_head holds weight I8 [2048, 128]" in items["main: precision on disk"]["cause"]
 
 
 def test_exports_leave_it_out(tied: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ COUNT_FIELDS = (
     *("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules"),
     *("num_mtp_layers", "mtp_num_layers"),
 )
-_NESTED = ("text_config", "llm_config", "language_config")
+NESTED = ("text_config", "llm_config", "language_config")
 _OWN_BLOCK = "mtp_config"  # announces modules, and may count them
 # Models whose config.json has no such field, with the number that engines take.
 USUAL_COUNTS = {
@@ -99,7 +99,7 @@ class OtherDraft:
 def _configs(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the config and those of its text part, each with the prefix of its fields."""
     yield "", config
-    for name in _NESTED:
+    for name in NESTED:
         inner = config.get(name)
         if isinstance(inner, Mapping):
             yield f"{name}.", inner
@@ -155,7 +155,7 @@ def with_counts_of(config: Mapping[str, Any], other: Mapping[str, Any]) -> dict[
     and parts of that."""
     names = (*COUNT_FIELDS, _OWN_BLOCK)
     result = {**config, **{name: other[name] for name in names if name in other}}
-    for name in _NESTED:
+    for name in NESTED:
         own, inner = config.get(name), other.get(name)
         if isinstance(own, Mapping) and isinstance(inner, Mapping):
             result[name] = with_counts_of(own, inner)
@@ -261,6 +261,11 @@ def mtp_modules(names: Iterable[str], layers: int | None) -> list[NamedModule]:
 def has_layers(names: Iterable[str]) -> bool:
     """Return whether a tensor is of a numbered decoder layer, as every main model has."""
     return any(_LAYER.match(name) for name in names)
+
+
+def layer_numbers(names: Iterable[str]) -> set[int]:
+    """Return the numbers of the decoder layers that tensors are of."""
+    return {int(layer[2]) for name in names if (layer := _LAYER.match(name)) is not None}
 
 
 def in_layer(name: str) -> tuple[str, str]:

@@ -68,10 +68,10 @@ def parts_of_checkpoint(source: ByteSource, mtp: ByteSource | None = None) -> tu
     names = checkpoint.tensors.keys()
     if layers == 1 and likely_target(checkpoint.config, names, layers).name != RELEASED:
         return (Part(MTP, source.path, checkpoint),)
-    return _in_one(source.path, checkpoint)
+    return in_one(source.path, checkpoint)
 
 
-def _in_one(place: Place, checkpoint: Checkpoint) -> tuple[Part, ...]:
+def in_one(place: Place, checkpoint: Checkpoint) -> tuple[Part, ...]:
     """Return the parts that lie in one place, or the one that does."""
     modules = mtp_modules(checkpoint.tensors, main_layers(checkpoint.config))
     own = {name for module in modules for name in module.tensors}
@@ -206,7 +206,7 @@ def opened_place(place: Place, mtp: Place | None) -> OpenedPlace:
     parts = tuple(Part.open(one.name, one) for one in folders if one.is_dir())
     (first, *others) = parts
     if first.name == MAIN and not others and first.checkpoint is not None:
-        parts = _in_one(first.place, first.checkpoint)
+        parts = in_one(first.place, first.checkpoint)
     bundle = local_path(place)
     try:
         return OpenedPlace(files, True, parts, read_manifest(bundle), manifest_sha256(bundle))

@@ -37,6 +37,7 @@ from mtp_export.verify.evidence.parts import Part, PartLayout
 from mtp_export.verify.files.described import (
     misdescribed,
     misdescribed_by_a_field,
+    misdescribed_by_config,
     quantized_by_config_alone,
     undecoded_main,
 )
@@ -53,7 +54,8 @@ def run(context: Context) -> Iterator[Item]:
     """Each part compared with its own config, and the draft as its engines will read it."""
     if context.is_bundle:
         yield _advertised(context)
-    if (wrong := quantized_by_config_alone(context)) is not None:
+    wrong = misdescribed_by_config(context) or quantized_by_config_alone(context)
+    if wrong is not None:
         yield wrong  # which all below would repeat
         return
     for part in context.parts:

@@ -57,6 +57,18 @@ def undecoded_main(context: Context) -> Undecoded | None:
     return known if known and context.recorded("main_quant_method") == known.name else None
 
 
+def misdescribed_by_config(context: Context) -> Item | None:
+    """Return the failure of a checkpoint that another config.json describes; None for any other."""
+    other = context.other_config
+    if other is None:
+        return None
+    words = causes.text_part_elsewhere(other.found, other.place)
+    if other.values:
+        words = causes.values_misdescribe([(v.field, v.said, v.stored) for v in other.values])
+    tensors = counted(sum(len(one.tensors) for one in context.checkpoints.values()), "tensor")
+    return failed("config.json", words, subject=CONFIG_NAME, figure=f"{tensors} as by another one")
+
+
 def quantized_by_config_alone(context: Context) -> Item | None:
     """Return the failure of a checkpoint that a quantization_config describes and of which nothing
     is quantized; None for any other."""

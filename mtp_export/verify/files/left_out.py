@@ -72,13 +72,14 @@ class ListedDraft:
 
     def _is_plain(self, weight: StoredWeight) -> bool | None:
         """True for a matrix that is stored unquantized, None for one that is there in no form, or
-        in one that is none: floats beside a scale."""
+        in one that is none: floats beside a scale, codes without one."""
         module = _module_of(weight)
         tensor = self.tensors.get(f"{module}.weight")
         if tensor is not None:
             is_plain = tensor.dtype in FLOATS
             scales = (f"{module}.{last}" for last in SCALES_OF_CODES["weight"])
-            return None if is_plain and any(one in self.tensors for one in scales) else is_plain
+            is_scaled = any(one in self.tensors for one in scales)
+            return None if is_plain == is_scaled else is_plain
         codes = (f"{module}.{last}" for last in SCALES_OF_CODES)
         return False if any(name in self.tensors for name in codes) else None
 

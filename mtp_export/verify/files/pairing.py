@@ -7,10 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mtp_checkpoints.containers.base import CONFIG_NAME
+from mtp_checkpoints.errors import InvalidInputError, MtpExportError
 from mtp_checkpoints.tensors.bundle_folder import MAIN
 from mtp_checkpoints.tensors.manifest import MAIN_IDENTITY
 from mtp_checkpoints.tensors.model_identity import model_identity, recorded_main_identity
-from mtp_export.verify.check import Item, Problem, not_tested, passed, verdict
+from mtp_checkpoints.tensors.untied_head import with_head_like
+from mtp_export.bundle.same_model import check_same_model, with_mtp_layers
+from mtp_export.verify.check import Item, Problem, failed, not_tested, passed, verdict
 from mtp_export.verify.diagnosis.causes import files as causes
 from mtp_export.verify.evidence.parts import are_in_one_place
 
@@ -34,8 +38,11 @@ def run(context: Context) -> Iterator[Item]:
             yield not_tested(_PAIR, causes.main_elsewhere(recorded[:_SHOWN]))
     elif context.is_bundle:
         yield from _of_bundle(context, context.main, recorded)
-    elif recorded is not None:
-        yield _of_two_places(context, context.main, recorded)
+    else:
+        if context.options.mtp is not None and context.mtp is not None:
+            yield from _of_one_model(context.main, context.mtp)
+        if recorded is not None:
+            yield _of_two_places(context, context.main, recorded)
 
 
 def _recorded(draft: Part | None) -> str | None:
@@ -77,6 +84,20 @@ def _changed(context: Context) -> Problem:
     found = context.walks.of(MAIN).checksums if recorded else {}
     damaged = [name for name, checksum in recorded.items() if found.get(name) != checksum]
     return Problem(damaged[0] if len(damaged) == 1 else MAIN, causes.MAIN_REPLACED)
+
+
+def _of_one_model(main: Checkpoint, draft: Checkpoint) -> Iterator[Item]:
+    """The draft that --mtp names has the sizes of the main model, and computes as it does."""
+    name = "draft and main of one model"
+    try:
+        config = with_mtp_layers(main.config, draft.config)
+        check_same_model(main, config, with_head_like(draft, main))
+    except InvalidInputError as error:
+        yield failed(name, str(error), subject=CONFIG_NAME)
+    except MtpExportError:  # config_match says why one cannot be followed
+        return
+    else:
+        yield passed(name)
 
 
 def _of_two_places(context: Context, main: Checkpoint, recorded: str) -> Item:

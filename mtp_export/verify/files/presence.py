@@ -73,6 +73,8 @@ def run(context: Context) -> Iterator[Item]:
     yield _writer(found)
     if whole_set(context.files.names()) and INDEX_NAME not in context.files.names():
         yield measured("index", causes.NO_INDEX, {})
+    if context.other_config is not None:  # by which modules are counted: config_match says so
+        return
     whole = found.has_main and has_layers(found.tensors)
     other = other_draft(found.config, found.mtp_names if whole else found.tensors)
     if other is not None:

@@ -186,6 +186,27 @@ def field_misdescribes(field: str, *, said: object, stored: object, fits: bool) 
     )
 
 
+def values_misdescribe(values: Sequence[tuple[str, object, object]]) -> str:
+    """values: fields, each with what config.json says and that by which tensors are stored."""
+    said = " and ".join(f"{field} {wrong}" for field, wrong, _ in values)
+    stored = " and ".join(str(value) for *_, value in values)
+    put = " and ".join(f"{field} to {value}" for field, _, value in values)
+    words = f"config.json says {said}, and all tensors are stored as by {stored}: set {put}"
+    if len(values) > 1:
+        return f"{words}, or put the original's config.json back"
+    ((field, wrong, value),) = values
+    if field.endswith("num_hidden_layers") and int(str(value)) < int(str(wrong)):
+        return f"{words}, unless the last main layers were lost: then put them back"
+    return words
+
+
+def text_part_elsewhere(found: str, place: str) -> str:
+    return (
+        f"the fields of the text part are in {found}, and engines look for them in {place}: move"
+        " them there; by them all tensors are as stored"
+    )
+
+
 def nothing_is_quantized(where: str) -> str:
     """where: the field of config.json, or the file, that describes the quantization."""
     return (

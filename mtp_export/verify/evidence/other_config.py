@@ -1,0 +1,193 @@
+"""The config.json by which every tensor of a checkpoint is as it is stored, where its own is wrong:
+in one field or a few, or in the level of its text part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from mtp_checkpoints.errors import MtpExportError
+from mtp_checkpoints.families.signs import (
+    NESTED,
+    announced,
+    layer_numbers,
+    main_layers,
+    mtp_modules,
+    projection_in_main,
+)
+from mtp_checkpoints.tensors.bundle_folder import RELEASED
+from mtp_export.verify.evidence.parts import in_one, layer_count, layout_of
+
+if TYPE_CHECKING:
+    from mtp_checkpoints.tensors.reader import Checkpoint
+    from mtp_export.verify.evidence.parts import OpenedPlace, PartLayout
+
+_Config = Mapping[str, Any]
+_MOST_FIELDS, _MOST_TRIED = 4, 10  # that are changed together, and of which one is chosen
+_LAYERS = "num_hidden_layers"
+
+
+@dataclass(frozen=True)
+class OtherValue:
+    """A field of config.json, with its value and that by which the tensors are as stored."""
+
+    field: str
+    said: Any
+    stored: Any
+
+
+@dataclass(frozen=True)
+class OtherConfig:
+    """A config.json by which all tensors are as stored: the fields that it has otherwise, or the
+    place of its text part, and the one where that is."""
+
+    config: _Config
+    values: Sequence[OtherValue] = ()
+    place: str = ""
+    found: str = ""
+
+
+def other_config(opened: OpenedPlace) -> OtherConfig | None:
+    """Return the config.json that is to be in the place of a checkpoint's own; None where that
+    describes the tensors, or no other is found that does."""
+    parts = opened.parts
+    checkpoints = [part.checkpoint for part in parts if part.checkpoint is not None]
+    in_one_place = len({part.place for part in parts}) == 1 and len(checkpoints) == len(parts)
+    if opened.is_bundle or not in_one_place or opened.target.name != RELEASED:
+        return None
+    layouts = opened.layouts
+    if len(layouts) == len(parts) and not any(layout.differences for layout in layouts):
+        return None
+    whole = checkpoints[0].with_shards(s for one in checkpoints[1:] for s in one.shards)
+    trial = _Trial(opened, whole)
+    for other in (*_moved(whole.config), *_of_other_counts(whole)):
+        if (found := trial.layouts(other.config)) is not None and not _differing(found):
+            return other
+    return _of_another_size(trial, layouts) if len(layouts) == len(parts) else None
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A checkpoint whose config.json is tried otherwise."""
+
+    opened: OpenedPlace
+    whole: Checkpoint
+
+    def layouts(self, config: _Config) -> list[PartLayout] | None:
+        """Return what the parts must hold by another config.json; None for one that cannot be
+        followed."""
+        parts = in_one(self.opened.parts[0].place, replace(self.whole, config=dict(config)))
+        layers = layer_count(part.checkpoint for part in parts if part.checkpoint is not None)
+        try:
+            return [layout_of(part, self.opened.target, layers) for part in parts]
+        except MtpExportError:
+            return None
+
+
+def _differing(layouts: Sequence[PartLayout]) -> int:
+    return sum(len(layout.differences) for layout in layouts)
+
+
+def _moved(config: _Config) -> Iterator[OtherConfig]:
+    """Yield configs whose text part is where a config nests it twice, or not at all."""
+    for name in NESTED:
+        inner = config.get(name)
+        if not isinstance(inner, Mapping):
+            own = {key: value for key, value in config.items() if key not in _OF_THE_WHOLE}
+            own = {key: value for key, value in own.items() if not isinstance(value, Mapping)}
+            yield OtherConfig({**config, name: own}, place=name, found="config.json itself")
+            continue
+        for other, deeper in inner.items():
+            if isinstance(deeper, Mapping) and other in NESTED:
+                found = f"{name}.{other}"
+                yield OtherConfig({**config, name: deeper}, place=name, found=found)
+        rest = {key: value for key, value in config.items() if key != name}
+        yield OtherConfig({**inner, **rest}, place="config.json itself", found=name)
+
+
+_OF_THE_WHOLE = frozenset({"architectures", "model_type", "auto_map", "transformers_version"})
+
+
+def _of_other_counts(whole: Checkpoint) -> Iterator[OtherConfig]:
+    """Yield configs that count as many main layers as are there, or as many MTP modules, where more
+    are than are said to be."""
+    config, names = whole.config, whole.tensors
+    said, wanted = main_layers(config), announced(config)
+    last = max(layer_numbers(names), default=0) + 1
+    if said is not None and projection_in_main(names, said) is None:
+        lower = last - (wanted.count or 0 if wanted is not None else 0)
+        for count in dict.fromkeys((last, lower)):
+            if 0 < count != said:
+                field = next(path for path, value in _numbers(config) if path[-1] == _LAYERS)
+                yield _with(config, [(field, said, count)])
+    if wanted is None or wanted.count is None or "model_type" in wanted.field:
+        return
+    count = sum(one.number is not None for one in mtp_modules(names, said))
+    if count > wanted.count:
+        yield _with(config, [(tuple(wanted.field.split(".")), wanted.count, count)])
+
+
+_Path = tuple[str, ...]
+
+
+def _of_another_size(trial: _Trial, layouts: Sequence[PartLayout]) -> OtherConfig | None:
+    """Return the config with other sizes by which all is as stored: field after field the one by
+    which the fewest tensors differ."""
+    config, changes = dict(trial.whole.config), list[tuple[_Path, int, int]]()
+    left = _differing(layouts)
+    while left and len(changes) < _MOST_FIELDS:
+        best = None
+        for change in _changes(config, layouts)[:_MOST_TRIED]:
+            found = trial.layouts(_with(config, [change]).config)
+            if found is not None and (count := _differing(found)) < left:
+                best, left = (change, found), count
+        if best is None:
+            return None
+        changes, layouts = [*changes, best[0]], best[1]
+        config = dict(_with(config, [best[0]]).config)
+    return None if left else _with(trial.whole.config, changes)
+
+
+def _changes(config: _Config, layouts: Sequence[PartLayout]) -> list[tuple[_Path, int, int]]:
+    """Return other values of fields by which some size is as stored, those first that are such a
+    size, or by which most are."""
+    sizes = dict[tuple[int, int], int]()
+    for layout in layouts:
+        for one in layout.differences:
+            wanted, there = layout.stored.tensors.get(one.tensor), layout.checkpoint.tensors
+            if wanted is None or one.tensor not in there:
+                continue
+            for pair in zip(wanted.shape, there[one.tensor].shape, strict=False):
+                if pair[0] != pair[1] and min(pair) > 0:
+                    sizes[pair] = sizes.get(pair, 0) + 1
+    found = dict[tuple[_Path, int, int], tuple[bool, int]]()
+    for path, value in _numbers(config):
+        for (size, stored), count in sizes.items():
+            if value > 1 and size % value == 0 and value * stored % size == 0:
+                change = (path, value, value * stored // size)
+                exact, others = found.get(change, (False, 0))
+                found[change] = (exact or value == size, others + count)
+    return sorted(found, key=found.__getitem__, reverse=True)
+
+
+def _numbers(config: _Config, path: _Path = ()) -> Iterator[tuple[_Path, int]]:
+    """Yield the whole numbers of a config.json and its text part, each with the way to it."""
+    for key, value in config.items():
+        if type(value) is int:
+            yield (*path, key), value
+        elif key in NESTED and isinstance(value, Mapping):
+            yield from _numbers(value, (*path, key))
+
+
+def _with(config: _Config, changes: Sequence[tuple[_Path, int, int]]) -> OtherConfig:
+    """Return the config with other values of fields."""
+    values = [OtherValue(".".join(path), said, stored) for path, said, stored in changes]
+    for path, _, stored in changes:
+        config = _replaced(config, path, stored)
+    return OtherConfig(config, values)
+
+
+def _replaced(config: _Config, path: _Path, value: int) -> _Config:
+    first, *rest = path
+    return {**config, first: _replaced(config[first], tuple(rest), value) if rest else value}

@@ -1,0 +1,121 @@
+"""A config.json that is wrong by a field, by a few, or by the place of its text part: the one by
+which all tensors are as stored is named, and nothing else is said."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cases import edit_json, run_program
+from faults.small_model import family_config, write_dense
+from mtp_checkpoints.families import family_of
+from runtime.checkpoints import changed
+from verify.foreign import INDEX, Config, Tensors, rewritten
+
+ITEM = "config.json"
+
+
+def failed(folder: Path, *options: object) -> dict[str, dict[str, Any]]:
+    outcome = run_program("verify", folder, "--level", "files", "--json", "--quiet", *options)
+    assert outcome.code == 7
+    checks = json.loads(outcome.out)["checks"]
+    items = [item for check in checks for item in check["items"]]
+    return {item["name"]: item for item in items if item["status"] == "fail"}
+
+
+def _fields(**values: int) -> Callable[[Config], object]:
+    return lambda config: (config.get("text_config") or config).update(values)
+
+
+def _nested(config: Config) -> None:
+    config["text_config"] = {"text_config": config["text_config"]}
+
+
+def _flat(config: Config) -> None:
+    text = config.pop("text_config")
+    config |= {key: text[key] for key in text.keys() - config.keys()}
+
+
+def _wrapped(config: Config) -> None:
+    fields = ("hidden_size", "vocab_size", "num_hidden_layers", "num_nextn_predict_layers")
+    config["text_config"] = {key: config.pop(key) for key in (*fields, "intermediate_size")}
+
+
+CASES: dict[str, tuple[str, Callable[[Config], object], str]] = {
+    "another width": (
+        "exaone4_5",
+        _fields(hidden_size=128),
+        "says text_config.hidden_size 128, and all tensors are stored as by 64: set text_config",
+    ),
+    "another number of experts": (
+        "hy_v3",
+        _fields(num_experts=16),
+        "says num_experts 16, and all tensors are stored as by 8: set num_experts to 8",
+    ),
+    "several sizes": (
+        "mimo",
+        _fields(hidden_size=128, intermediate_size=192),
+        "128 and intermediate_size 192, and all tensors are stored as by 64 and 96",
+    ),
+    "more layers than there are": (
+        "nemotron_h",
+        _fields(num_hidden_layers=6),
+        "num_hidden_layers 6, and all tensors are stored as by 5.* unless the last main layers",
+    ),
+    "fewer modules than there are": (
+        "step3p5",
+        _fields(num_nextn_predict_layers=1),
+        "says num_nextn_predict_layers 1, and all tensors are stored as by 3",
+    ),
+    "a text part in another": ("minicpmv4_6", _nested, "in text_config.text_config, and engines"),
+    "no text part": (
+        "intern_s2_preview",
+        _flat,
+        "in config.json itself, and engines look for them",
+    ),
+    "a text part of a text model": ("mimo", _wrapped, "are in text_config, and engines look for"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_field_that_is_wrong_is_named_alone(tmp_path: Path, case: str) -> None:
+    model_type, change, words = CASES[case]
+    folder = write_dense(tmp_path / "checkpoint", config=family_config(model_type))
+    edit_json(folder / "config.json", change)
+    items = failed(folder)
+    assert items.keys() == {ITEM}
+    assert re.search(words, items[ITEM]["cause"]), items[ITEM]["cause"]
+
+
+def test_tensors_that_no_field_explains_are_named(tmp_path: Path) -> None:
+    folder = write_dense(tmp_path / "checkpoint", config=family_config("mimo"))
+
+    def narrower(stored: Tensors) -> None:
+        name = "model.layers.1.mlp.down_proj.weight"
+        stored[name] = stored[name][:, :64].contiguous()
+
+    (folder / INDEX).unlink()
+    items = failed(rewritten(folder, tmp_path / "damaged", narrower, _fields(hidden_size=128)))
+    assert ITEM not in items
+    assert "hidden_size" not in " ".join(item["cause"] for item in items.values())
+
+
+def test_a_draft_of_another_width_in_its_own_folder_is_named(tmp_path: Path) -> None:
+    folders = []
+    for name, width, of_mtp in (("main", 64, False), ("mtp", 128, True)):
+        config = changed(family_config("exaone_moe"), hidden_size=width)
+        mtp = family_of(config).mtp_tensors.keys()
+        folder = write_dense(tmp_path / f"whole-{name}", config=config)
+
+        def kept(stored: Tensors, own: Any = mtp, wanted: bool = of_mtp) -> Tensors:
+            return {n: one for n, one in stored.items() if (n in own) == wanted}
+
+        folders.append(rewritten(folder, tmp_path / name, kept))
+    items = failed(folders[0], "--mtp", folders[1])
+    assert items.keys() == {"draft and main of one model"}
+    assert "hidden_size differs" in items["draft and main of one model"]["cause"]
