@@ -61,10 +61,11 @@ def other_config(opened: OpenedPlace) -> OtherConfig | None:
         return None
     whole = checkpoints[0].with_shards(s for one in checkpoints[1:] for s in one.shards)
     trial = _Trial(opened, whole)
-    for other in (*_moved(whole.config), *_of_other_counts(whole)):
+    followed = len(layouts) == len(parts)
+    for other in (*_moved(whole.config), *_of_other_counts(whole, fewer=not followed)):
         if (found := trial.layouts(other.config)) is not None and not _differing(found):
             return other
-    return _of_another_size(trial, layouts) if len(layouts) == len(parts) else None
+    return _of_another_size(trial, layouts) if followed else None
 
 
 @dataclass(frozen=True)
@@ -109,16 +110,16 @@ def _moved(config: _Config) -> Iterator[OtherConfig]:
 _OF_THE_WHOLE = frozenset({"architectures", "model_type", "auto_map", "transformers_version"})
 
 
-def _of_other_counts(whole: Checkpoint) -> Iterator[OtherConfig]:
+def _of_other_counts(whole: Checkpoint, *, fewer: bool) -> Iterator[OtherConfig]:
     """Yield configs that count as many main layers as are there, or as many MTP modules, where more
-    are than are said to be."""
+    are than are said to be. fewer: main layers, too, which may be lost ones."""
     config, names = whole.config, whole.tensors
     said, wanted = main_layers(config), announced(config)
     last = max(layer_numbers(names), default=0) + 1
     if said is not None and projection_in_main(names, said) is None:
         lower = last - (wanted.count or 0 if wanted is not None else 0)
         for count in dict.fromkeys((last, lower)):
-            if 0 < count != said:
+            if 0 < count != said and (fewer or count > said):
                 field = next(path for path, value in _numbers(config) if path[-1] == _LAYERS)
                 yield _with(config, [(field, said, count)])
     if wanted is None or wanted.count is None or "model_type" in wanted.field:

@@ -18,7 +18,7 @@ from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_checkpoints.tensors.reader import MODELOPT_FILE
 from mtp_export.progress import counted
 from mtp_export.verify.check import MTP_MODULE, Item, failed
-from mtp_export.verify.diagnosis.causes import files as causes
+from mtp_export.verify.diagnosis.causes import configs as causes
 from mtp_export.verify.evidence.parts import Part, PartLayout, layer_count, layout_of
 
 if TYPE_CHECKING:

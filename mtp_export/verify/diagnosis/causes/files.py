@@ -174,65 +174,6 @@ def another_storage(module: str, stored: str, storage: str, expected: str) -> st
     )
 
 
-def field_misdescribes(field: str, *, said: object, stored: object, fits: bool) -> str:
-    """said: None where the field is missing. fits: the other part is stored as the field says."""
-    words = f"says {field} {said}" if said is not None else f"has no {field}"
-    words = f"quantization_config {words}, and every weight is stored as by {stored}"
-    if not fits:
-        return f"{words}: set {field} to {stored}"
-    return (
-        f"{words}; the other part is stored as it says, so that no {field} is right for both:"
-        " quantize the layer again, or graft the original's"
-    )
-
-
-def values_misdescribe(values: Sequence[tuple[str, object, object]]) -> str:
-    """values: fields, each with what config.json says and that by which tensors are stored."""
-    said = " and ".join(f"{field} {wrong}" for field, wrong, _ in values)
-    stored = " and ".join(str(value) for *_, value in values)
-    put = " and ".join(f"{field} to {value}" for field, _, value in values)
-    words = f"config.json says {said}, and all tensors are stored as by {stored}: set {put}"
-    if len(values) > 1:
-        return f"{words}, or put the original's config.json back"
-    ((field, wrong, value),) = values
-    if field.endswith("num_hidden_layers") and int(str(value)) < int(str(wrong)):
-        return f"{words}, unless the last main layers were lost: then put them back"
-    return words
-
-
-def text_part_elsewhere(found: str, place: str) -> str:
-    return (
-        f"the fields of the text part are in {found}, and engines look for them in {place}: move"
-        " them there; by them all tensors are as stored"
-    )
-
-
-def nothing_is_quantized(where: str) -> str:
-    """where: the field of config.json, or the file, that describes the quantization."""
-    return (
-        f"{where} describes a quantization, and no weight is quantized: it was left behind by a"
-        f" conversion. Engines look for codes and scales: remove {where}"
-    )
-
-
-def experts_misdescribed(
-    part: str, other: str, field: str, said: int, stored: int, *, can_graft: bool
-) -> str:
-    """other: the part that is stored as the field says, "" for none. can_graft: the original's
-    layer mends it."""
-    words = f"config.json says {field} {said}, and every layer of {part} has {stored} experts"
-    if not other:
-        return f"{words}: set {field} to {stored}"
-    words += (
-        f", those of {other} {said}: experts were pruned from one part alone, or one is another"
-        " model's, and engines build as many in both. Prune those of "
-    )
-    if stored > said:
-        return f"{words}{part} alike, with the rows of its gates"
-    words += f"{other} alike, with the rows of its gates, and set {field} to {stored}"
-    return f"{words}, or graft the original's layer" if can_graft else words
-
-
 def misread_by_engine(reason: str, problem: object) -> str:
     """reason: of the engine's own reading of the draft."""
     return f"{reason}: {problem}"
