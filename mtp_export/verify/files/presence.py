@@ -73,8 +73,8 @@ def run(context: Context) -> Iterator[Item]:
     yield _writer(found)
     if whole_set(context.files.names()) and INDEX_NAME not in context.files.names():
         yield measured("index", causes.NO_INDEX, {})
-    if context.other_config is not None:
-        return  # by which modules are counted: config_match says so
+    if context.other_config:  # by which modules are counted: config_match says so
+        return
     whole = found.has_main and has_layers(found.tensors)
     other = other_draft(found.config, found.mtp_names if whole else found.tensors)
     if other is not None:
@@ -266,14 +266,11 @@ def _none_there(name: str, found: Found, wanted: Announced) -> Item:
         words = causes.lost_beside(str(wanted), draft.kind, draft.sign)
         return failed(name, words, figure=figure, subject="config.json", repair=found.repair)
     loss = known_loss(found.tool) if found.tool else ""
-    pickled = next(filter(_is_pickled_module, sorted(found.context.files.names())), "")
+    pickled = next(filter(_PICKLED_MODULE.search, sorted(found.context.files.names())), "")
     by_hand = "" if found.repair else unlike_source(found.context) or causes.BY_HAND
-    words = causes.lost(str(wanted), found.module_names, writer, loss, pickled, by_hand)
+    of_tool = (str(found.tool or ""), loss)
+    words = causes.lost(str(wanted), found.module_names, *of_tool, pickled, by_hand)
     return failed(name, words, figure=figure, subject="config.json", repair=found.repair)
-
-
-def _is_pickled_module(file: str) -> bool:
-    return _PICKLED_MODULE.search(file) is not None
 
 
 def _figure(count: int, wanted: Announced) -> str:
