@@ -197,6 +197,18 @@ def _are_beside(one: re.Match[str] | None, other: re.Match[str] | None) -> bool:
     return one.groups()[:2] == other.groups()[:2] or one[3] == other[3]
 
 
+def held_by(weight: WeightOnDisk, others: Mapping[str, WeightOnDisk]) -> list[str]:
+    """Return the names of those of some weights of its shape that a weight is, within the bound of
+    its form."""
+    alike = {n: o for n, o in others.items() if o.stored.weight.shape == weight.stored.weight.shape}
+    try:
+        found = weight.encoded(0, _sample_rows(weight)).dequantize()
+    except ValueError:
+        return []
+    bound = weight.stored.format.gate.sqnr_db
+    return [name for name, other in alike.items() if _holds(found, other, bound)]
+
+
 def _holds(found: torch.Tensor, other: WeightOnDisk, bound: float) -> bool:
     """True if the first rows of a weight are another's; a block of them tells most apart."""
     for rows in sorted({min(BLOCK, len(found)), len(found)}):

@@ -28,6 +28,7 @@ from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.diagnosis.weight_bugs import explain, explain_within
 from mtp_export.verify.evidence.parts import Part, PartLayout
 from mtp_export.verify.evidence.weight_facts import AgainstSource, WeightFacts
+from mtp_export.verify.weights.moved_layers import moved_layers
 from mtp_export.verify.weights.others_main import (
     compared_by_values,
     unlike_and_scaled,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 _NUMBER = re.compile(r"layers\.(\d+)\.")
 _EXPLAINED = 3  # wrong weights per item whose cause is looked for
+_NOTHING_DB = 3.0  # of a weight that is another
 _BELOW_DB = 1.0  # below the median of its role and form, a weight within its bound is looked into
 _WORST = 10  # weights per item that are named in data
 
@@ -84,6 +86,8 @@ def run(context: Context) -> Iterator[Item]:
     yield _config(context, _original_config(context, context.source))
     source_weights = context.source_weights
     assert source_weights is not None, "there is a source"
+    if (moved := moved_layers([*_wrong(context)], source_weights.weights)) is not None:
+        yield moved
     for layout in context.layouts:
         facts = context.walks.of(layout.name).facts
         if layout.name in context.parts_of_others:
@@ -106,6 +110,20 @@ def run(context: Context) -> Iterator[Item]:
         kept = [one for one in compared if one.weight.name not in tuned | scaled]
         yield from _part_items(layout.name, kept, source_weights.weights, _named(context))
     yield _tokenizers(context)
+
+
+def _wrong(context: Context) -> Iterator[WeightOnDisk]:
+    """Yield the weights of all parts that are not the source's: of parts that another tool
+    quantized, with scales that it may have moved, those that have next to nothing of it."""
+    for layout in context.layouts:
+        of_others = layout.name in context.parts_of_others
+        for fact in context.walks.of(layout.name).facts:
+            if fact.against is None:
+                continue
+            compared = Compared(fact.weight, fact.against)
+            is_near = (compared.sqnr_db or -math.inf) >= _NOTHING_DB
+            if compared.failed and not (of_others and is_near):
+                yield fact.weight
 
 
 def _scaled(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+from mtp_export.progress import shortened
+
+_LAYERS = 4  # that are named
 
 # --- Seen without a source ------------------------------------------------------------------------
 
@@ -327,6 +331,20 @@ def latent_keys_not_transposed(keys: str) -> str:
 
 def holds_another(tensor: str) -> str:
     return f"it holds {tensor}"
+
+
+def layers_moved(from_layer: Mapping[str, str], counts: Mapping[str, tuple[int, int]]) -> str:
+    """from_layer: by the name of a layer, that of the source's whose weights it holds. counts: how
+    many of its weights are not the source's, of how many."""
+    told = [
+        f"{layer} holds the source's {other} ({wrong} of its {count} weights are not its own)"
+        for layer, other in from_layer.items()
+        for wrong, count in [counts[layer]]
+    ]
+    words = shortened(told, _LAYERS, "; ")
+    if len(from_layer) == 2 and from_layer == {b: a for a, b in from_layer.items()}:
+        words += ": the two are exchanged"
+    return f"{words}. Give the weights of each the names that they have in the source"
 
 
 def holds_codes_of(tensor: str) -> str:
