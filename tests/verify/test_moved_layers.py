@@ -18,7 +18,7 @@ def moved(**places: int) -> dict[str, str]:
 
 
 def told(source: Path, folder: Path, places: dict[str, str]) -> str:
-    """What is said of a checkpoint whose layers are those of others."""
+    """Return the verdict on a checkpoint whose layers are those of others."""
 
     def change(stored: Tensors) -> Tensors:
         made = dict(stored)
