@@ -366,6 +366,11 @@ class Context(OpenedPlace):
         names = (item.name for item in failed if MTP_MODULE not in item.name)
         return next((f"check likelihood, {name}" for name in names), "")
 
+    @property
+    def module_damage(self) -> bool:
+        """True where plain text told that the MTP module is damaged."""
+        return any(MTP_MODULE in item.name for item in self.failures.get("likelihood", ()))
+
     def loaded(self, options: LoadOptions) -> Loaded:
         """The bundle's model, loaded once per options; a deterministic one is the usual, if that
         has no layer to refuse. Raises what load_model raises."""

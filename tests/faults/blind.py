@@ -62,7 +62,7 @@ JUDGES: dict[str, Judge] = {
     "ledger": _whole("ledger"),
     "likelihood": likelihood.run,
     "acceptance": lambda context: (
-        iter(()) if context.main_damage else diagnosed(context.corpus, damage=context.named_damage)
+        iter(()) if context.main_damage else diagnosed(context.corpus, context=context)
     ),
     "controls": lambda context: controls.items_of(context.corpus),
 }

@@ -164,7 +164,7 @@ def corpora(context: Context, seeds: Sequence[int]) -> Iterator[tuple[int, Corpu
 
 def judged_on(corpus: Corpus, context: Context) -> Iterator[str]:
     """Yield what fails on the texts of a seed."""
-    yield from _failed("acceptance", acceptance.diagnosed(corpus, damage=context.named_damage))
+    yield from _failed("acceptance", acceptance.diagnosed(corpus, context=context))
     yield from _failed("controls", controls.items_of(corpus))
     for extra in context.extra_drafts:
         yield from _failed("drafts", [acceptance._extra_diagnosed(corpus, extra)])

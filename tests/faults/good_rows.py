@@ -67,7 +67,7 @@ def items_of(good: Good, source: Model, prompts: Sequence[Prompt], tokens: int) 
     corpus = Corpus(good.model, tuple(prompts), tokens)
     return [
         *compared(corpus, source, scheme=good.scheme, gate=good.gate),
-        *diagnosed(corpus),
+        *diagnosed(corpus, context=context),
         *controls.items_of(corpus),
         *likelihood.run(context),
     ]

@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from mtp_export.verify.decoding import differential
+from mtp_export.verify.check import Item, failed
+from mtp_export.verify.decoding import acceptance, differential
 from mtp_export.verify.decoding.acceptance import one_cause
+from mtp_export.verify.decoding.changed import Changed
 from mtp_export.verify.diagnosis.alternatives import CONFIDENCE, Alternative, Gain, best_of
+from mtp_export.verify.diagnosis.layer_variants import LayerVariant
+from mtp_export.verify.diagnosis.trainable_module import changed_half
 from mtp_export.verify.diagnosis.variants import Variant
 from mtp_export.verify.evidence.statistics import Estimate, ratio
 from mtp_runtime.drafters.base import ScoredVariant
@@ -135,3 +139,87 @@ def test_several_changes_that_leave_most_drafts_refused_may_be_of_another_model(
     gain = Estimate(value=0.5, low=0.4, high=0.6, count=100)
     found = [Alternative(variant, gain, own=0.55, other=other) for other in others]
     assert ("taken from another main model" in one_cause(found)) is says_so
+
+
+def of_half(wrong: str, *, half: str = "attention", is_size: bool = False) -> Alternative:
+    """A change of half a module that leaves most drafts refused."""
+    module: Any = None  # which the sentence does not look at
+    variant = Variant(wrong, wrong, f"q_norm {wrong}", module, False, by_acceptance=is_size)
+    gain = Estimate(value=0.5, low=0.4, high=0.6, count=100)
+    return Alternative(replace(variant, wrong=wrong), gain, own=0.6, other=0.64, half=half)
+
+
+HARM = "the attention of the MTP layer does harm: its weights are damaged"
+
+
+@pytest.mark.parametrize(
+    ("others", "harm"),
+    [
+        ([of_half("is reversed")], True),
+        ([of_half("is reversed", half="inputs")], False),
+        ([of_half("has the wrong sign")], False),  # as the first
+        ([replace(of_half("is reversed"), other=0.9)], False),
+        ([], False),
+    ],
+)
+def test_changes_of_a_half_that_contradict_each_other_name_the_half(
+    others: list[Alternative], harm: bool
+) -> None:
+    """What mends some of it is told behind that."""
+    words = one_cause([of_half("has the wrong sign"), *others])
+    assert words.startswith(HARM) is harm
+    assert "q_norm has the wrong sign" in words
+
+
+def weighed(better: list[Alternative], trained: list[Changed]) -> Item:
+    """A failure whose explanations are compared with what training of the module betters."""
+    context: Any = SimpleNamespace(module_damage=False)
+    failure = failed("drafts", one_cause(better), figure="", bound="none", subject="module")
+    changes = [Changed(one.as_of_layer, TEXTS, one.gain) for one in better]
+    every = sorted([*changes, *trained], key=lambda one: -one.gain.value)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(acceptance, "beside_in_module", lambda context, modules: every)
+        return acceptance._beside_training(failure, better, context)
+
+
+TEXTS: Any = SimpleNamespace(fitted_gain=lambda other, confidence: None)
+
+
+def gaining(gain: float, words: str, **kind: bool) -> Changed:
+    variant = LayerVariant(0, words, words, "attention", **kind)
+    return Changed(variant, TEXTS, Estimate(gain, gain - 0.01, gain + 0.01, 100))
+
+
+def test_training_names_what_the_drafts_do_not() -> None:
+    """The best by the likelihood of code; nothing else where all that is best was known."""
+    two = [of_half("has the wrong sign"), of_half("is reversed")]
+    far = weighed(two, [gaining(0.9, "k_proj is transposed", is_of_tensor=True)])
+    assert far.cause.endswith("k_proj is transposed: k_proj is transposed")
+    assert (far.name, far.bound, far.subject) == ("drafts", "none", "module")
+    harm = weighed(two, [gaining(0.4, "k_proj is damaged", is_trained=True)])
+    assert HARM in harm.cause and "; or k_proj is damaged" in harm.cause
+    less = weighed(two, [gaining(0.1, "k_proj is transposed", is_of_tensor=True)])
+    assert less.cause == one_cause(two)
+    size = [of_half("is twice", is_size=True), of_half("has 1 too much", is_size=True)]
+    found = weighed(size, [gaining(0.4, "k_proj is damaged", is_trained=True)])
+    assert "several explain it equally: q_norm is twice" in found.cause
+
+
+def test_a_change_that_brings_most_drafts_back_is_not_weighed() -> None:
+    found = weighed([replace(of_half("is reversed"), other=0.9)], [gaining(0.9, "another")])
+    assert "another" not in found.cause
+
+
+def test_a_change_of_a_module_is_of_the_half_that_it_changes() -> None:
+    layer = SimpleNamespace(input_norm=1, attention=2, post_norm=3, feed_forward=4)
+    own: Any = SimpleNamespace(
+        embedding_norm=5, hidden_norm=6, projection=7, layer=layer, head=SimpleNamespace(norm=8)
+    )
+
+    def other(**changed: int) -> Any:
+        return SimpleNamespace(**{**vars(own), "layer": SimpleNamespace(**vars(layer) | changed)})
+
+    assert changed_half(own, other(attention=0)) == "attention"
+    assert changed_half(own, other(post_norm=0)) == "feed_forward"
+    assert changed_half(own, other(attention=0, post_norm=0)) == ""
+    assert changed_half(own, SimpleNamespace(**{**vars(own), "projection": 0})) == "inputs"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,7 +20,9 @@ from mtp_export.verify.check import (
     passed,
 )
 from mtp_export.verify.context import Context
+from mtp_export.verify.decoding.changed import explained, explaining
 from mtp_export.verify.decoding.drafter_agreement import drafter_bug, drafter_items, equal_tokens
+from mtp_export.verify.decoding.training import beside_in_module
 from mtp_export.verify.diagnosis.alternatives import (
     LEAST_GAIN_NATS,
     Alternative,
@@ -30,8 +32,10 @@ from mtp_export.verify.diagnosis.alternatives import (
     first_token,
 )
 from mtp_export.verify.diagnosis.causes import decoding as causes
+from mtp_export.verify.diagnosis.layer_variants import LayerVariant
+from mtp_export.verify.diagnosis.trainable_module import OF_HALVES
 from mtp_export.verify.diagnosis.undone import undone
-from mtp_export.verify.diagnosis.variants import LOADING
+from mtp_export.verify.diagnosis.variants import LOADING, Variant
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.decode import Decoded
 from mtp_export.verify.evidence.extra_drafts import ExtraDraft
@@ -64,7 +68,7 @@ def run(context: Context) -> Iterator[Item]:
     yield _no_collapse(corpus, max(context.options.ks), one_cause(best_of(tried)))
     yield from _with_activations(context, max(context.options.ks))
     yield from drafter_items(corpus, max(context.options.ks))
-    yield from diagnosed(corpus, tried, damage=context.named_damage)
+    yield from diagnosed(corpus, tried, context=context)
 
 
 def _without_module(context: Context, draft: ExtraDraft) -> Iterator[Item]:
@@ -124,16 +128,25 @@ def diagnosed(
     tried: Sequence[Alternative] | None = None,
     *,
     generated: bool = True,
-    damage: str = "",
+    context: Context | None = None,
 ) -> Iterator[Item]:
     """The module compared with its variants: one that drafts better names a known bug. generated:
-    the texts are the model's own, so that drafts should hit them. damage: what named damage of the
-    module before, of which refused drafts and better variants are the consequence."""
+    the texts are the model's own, so that drafts should hit them. context: of the bundle, damage of
+    whose module may be named already, of which refused drafts and better variants are the
+    consequence, and whose module may be trained."""
     tried = alternatives(corpus) if tried is None else tried
-    better = best_of(tried)
+    damage = "" if context is None else context.named_damage
+    better = [] if damage else best_of(tried)
+    named = causes.damaged(damage) if damage else ""
+    others = not_tested(_OTHERS, named) if damage else _none_better(_OTHERS, tried)
+    if better:
+        untrained = others
+        others = others if context is None else _beside_training(others, better, context)
+        is_enough = (better[0].other or 0.0) >= gates.LEAST_ACCEPTANCE
+        named = others.cause if is_enough or others is not untrained else ""
     if generated:
-        yield _sanity_band(corpus, better, damage)
-    yield not_tested(_OTHERS, causes.damaged(damage)) if damage else _none_better(_OTHERS, tried)
+        yield _in_band(first_draft(corpus), named or causes.NO_KNOWN_BUG)
+    yield others
     is_mixed_up = bool(better) and better[0].kind == LOADING and not _drafts(corpus)
     if damage or is_mixed_up:
         why = causes.damaged(damage) if damage else causes.loaded_wrongly(_OTHERS)
@@ -153,9 +166,42 @@ def one_cause(better: Sequence[Alternative]) -> str:
     """The alternatives that explain a fault equally, as a sentence; "" without any."""
     if not better:
         return ""
-    words = causes.one_of([one.explained for one in better])
-    is_whole = len(better) > 1 and all(one.leaves_most_refused for one in better)
-    return words + causes.OR_ANOTHER_LAYER if is_whole else words
+    sentences = [one.explained for one in better]
+    if len(better) == 1 or not all(one.leaves_most_refused for one in better):
+        return causes.one_of(sentences)
+    halves, kinds = ({of(one) for one in better} for of in (lambda o: o.half, lambda o: o.wrong))
+    if len(halves) == 1 < len(kinds) and (half := halves.pop()):
+        return causes.mended_in_part(OF_HALVES[half], sentences)
+    return causes.one_of(sentences) + causes.OR_ANOTHER_LAYER
+
+
+def _beside_training(failure: Item, better: Sequence[Alternative], context: Context) -> Item:
+    """The failure by several alternatives, or by one that mends some, with what training of the
+    module, which no check before found damaged, betters as much or more."""
+    of_tensors = {one.as_of_layer: one for one in better if isinstance(one.variant, Variant)}
+    is_sure = len(of_tensors) < len(better) or any(one.mends_most for one in better)
+    if is_sure or better[0].kind != LOADING or better[0].depth > 1 or context.module_damage:
+        return failure
+    modules = [(change, one.variant.module) for change, one in of_tensors.items()]
+    tried = [one for one in beside_in_module(context, modules) if one.gains(0)]
+    equal = [one.variant for one in explaining(tried)] if tried else []
+    if of_tensors.keys() >= {*equal}:
+        return failure
+    found = replace(explained(failure.name, tried, tried, failure.bound), subject=failure.subject)
+    halves = {one.half for one in equal}
+    kinds = {_wrong(one, of_tensors) for one in equal if not one.is_trained}
+    if equal[0] not in of_tensors or len(halves) > 1 or "" in halves or len(kinds) == 1:
+        return found
+    words = causes.mended_in_part(OF_HALVES[halves.pop()], [one.cause for one in equal])
+    best = tried[0]
+    return replace(found, cause=causes.likelier(words, best.gain.value, best.variant.change))
+
+
+def _wrong(one: LayerVariant, known: Mapping[LayerVariant, Alternative]) -> str:
+    """What is wrong with what a change undoes: "" for any size."""
+    if one in known:
+        return known[one].wrong
+    return "" if one.is_size else one.cause
 
 
 def conditional(decoded: Decoded, position: int) -> Estimate | None:
@@ -229,16 +275,8 @@ def _drafts(corpus: Corpus) -> bool:
     return found is None or is_in_band(found)
 
 
-def _sanity_band(corpus: Corpus, better: Sequence[Alternative], damage: str) -> Item:
-    """Acceptance of the first draft at every position of the texts."""
-    cause = causes.damaged(damage) if damage else causes.NO_KNOWN_BUG
-    if better and not damage and (better[0].other or 0.0) >= gates.LEAST_ACCEPTANCE:
-        cause = one_cause(better)
-    return _in_band(first_draft(corpus), cause)
-
-
 def _in_band(found: Estimate | None, cause: str) -> Item:
-    """An acceptance of first drafts, and the cause of one below a working module's."""
+    """The acceptance of first drafts, and the cause of one below a working module's."""
     name, bound = _BAND, f"at least {gates.LEAST_ACCEPTANCE}"
     if found is None:
         return not_tested(name, "nothing was drafted: the texts are too short")

@@ -90,7 +90,7 @@ def explained(name: str, tried: Sequence[Changed], better: Sequence[Changed], bo
     """The failure that those that are better explain."""
     best = better[0]
     figure = f"{best.gain.value:+.3f} nats when {best.variant.change}"
-    equal = _explaining(better)
+    equal = explaining(better)
     all_causes = causes.one_of([one.variant.cause for one in equal])
     cause = causes.likelier(all_causes, best.gain.value, best.variant.change)
     data = {**undone(_gains(tried), named=_gains(equal)), EQUAL: len(equal)}
@@ -105,10 +105,10 @@ def _gains(tried: Sequence[Changed]) -> list[tuple[str, Estimate]]:
 
 def leaves_out(better: Sequence[Changed]) -> bool:
     """True where a half, or an expert, that adds nothing explains as much as the best."""
-    return any(one.variant.is_left_out for one in _explaining(better))
+    return any(one.variant.is_left_out for one in explaining(better))
 
 
-def _explaining(better: Sequence[Changed]) -> Sequence[Changed]:
+def explaining(better: Sequence[Changed]) -> Sequence[Changed]:
     """Those that are not told from the best, what is left out first: any other change of a half
     that does harm may be better by chance. What is trained and what is undone take turns."""
     best = better[0]

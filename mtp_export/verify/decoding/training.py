@@ -37,7 +37,8 @@ from mtp_export.verify.gates import (
     LEAST_SMALL_SHARE_NATS,
     LEAST_TRAINED_NATS,
 )
-from mtp_runtime.streaming import StreamedModel
+from mtp_runtime.models.model import MtpModule
+from mtp_runtime.streaming import StreamedModel, open_streamed
 from mtp_runtime.tokenizer import Tokenizer
 
 NAME = "no part of the main model gains by training"
@@ -123,18 +124,63 @@ def beside(
     return _merged(of_variants, alone, compared(trials.own, pointed(trials)))
 
 
+def beside_in_module(
+    context: Context, changes: Sequence[tuple[LayerVariant, MtpModule]]
+) -> list[Changed]:
+    """Changes of the MTP module beside what slopes point to and what training of its halves, and of
+    single tensors, betters, all on the same texts, best first; nothing where it is not trained."""
+    streamed = open_streamed(context.folder, context.options.device, context.mtp_folder)
+    trials = _fed_trials(streamed, context)
+    if isinstance(trials, Item):
+        return []
+    own = compared(trials.own, ((one, trials.under_layer(0, other)) for one, other in changes))
+    told, where = {one.change for one, _ in changes}, f" of {trials.model.noun}"
+    pointed_to = compared(trials.own, pointed(trials))
+    undone = (one for one in pointed_to if one.variant.change.replace(where, "") not in told)
+    halves = compared(trials.own, _trained_halves(trials, trials.halves, context))
+    found = _merged(own, undone)
+    suspected = dict.fromkeys(map(_half, (*found[:1], halves[0])))
+    spots = [spot for half in suspected for spot in trials.halves.get(half, ())]
+    return _merged(found, halves, compared(trials.own, map(trials.trained, spots)))
+
+
+def _fed_trials(streamed: StreamedModel, context: Context) -> Trials | Item:
+    """Read the module of a main model of any depth, which texts are streamed through."""
+    texts = _texts(streamed, Tokenizer.find(streamed.opened.folder))
+    if isinstance(texts, Item):
+        return texts
+    try:
+        module = TrainableModule.of(streamed)
+    except UnsupportedError as error:
+        return not_tested(OF_MODULE, str(error))
+    layers = len(texts) * streamed.config.layers
+    with context.show_count("acceptance, with the module trained", layers, "layers") as advance:
+        last = [(some, Likelihood.of(streamed, some, advance=advance).states) for some in texts]
+    return Trials.fed(module, streamed.rest().head, *last)
+
+
 def _trials(streamed: StreamedModel, tokenizer: Tokenizer) -> Trials | Item:
     """Read a model, and take the texts through it; the reason why not as an item."""
+    texts = _texts(streamed, tokenizer)
+    if isinstance(texts, Item):
+        return texts
+    try:
+        return Trials.of(Trainable.of(streamed), *texts)
+    except UnsupportedError as error:
+        return not_tested(NAME, str(error))
+
+
+def _texts(streamed: StreamedModel, tokenizer: Tokenizer) -> tuple[PlainTexts, PlainTexts] | Item:
+    """The texts to train on and to judge by; the reason why not as an item."""
     if streamed.opened.size_bytes > MOST_BYTES:
         return not_tested(NAME, f"models of more than {MOST_BYTES >> 20} MiB are not trained")
+    if not tokenizer.found:
+        return not_tested(NAME, "there is no tokenizer to read plain text with")
     trained = PlainTexts.of_modules(tokenizer, TRAINING, TRAINING_PASSAGES)
     judging = PlainTexts.of_modules(tokenizer, JUDGING, JUDGING_PASSAGES)
     if min(len(trained.kinds), len(judging.kinds)) < LEAST_TEXTS:
         return not_tested(NAME, "this Python has no source of its standard library")
-    try:
-        return Trials.of(Trainable.of(streamed), trained, judging)
-    except UnsupportedError as error:
-        return not_tested(NAME, str(error))
+    return trained, judging
 
 
 def _with_more_texts(trials: Trials, tokenizer: Tokenizer) -> Trials:

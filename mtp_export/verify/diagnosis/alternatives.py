@@ -13,7 +13,9 @@ from mtp_export.verify import gates
 from mtp_export.verify.diagnosis.by_torch import by_torch
 from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.experts import expert_variant_count, expert_variants, has_many
+from mtp_export.verify.diagnosis.layer_variants import LayerVariant
 from mtp_export.verify.diagnosis.suspected import module_variants
+from mtp_export.verify.diagnosis.trainable_module import changed_half
 from mtp_export.verify.diagnosis.variant_drafts import (
     acceptance,
     anchors_of,
@@ -67,7 +69,7 @@ class Alternative:
     gain: mean log-probability of the target's best tokens, variant minus own, in nats. own and
     other: greedy acceptance of the module and of the variant, if it was computed. rise: acceptance
     of the variant minus own over the same drafts, if it was computed. is_fitted: the gain is that
-    where each is at the temperature that fits it.
+    where each is at the temperature that fits it. half: of the module, if that alone is changed.
     """
 
     variant: Variant | ScoredVariant
@@ -76,6 +78,7 @@ class Alternative:
     other: float | None = None
     rise: Estimate | None = None
     is_fitted: bool = False
+    half: str = ""
 
     @property
     def better(self) -> bool:
@@ -129,6 +132,19 @@ class Alternative:
         return self.variant.depth
 
     @property
+    def wrong(self) -> str:
+        """What is wrong with what it undoes, whatever tensor that is: "" for any size."""
+        if not isinstance(self.variant, Variant):
+            return self.variant.cause
+        return "" if self.variant.by_acceptance else self.variant.wrong or self.variant.cause
+
+    @property
+    def as_of_layer(self) -> LayerVariant:
+        """The change as one of a layer, the module."""
+        what, is_size = (self.variant.change, self.variant.cause), self.variant.by_acceptance
+        return LayerVariant(0, *what, self.half, is_of_tensor=True, is_size=is_size)
+
+    @property
     def explained(self) -> str:
         """The finding as a sentence, behind its kind."""
         if self.own is not None and self.other is not None and self.other - self.own > 0.005:
@@ -143,9 +159,14 @@ class Alternative:
     def leaves_most_refused(self) -> bool:
         """True for a change of the module's tensors by which fewer than half of the refused drafts
         are accepted, and that does not say so itself."""
-        if self.own is None or self.other is None or self._is_not_all:
-            return False
-        return self.kind == LOADING and self.other - self.own < (1 - self.own) / 2
+        return self.kind == LOADING and not (self._is_not_all or self.mends_most)
+
+    @property
+    def mends_most(self) -> bool:
+        """False for a change by which fewer than half of the refused drafts are accepted."""
+        if self.own is None or self.other is None:
+            return True
+        return self.other - self.own >= (1 - self.own) / 2
 
     @property
     def _is_not_all(self) -> bool:
@@ -242,7 +263,8 @@ class _Bench:
         other, own = (acceptance(each, depth) for each in drafts)
         hit, hit_before = (each.hit[depth - 1].double() for each in drafts)
         rise = _gain(corpus, hit, before=hit_before, anchors=anchors, room=room)
-        found = Alternative(variant, gain, own=own, other=other, rise=rise)
+        half = changed_half(corpus.module, variant.module)
+        found = Alternative(variant, gain, own=own, other=other, rise=rise, half=half)
         return found if found.rises or variant.least_rise else self._fitted(found, variant, room)
 
     def _fitted(self, found: Alternative, variant: Variant, room: torch.Tensor) -> Alternative:

@@ -63,6 +63,7 @@ def half_variants(model: Model, module: MtpModule) -> Iterator[Variant]:
             name=f"{half} half {factor:g}",
             change=f"the {half} half of eh_proj is multiplied by {factor:g}",
             cause=causes.half_scaled(half, 1 / factor),
+            wrong=causes.WRONG_SIGN if factor < 0 else causes.times(1 / factor),
             module=replace(module, projection=columns_scaled(module.projection, columns, factor)),
             by_acceptance=True,
         )
@@ -104,4 +105,5 @@ def single_tensor_variants(model: Model, module: MtpModule) -> Iterator[Variant]
                 module=changed,
                 by_acceptance=change.is_size,
                 is_left_out=change.only_last,
+                wrong=change.wrong,
             )

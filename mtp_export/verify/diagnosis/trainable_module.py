@@ -13,6 +13,7 @@ from torch import Tensor
 from mtp_checkpoints.families.contract import Hidden
 from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.changed_weight import with_parts
+from mtp_export.verify.diagnosis.halves import ATTENTION, FEED_FORWARD
 from mtp_export.verify.diagnosis.layer_variants import WORDS, half_of
 from mtp_export.verify.diagnosis.scaled_variants import OWN_NORMS, PROJECTION
 from mtp_export.verify.diagnosis.tensor_variants import Place
@@ -29,7 +30,23 @@ from mtp_runtime.models.model import MtpModule
 from mtp_runtime.streaming import StreamedModel
 
 INPUTS, HEAD = "inputs", "head"
-_WORDS = WORDS | {INPUTS: "eh_proj, enorm and hnorm", HEAD: OWN_NORMS[-1].name}
+OF_HALVES = WORDS | {INPUTS: "eh_proj, enorm and hnorm", HEAD: OWN_NORMS[-1].name}
+
+
+def changed_half(module: MtpModule, other: MtpModule) -> str:
+    """Return the only half of a module in which another one differs, "" where there are more."""
+    pairs = zip(_by_half(module), _by_half(other), strict=True)
+    found = {half for (half, one), (_, two) in pairs if one is not two}
+    return found.pop() if len(found) == 1 else ""
+
+
+def _by_half(module: MtpModule) -> Iterator[tuple[str, object]]:
+    """Yield the parts of a module that have tensors of its own, each behind its half."""
+    yield from ((INPUTS, one) for one in (module.embedding_norm, module.hidden_norm))
+    yield INPUTS, module.projection
+    yield from ((ATTENTION, one) for one in (module.layer.input_norm, module.layer.attention))
+    yield from ((FEED_FORWARD, one) for one in (module.layer.post_norm, module.layer.feed_forward))
+    yield HEAD, module.head.norm
 
 
 class TrainableModule(Trainable):
@@ -53,7 +70,7 @@ class TrainableModule(Trainable):
         return causes.MTP_LAYER
 
     def words(self, half: str) -> str:
-        return _WORDS[half]
+        return OF_HALVES[half]
 
     def places(self, layer: Any) -> Iterator[tuple[str, Place]]:
         yield HEAD, OWN_NORMS[-1]
@@ -62,12 +79,12 @@ class TrainableModule(Trainable):
         for place in every_place(layer.layer):
             yield half_of(place), replace(place, path=("layer", *place.path))
 
-    def fed(self, main: Trainable, states: Tensor, texts: int) -> Tensor:
-        """Return the rows that the module is fed at texts without their first tokens, of the main
-        model's last rows [b * s, d] of the texts."""
+    def fed(self, main: Head, states: Tensor, texts: int) -> Tensor:
+        """Return the rows that the module is fed at texts without their first tokens, of the last
+        rows [b * s, d] of the texts before the main model's head."""
         module: MtpModule = self.layers[0]
         if module.contract.target_hidden is Hidden.AFTER_NORM:
-            states = main.head.normed(states)
+            states = main.normed(states)
         return states.view(texts, -1, states.shape[1])[:, :-1].flatten(0, 1)
 
     def through(self, layer: Any, x: Tensor, tokens: Tensor) -> Tensor:

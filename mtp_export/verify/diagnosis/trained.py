@@ -25,6 +25,7 @@ from mtp_export.verify.diagnosis.trainable import Spot, Trainable
 from mtp_export.verify.diagnosis.trainable_module import TrainableModule
 from mtp_export.verify.evidence.likelihood import Likelihood
 from mtp_export.verify.evidence.plain_text import CODE, PlainTexts
+from mtp_runtime.models.execution import Head
 
 STEPS, TOGETHER_STEPS, SMALL_STEPS, STEP_TEXTS = 12, 36, 24, 8
 SCREEN_TEXTS = 16
@@ -58,16 +59,22 @@ class Trials:
         read, judged = (model.states(texts.table) for texts in (code, judging))
         return cls(model, code, read, judging, judged)
 
-    @torch.no_grad()
     def of_module(self, module: TrainableModule) -> Trials:
-        """Take the main model's last rows of the texts, which lose their first tokens, through its
-        module."""
+        """The trials of the model's module."""
+        last = (self.code, self.read[-1]), (self.judging, self.judged[-1])
+        return Trials.fed(module, self.model.head, *last)
+
+    @classmethod
+    @torch.no_grad()
+    def fed(cls, module: TrainableModule, main: Head, *last: tuple[PlainTexts, Tensor]) -> Trials:
+        """Take the last rows of texts before the main model's head, to train on and to judge by,
+        through its module; the texts lose their first tokens."""
         texts, rows = [], []
-        for some, states in ((self.code, self.read), (self.judging, self.judged)):
-            fed = module.fed(self.model, states[-1], len(some.kinds))
+        for some, states in last:
+            fed = module.fed(main, states, len(some.kinds))
             texts.append(some.without_first())
             rows.append([fed, module.through(module.layers[0], fed, texts[-1].table)])
-        return Trials(module, texts[0], rows[0], texts[1], rows[1])
+        return cls(module, texts[0], rows[0], texts[1], rows[1])
 
     @cached_property
     def own(self) -> Likelihood:
