@@ -165,7 +165,7 @@ HARM = "the attention of the MTP layer does harm: its weights are damaged"
 def test_changes_of_a_half_that_contradict_each_other_name_the_half(
     others: list[Alternative], harm: bool
 ) -> None:
-    """What mends some of it is told behind that."""
+    """Those that mend some of it are told behind that."""
     words = one_cause([of_half("has the wrong sign"), *others])
     assert words.startswith(HARM) is harm
     assert "q_norm has the wrong sign" in words

@@ -32,6 +32,7 @@ from mtp_export.verify.diagnosis.alternatives import (
     first_token,
 )
 from mtp_export.verify.diagnosis.causes import decoding as causes
+from mtp_export.verify.diagnosis.causes.pointed import mended_in_part
 from mtp_export.verify.diagnosis.layer_variants import LayerVariant
 from mtp_export.verify.diagnosis.trainable_module import OF_HALVES
 from mtp_export.verify.diagnosis.undone import undone
@@ -169,20 +170,21 @@ def one_cause(better: Sequence[Alternative]) -> str:
     sentences = [one.explained for one in better]
     if len(better) == 1 or not all(one.leaves_most_refused for one in better):
         return causes.one_of(sentences)
-    halves, kinds = ({of(one) for one in better} for of in (lambda o: o.half, lambda o: o.wrong))
+    halves, kinds = {one.half for one in better}, {one.wrong for one in better}
     if len(halves) == 1 < len(kinds) and (half := halves.pop()):
-        return causes.mended_in_part(OF_HALVES[half], sentences)
+        return mended_in_part(OF_HALVES[half], sentences)
     return causes.one_of(sentences) + causes.OR_ANOTHER_LAYER
 
 
 def _beside_training(failure: Item, better: Sequence[Alternative], context: Context) -> Item:
     """The failure by several alternatives, or by one that mends some, with what training of the
     module, which no check before found damaged, betters as much or more."""
-    of_tensors = {one.as_of_layer: one for one in better if isinstance(one.variant, Variant)}
-    is_sure = len(of_tensors) < len(better) or any(one.mends_most for one in better)
+    variants = [one.variant for one in better if isinstance(one.variant, Variant)]
+    is_sure = len(variants) < len(better) or any(one.mends_most for one in better)
     if is_sure or better[0].kind != LOADING or better[0].depth > 1 or context.module_damage:
         return failure
-    modules = [(change, one.variant.module) for change, one in of_tensors.items()]
+    of_tensors = {one.as_of_layer: one for one in better}
+    modules = [*zip(of_tensors, (one.module for one in variants), strict=True)]
     tried = [one for one in beside_in_module(context, modules) if one.gains(0)]
     equal = [one.variant for one in explaining(tried)] if tried else []
     if of_tensors.keys() >= {*equal}:
@@ -192,13 +194,13 @@ def _beside_training(failure: Item, better: Sequence[Alternative], context: Cont
     kinds = {_wrong(one, of_tensors) for one in equal if not one.is_trained}
     if equal[0] not in of_tensors or len(halves) > 1 or "" in halves or len(kinds) == 1:
         return found
-    words = causes.mended_in_part(OF_HALVES[halves.pop()], [one.cause for one in equal])
+    words = mended_in_part(OF_HALVES[halves.pop()], [one.cause for one in equal])
     best = tried[0]
     return replace(found, cause=causes.likelier(words, best.gain.value, best.variant.change))
 
 
 def _wrong(one: LayerVariant, known: Mapping[LayerVariant, Alternative]) -> str:
-    """What is wrong with what a change undoes: "" for any size."""
+    """The fault that a change undoes, whatever tensor has it: "" for any size."""
     if one in known:
         return known[one].wrong
     return "" if one.is_size else one.cause

@@ -133,7 +133,7 @@ class Alternative:
 
     @property
     def wrong(self) -> str:
-        """What is wrong with what it undoes, whatever tensor that is: "" for any size."""
+        """The fault that it undoes, whatever tensor has it: "" for any size."""
         if not isinstance(self.variant, Variant):
             return self.variant.cause
         return "" if self.variant.by_acceptance else self.variant.wrong or self.variant.cause

@@ -161,19 +161,13 @@ def one_of(explained: Sequence[str]) -> str:
     """explained: sentences on causes that explain a fault equally, best first."""
     if len(explained) == 1:
         return explained[0]
-    return f"several explain it equally: {_first_of(explained)}"
+    return f"several explain it equally: {first_of(explained)}"
 
 
-def _first_of(explained: Sequence[str]) -> str:
+def first_of(explained: Sequence[str]) -> str:
     more = len(explained) - _MOST_EQUAL
     shown = "; or ".join(explained[:_MOST_EQUAL])
     return shown + (f"; or {more} more" if more > 0 else "")
-
-
-def mended_in_part(half: str, explained: Sequence[str]) -> str:
-    """half: of the MTP layer, in words. explained: on changes of it, each of which mends some."""
-    some = [one for one in explained if one != (harm := of_tensor(half, MTP_LAYER, DOES_HARM))]
-    return f"{harm}; no change that was tried puts it right, and these in part: {_first_of(some)}"
 
 
 def damaged(damage: str) -> str:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from mtp_export.verify.diagnosis.causes import decoding
+
 TRANSPOSED = "is transposed"
 
 
@@ -19,3 +23,10 @@ def part_times(noun: str, first: int, last: int, factor: float) -> str:
 def adapted(rank: int) -> str:
     what = f"holds a part of rank {rank} that does harm"
     return f"{what}, as of an adapter (LoRA) that was merged into it"
+
+
+def mended_in_part(half: str, explained: Sequence[str]) -> str:
+    """half: of the MTP layer, in words. explained: on changes of it, each of which mends some."""
+    harm = decoding.of_tensor(half, decoding.MTP_LAYER, decoding.DOES_HARM)
+    some = decoding.first_of([one for one in explained if one != harm])
+    return f"{harm}; no change that was tried puts it right, and these in part: {some}"
