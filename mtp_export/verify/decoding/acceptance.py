@@ -184,7 +184,7 @@ def _beside_training(failure: Item, better: Sequence[Alternative], context: Cont
     if is_sure or better[0].kind != LOADING or better[0].depth > 1 or context.module_damage:
         return failure
     of_tensors = {one.as_of_layer: one for one in better}
-    modules = [*zip(of_tensors, (one.module for one in variants), strict=True)]
+    modules = [(c.as_of_layer, one.module) for c, one in zip(better, variants, strict=True)]
     tried = [one for one in beside_in_module(context, modules) if one.gains(0)]
     equal = [one.variant for one in explaining(tried)] if tried else []
     if of_tensors.keys() >= {*equal}:

@@ -80,7 +80,6 @@ NO_KNOWN_BUG = (
     " damaged, or they were never trained"
 )
 
-
 EVERY_LAYER = "every layer of its kind"
 
 
