@@ -108,6 +108,14 @@ def test_a_projection_beside_the_layers_is_added_at_once(tmp_path: Path) -> None
     assert items[ITEM]["status"] == "fail" and added in items[ITEM]["cause"]
 
 
+def test_what_no_engine_was_tried_with_fails_for_none(tmp_path: Path) -> None:
+    method = "compressed-tensors, zero points"
+    folder = quantized(GLM, tmp_path / "main", method, mtp_left_out)
+    outcome, items = verified(folder, "--engine", "vllm")
+    assert (outcome.code, items[OF_VLLM]["status"]) == (0, "not tested"), outcome.err
+    assert "was not tried" in items[OF_VLLM]["cause"]
+
+
 def listed_as(*entries: str) -> Callable[[Config], None]:
     return lambda fields: fields["quantization_config"].update(ignore=["lm_head", *entries])
 

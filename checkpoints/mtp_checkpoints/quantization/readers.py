@@ -114,6 +114,10 @@ def sglang_reads(config: Mapping[str, Any], tensors: Collection[str]) -> Config:
 # --- What they refuse -----------------------------------------------------------------------------
 
 
+class NotTriedError(UnsupportedError):
+    """What an engine makes of a config is not known: nothing of it was executed with one."""
+
+
 def _refused(engine: str, expected: str, found: str) -> UnsupportedError:
     return UnsupportedError(
         f"{engine} does not load a checkpoint with this quantization_config",
@@ -181,7 +185,7 @@ def _check_symmetric(quantization: Config) -> None:
     groups = quantization.get("config_groups")
     for group in groups.values() if isinstance(groups, dict) else ():
         if (group.get("weights") or {}).get("symmetric") is False:
-            raise UnsupportedError(
+            raise NotTriedError(
                 "What vLLM 0.32.0 makes of experts with zero points was not tried",
                 expected="symmetric true",
                 found="symmetric false",

@@ -20,6 +20,7 @@ from mtp_checkpoints.quantization.absent import with_projection_listed
 from mtp_checkpoints.quantization.methods import quant_config_of, undecoded_of
 from mtp_checkpoints.quantization.mismatches import is_recomputed
 from mtp_checkpoints.quantization.native import method_of, quantization_of
+from mtp_checkpoints.quantization.readers import NotTriedError
 from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight
 from mtp_checkpoints.tensors.bundle_folder import MAIN
 from mtp_export.progress import counted
@@ -86,9 +87,10 @@ def draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
             except (UnsupportedError, InvalidInputError) as error:
                 data = {ENGINE: engine.name}
                 refused = isinstance(error, UnsupportedError) and context.options.engine is None
+                unknown = isinstance(error, NotTriedError)
                 yield (
                     not_tested(name, str(error))
-                    if refused  # by one that nobody asked for
+                    if unknown or refused  # by one that nobody asked for
                     else failed(name, str(error), subject=CONFIG_NAME, data=data)
                 )
                 continue
