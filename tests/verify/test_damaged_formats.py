@@ -259,3 +259,13 @@ def test_codes_that_are_all_alike_leave_the_router_alone(tmp_path: Path) -> None
     name = f"{damaged.layer}mlp.experts.0.gate_proj.qweight"
     assert words_of(found[0], name).startswith(f"all codes of {name} are alike")
     assert {subject for item in found for subject in subjects_of(item)} == {name}
+
+
+def test_the_rows_of_codes_that_are_alike_are_told(tmp_path: Path) -> None:
+    damaged = sound(GLM, "awq")
+    words = damaged.of("mlp.experts.1.up_proj.qweight").clone()
+    words[:, 4:] = 0
+    damaged.set("mlp.experts.1.up_proj.qweight", words)
+    found = failed_items(damaged, tmp_path / "damaged")
+    name = f"{damaged.layer}mlp.experts.1.up_proj.qweight"
+    assert words_of(found[0], name).startswith(f"the codes in rows 32 to 63 of {name}, half of it")

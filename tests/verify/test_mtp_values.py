@@ -88,6 +88,15 @@ def half_an_embedding(stored: Tensors) -> None:
     stored["model.embed_tokens.weight"][1024:] = 0
 
 
+def bias_of_another(stored: Tensors) -> None:
+    last = "mlp.gate.e_score_correction_bias"
+    stored[f"{GLM_MTP}{last}"] = stored[f"model.layers.2.{last}"].clone()
+
+
+def columns_of_lost_scales(stored: Tensors) -> None:
+    stored[f"{GLM_MTP}mlp.experts.4.up_proj.weight"][:, :64] *= 1e-30
+
+
 DAMAGE: dict[str, tuple[Callable[[Tensors], None], str, str]] = {
     "norms of 1 + w": (less_one, "mtp: norms multiply by w", "multiplies by 1 + w"),
     "zeroed half": (
@@ -118,6 +127,16 @@ DAMAGE: dict[str, tuple[Callable[[Tensors], None], str, str]] = {
         half_an_embedding,
         "no weight is cut off or lost in part",
         "rows 1024 to 2047 of model.embed_tokens.weight are zero, half of it",
+    ),
+    "another layer's bias": (
+        bias_of_another,
+        "mtp: no norm or bias is a main layer's",
+        "holds the same as model.layers.2.mlp.gate.e_score_correction_bias",
+    ),
+    "columns of lost scales": (
+        columns_of_lost_scales,
+        "mtp: no block rounded to zero",
+        "columns 0 to 63 of",
     ),
     "another layer": (
         main_layer,
@@ -262,6 +281,52 @@ def test_linears_of_a_module_under_other_names_are_compared_too(tmp_path: Path) 
 
     found = failures(rewritten(FIXTURES / "qwen3-5-tiny", tmp_path / "larger", larger))
     assert "times as large" in found["mtp: linears as large as the main model's"]["cause"]
+
+
+def test_of_two_alike_the_one_of_an_unusual_size_is_named(tmp_path: Path) -> None:
+    name = "mtp.layers.0.self_attn.o_proj.weight"
+
+    def larger(stored: Tensors) -> None:
+        stored[name] = stored[name] * 1000
+
+    found = failures(rewritten(FIXTURES / "qwen3-5-tiny", tmp_path / "larger", larger))
+    assert found["sane size of every matrix"]["subject"] == name
+
+
+@pytest.mark.parametrize(
+    ("family", "main", "module"),
+    [
+        ("hy_v4", "model.layers.2", "model.mtp_layers.0"),
+        ("deepseek_v4", "layers.2", "mtp.0"),
+    ],
+)
+def test_a_part_of_a_main_layer_is_named_as_such(
+    family: str, main: str, module: str, tmp_path: Path
+) -> None:
+    """In modules that are numbered under names of their own."""
+    small = write_checkpoint(tmp_path / "small", SMALL_CONFIGS[family])
+    part = "self_attn" if family == "hy_v4" else "attn"
+
+    def copied(stored: Tensors) -> None:
+        for name in [*stored]:
+            if (last := name.removeprefix(f"{main}.{part}.")) != name:
+                stored[f"{module}.{part}.{last}"] = stored[name].clone()
+
+    found = failures(rewritten(small, tmp_path / "damaged", copied))
+    words = found["no matrix of a layer is stored twice"]["cause"]
+    assert f"{module}.{part} holds the same as {main}.{part} (" in words
+
+
+def test_experts_that_are_no_mlps_are_looked_at_too(tmp_path: Path) -> None:
+    """Ernie-4.5's, whose layers are lists of tensors."""
+    small = write_checkpoint(tmp_path / "small", SMALL_CONFIGS["ernie4_5_moe"])
+    name = "model.layers.2.mlp.experts.0.down_proj.weight"
+
+    def zero(stored: Tensors) -> None:
+        stored[name][:32] = 0
+
+    (item,) = failures(rewritten(small, tmp_path / "zero", zero)).values()
+    assert f"rows 0 to 31 of {name} are zero" in item["cause"]
 
 
 def test_a_norm_with_one_zero_is_whole(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ _BY_NAME = re.compile(r"(?:^|\.)((?:mtp|nextn)(?:_[a-z_]+)?)\.(?:layers\.)?(?:(\
 _LAYER = re.compile(
     r"^((?:language_model\.|model\.|transformer\.|backbone\.)*layers)\.(\d{1,6})\.", re.ASCII
 )
-_IN_LAYER = re.compile(r"(.*?\blayers\.\d+)\.(.+)", re.ASCII)
+_IN_LAYER = re.compile(r"(.*?\b(?:(?:mtp_)?layers|mtp_block|mtp)\.\d+)\.(.+)", re.ASCII)
 _FUSED_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj", ".experts.w13", ".experts.w2")
 _EXPERT = re.compile(r"^(.*\.experts)\.(\d{1,6})\.(.*)$", re.ASCII)
 # Modules that join the embedding and the hidden state, by the last component of their names.

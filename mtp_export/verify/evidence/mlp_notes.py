@@ -3,6 +3,7 @@ and of values that are cut off then read none again."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from mtp_checkpoints.families.base import Role, weight_name
 from mtp_checkpoints.families.parts.feed_forward import GatedMlp, MlpModules, Moe, MoeModules
+from mtp_checkpoints.families.signs import in_layer
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 _WHOLE = 1 << 20  # elements of a matrix that is looked into whole; of a larger one, some rows
 _CORNER = 256  # of which these are whole blocks of scales
 _MOST_EXPERTS = 16  # of a layer whose matrices are larger
+_MOST_MATRICES = 3 * _MOST_EXPERTS  # of experts that are described as no MLPs
 # Of the largest magnitude: what is as large but for rounding to codes, and what lies below that and
 # above zero.
 _AS_LARGE, _SMALLER, _NONE = 0.98, 0.9, 0.02
@@ -127,12 +130,18 @@ def looked_into(
     weights: Iterable[WeightOnDisk], mlps: Iterable[MlpWeights]
 ) -> dict[str, Router | None]:
     """Return the names of the weights of which something is noted, and the router that each is
-    compared with: of norms, and of all matrices but those of experts that are not among the
-    MLPs."""
-    found = dict[str, Router | None]()
+    compared with: of norms, and of all matrices but those of experts in layers whose MLPs
+    are given, and of all but the first in others."""
+    found, mlps = dict[str, Router | None](), [*mlps]
+    layers = {in_layer(weight.name)[0] for mlp in mlps for weight in mlp.weights}
+    experts = Counter[str]()
     for weight in weights:
         spec = weight.stored.weight
-        is_matrix = len(spec.shape) == 2 and spec.role is not Role.ROUTED_EXPERT
+        is_matrix = len(spec.shape) == 2
+        if is_matrix and spec.role is Role.ROUTED_EXPERT:
+            layer = in_layer(weight.name)[0]
+            experts[layer] += 1
+            is_matrix = layer not in layers and experts[layer] <= _MOST_MATRICES
         if is_matrix or (len(spec.shape) == 1 and spec.role is Role.NORM):
             found[weight.name] = None
     for mlp in mlps:

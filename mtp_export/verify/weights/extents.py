@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 _ROWS = 32  # of a block that is found
 _MOST = 0.5  # of a row or column of the run are of the kind; of others far fewer
 _TENTH = 0.1
+_TINY = 1e-19  # whose square is zero
 _SHARES = {0.25: "a quarter", 0.5: "half", 0.75: "three quarters"}
 
 
@@ -62,8 +63,13 @@ def zero_extent(weight: WeightOnDisk, row: int, column: int) -> Extent:
     """Return the rows and columns of a matrix that are zero, likewise."""
     import torch
 
-    pieces = [weight.encoded(*rows).dequantize() == 0 for rows in weight.pieces()]
+    pieces = [is_zero(weight.encoded(*rows).dequantize()) for rows in weight.pieces()]
     return extent_of(torch.cat(pieces), row, column)
+
+
+def is_zero(values: torch.Tensor) -> torch.Tensor:
+    """Return which values are zero, or as small as scales that were lost make them."""
+    return values.float().abs() < _TINY
 
 
 def extent_words(weight: WeightOnDisk, found: Extent) -> str:

@@ -1,5 +1,5 @@
 """A main layer, or a part of one, in the MTP module's place in another format or quantized anew, of
-whose linears no bytes are equal, and single norms of a main layer in a module."""
+whose linears no bytes are equal, and norms and biases of a main layer in a module."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from mtp_checkpoints.containers.restored import Restored
-from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.families.signs import in_layer
 from mtp_checkpoints.formats import UNQUANTIZED
 from mtp_checkpoints.formats.base import BLOCK
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
 
 _IN_PART = 3  # components of the name of a linear of a part of a layer; experts' have more
 _SAMPLES = 8  # linears whose first rows are compared
+_LEAST_ELEMENTS = 8  # of a vector, of which fewer may be equal by chance
 # What rounding a norm or a bias to the coarsest dtype of one, bf16, changes at most.
 _ROUNDING, _SMALLEST = 2.0**-8, 1e-7
 # The signal-to-noise ratio of linears that have nothing in common is -3 dB; one that training began
@@ -68,21 +68,20 @@ def in_other_formats(main: Sequence[WeightFacts], mtp: Sequence[WeightFacts]) ->
         yield verdict("mtp: no main layer in its place", problems, figure)
 
 
-def norms_taken(main: Sequence[WeightFacts], mtp: Sequence[WeightFacts]) -> Item:
-    """No single norm of an MTP layer is a main layer's whose linears are unlike its own."""
+def vectors_taken(main: Sequence[WeightFacts], mtp: Sequence[WeightFacts]) -> Item:
+    """No norm or bias of an MTP layer is a main layer's whose linears are unlike its own."""
     layers, problems = _by_layer(main), list[Problem]()
     for own in _by_layer(mtp).values():
         for theirs in layers.values():
             pairs = _pairs(own, theirs)
-            both = [pair for pair in pairs if _is_norm(pair)]
-            norms = [pair for pair in both if _are_equal(pair)]
+            vectors = [pair for pair in pairs if _is_vector(pair) and _are_equal(pair)]
             linears = [pair for pair in pairs if _is_linear(pair)][:_SAMPLES]
-            if not 0 < len(norms) < len(both) or not linears:
-                continue
-            if all(_sqnr_db(pair) < _UNLIKE_DB for pair in linears):
-                names = [[fact.weight.name for fact in pair] for pair in norms]
+            if vectors and linears and all(_sqnr_db(pair) < _UNLIKE_DB for pair in linears):
+                names = [[fact.weight.name for fact in pair] for pair in vectors]
                 problems += [Problem(one, causes.taken_for_another(one, two)) for one, two in names]
-    return verdict("mtp: no norm is a main layer's", problems, counted(len(layers), "main layer"))
+    return verdict(
+        "mtp: no norm or bias is a main layer's", problems, counted(len(layers), "main layer")
+    )
 
 
 def _by_layer(facts: Sequence[WeightFacts]) -> Mapping[str, Layer]:
@@ -142,8 +141,9 @@ def _is_linear(pair: Pair) -> bool:
     return pair[0].weight.stored.weight.is_linear_weight
 
 
-def _is_norm(pair: Pair) -> bool:
-    return pair[0].weight.stored.weight.role is Role.NORM
+def _is_vector(pair: Pair) -> bool:
+    (size, *others) = pair[0].weight.stored.weight.shape
+    return size >= _LEAST_ELEMENTS and not others
 
 
 def _differ_in_codes(pair: Pair) -> bool:

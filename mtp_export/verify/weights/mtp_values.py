@@ -22,7 +22,7 @@ from mtp_export.verify.diagnosis.causes import parts_lost
 from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.evidence.part_walk import in_threads
 from mtp_export.verify.evidence.unwritten import written_weights
-from mtp_export.verify.weights.extents import extent_of, zero_words
+from mtp_export.verify.weights.extents import extent_of, is_zero, zero_words
 from mtp_export.verify.weights.unnamed_values import main_norms, norms_as_main
 
 if TYPE_CHECKING:
@@ -268,8 +268,11 @@ def _repeated_words(weight: WeightOnDisk, block: _Block) -> str:
     masks = []
     for rows in weight.pieces():
         piece = weight.encoded(*rows)
-        repeated, per_code = _repeated(piece.codes, piece.dequantize() == 0)
-        masks.append(torch.cat([repeated[:, :1], repeated], dim=1).repeat_interleave(per_code, 1))
+        repeated, per_code = _repeated(piece.codes, is_zero(piece.dequantize()))
+        alike = torch.nn.functional.pad(repeated, (1, 0)) | torch.nn.functional.pad(
+            repeated, (0, 1)
+        )
+        masks.append(alike.repeat_interleave(per_code, 1))
     found = extent_of(torch.cat(masks), block.row, block.column)
     return causes.block_of_one_code(weight.name, found.place, found.share)
 
@@ -283,7 +286,7 @@ def _worst_blocks(weight: WeightOnDisk) -> _Worst:
     for start in sorted(starts):
         encoded = weight.encoded(start, min(start + BLOCK, weight.rows))
         try:
-            zeros = encoded.dequantize() == 0
+            zeros = is_zero(encoded.dequantize())
         except ValueError:  # value_checks says why
             return worst
         columns = min(BLOCK, max(1, zeros.shape[1] // 2))  # a half is a block of its own

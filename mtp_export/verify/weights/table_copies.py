@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mtp_checkpoints.families.base import weight_name
+from mtp_checkpoints.families.signs import in_layer
 from mtp_checkpoints.tensors.bundle_folder import MAIN
 from mtp_checkpoints.tensors.untied_head import spare_head
 from mtp_checkpoints.weights.weight_values import Rounding
@@ -66,7 +67,7 @@ def _shared(
     ]
     for pair in shared:
         own, original = draft.get(pair.mtp_name), main.get(pair.main_name)
-        name = f"draft's {pair.mtp_name.split('.', 3)[3]} is the main model's"
+        name = f"draft's {in_layer(pair.mtp_name)[1]} is the main model's"
         if own is None or original is None:
             tables = [part.stored.tables for part in found]
             both = [one.get(pair.main_name, one.get(pair.mtp_name)) for one in tables]

@@ -32,13 +32,14 @@ from mtp_export.verify.evidence.parts import PartLayout
 from mtp_export.verify.evidence.unwritten import WRITTEN
 from mtp_export.verify.evidence.weight_facts import WeightFacts
 from mtp_export.verify.weights.extents import not_finite_words
-from mtp_export.verify.weights.main_layer_copies import in_other_formats, norms_taken
+from mtp_export.verify.weights.main_layer_copies import in_other_formats, vectors_taken
 from mtp_export.verify.weights.mtp_values import scale_ratio
 from mtp_export.verify.weights.table_copies import copies_of_tables
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
 
+_A_PAIR = 2
 # Roles whose matrices no training leaves equal, beside those of linears.
 _NOT_QUANTIZED = frozenset(
     {
@@ -72,7 +73,7 @@ def run(context: Context) -> Iterator[Item]:
     if MAIN in facts and MTP in facts:
         yield from _parts_alike(facts[MAIN], facts[MTP])
         yield from in_other_formats(facts[MAIN], facts[MTP])
-        yield norms_taken(facts[MAIN], facts[MTP])
+        yield vectors_taken(facts[MAIN], facts[MTP])
     if every:
         yield _no_twins(context, facts)
     yield from copies_of_tables(context, found, facts)
@@ -230,8 +231,9 @@ def _scales_alike(facts: Sequence[WeightFacts]) -> Item:
         if _varies(fact) and len(spec.shape) > 1 and is_values:
             kinds[_kind(spec.name)].append((fact, fact.statistics.root_mean_square))
     problems, most = [], 1.0
+    usual = median(rms for alike in kinds.values() for _, rms in alike) if kinds else 1.0
     for alike in kinds.values():
-        middle = median(rms for _, rms in alike)
+        middle = _middle([rms for _, rms in alike], usual)
         for fact, rms in alike:
             ratio = max(rms / middle, middle / rms)
             most = max(most, ratio)
@@ -244,6 +246,13 @@ def _scales_alike(facts: Sequence[WeightFacts]) -> Item:
         figure=f"up to {most:.3g} times its kind's median",
         bound=f"≤ {gates.RMS_RATIO:.0f} times",
     )
+
+
+def _middle(sizes: Sequence[float], usual: float) -> float:
+    """Return the median of some sizes; of two the one that is nearer to the usual one."""
+    if len(sizes) == _A_PAIR:
+        return min(sizes, key=lambda size: max(size / usual, usual / size))
+    return median(sizes)
 
 
 def _size_words(fact: WeightFacts, rms: float, middle: float) -> str:
