@@ -115,7 +115,7 @@ def sglang_reads(config: Mapping[str, Any], tensors: Collection[str]) -> Config:
 
 
 class NotTriedError(UnsupportedError):
-    """What an engine makes of a config is not known: nothing of it was executed with one."""
+    """Nothing of an engine was executed with such a config: no one knows how it reads it."""
 
 
 def _refused(engine: str, expected: str, found: str) -> UnsupportedError:
