@@ -265,6 +265,14 @@ TRAINED_LAYER_FAULTS: tuple[Fault, ...] = (
           partial(changed, "main", "model.embed_tokens.weight", lambda w: w.flip(1)),
           "likelihood", "the embedding of the main model has its columns in reverse order",
           **_qwen),
+    Fault("gate_proj and up_proj of one expert exchanged",
+          partial(exchanged, *(f"model.layers.1.mlp.experts.2.{name}_proj.weight"
+                               for name in ("gate", "up"))),
+          "likelihood", "up_proj of expert 2 of layer 1 are in each other's place", **_glm),
+    Fault("A_log and dt_bias of a gated delta net exchanged",
+          partial(exchanged, *(f"model.layers.2.linear_attn.{name}"
+                               for name in ("A_log", "dt_bias"))),
+          "likelihood", "A_log of the attention of layer 2 are in each other's place", **_qwen),
     Fault("noise in down_proj of a dense MTP layer",
           partial(changed, "mtp", "mtp.layers.0.mlp.down_proj.weight", noisy),
           "likelihood", "down_proj of the MTP layer does harm", **_qwen),

@@ -14,9 +14,10 @@ from cases import export, nightly_but
 from faults import planting
 from mtp_export.verify.decoding.changed import compared
 from mtp_export.verify.diagnosis.slopes import Undone, of_matrix, of_vector, pointed, sureness
-from mtp_export.verify.diagnosis.trainable import Trainable
+from mtp_export.verify.diagnosis.tensor_variants import Place, rate_of
+from mtp_export.verify.diagnosis.trainable import Spot, Trainable
 from mtp_export.verify.diagnosis.trainable_module import TrainableModule
-from mtp_export.verify.diagnosis.trained import Trials
+from mtp_export.verify.diagnosis.trained import Trials, holding
 from mtp_export.verify.evidence.plain_text import JUDGING, TRAINING, PlainTexts
 from mtp_export.verify.gates import LEAST_POINTED_NATS
 from mtp_runtime.streaming import StreamedModel, open_streamed
@@ -143,6 +144,39 @@ def test_slopes_lead_past_a_module_that_is_too_certain(tmp_path: Path) -> None:
     best = compared(trials.own, pointed(trials))[0]
     assert trials.temperature > 1.5 and best.gains(LEAST_POINTED_NATS)
     assert "head of the MTP layer is off in part: its elements 5" in best.variant.cause
+
+
+def test_two_tensors_are_in_each_others_place_while_they_are_tried() -> None:
+    """Though the values of one are where the other's are put."""
+    held = torch.arange(12.0).view(3, 4)
+    before = held.clone()
+    one, other = (
+        Spot(0, "", Place("", ()), ((held, (slice(None), slice(first, first + 2))),))
+        for first in (0, 2)
+    )
+    with holding([(one, other.values()), (other, one.values())]):
+        assert held.equal(before.roll(2, 1))
+    assert held.equal(before)
+
+
+@pytest.mark.parametrize(
+    ("place", "offset", "read"),
+    [(Place("A_log", (), is_rate=True), 0.0, rate_of), (Place("norm", ()), 1.0, lambda w: 1 + w)],
+    ids=["rates", "1 + w"],
+)
+def test_values_and_slopes_are_those_of_what_is_stored(
+    place: Place, offset: float, read: Callable[[Tensor], Tensor]
+) -> None:
+    stored = torch.randn(8, generator=torch.Generator().manual_seed(1)).requires_grad_(True)
+    held = read(stored)
+    (of_stored,) = torch.autograd.grad(held.pow(3).sum(), stored)
+    held, stored = held.detach(), stored.detach()
+    spot = Spot(0, "", place, ((held, (slice(None),)),), offset)
+    torch.testing.assert_close(spot.values(), stored)
+    torch.testing.assert_close(spot.slope(lambda part: 3 * part.square()), of_stored)
+    with holding([(spot, -stored)]):
+        torch.testing.assert_close(held, read(-stored))
+    torch.testing.assert_close(held, read(stored), rtol=0, atol=0)
 
 
 def trials_of(streamed: StreamedModel, bundle: Path) -> Trials:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import chain, combinations
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from mtp_export.verify.diagnosis.trained import Trials, Tried
 
 MOST_POINTED, MOST_TRIED = 32, 6  # changes that are tried on some texts, and on all
 _MOST_RANK = 8  # of an adapter
+# Elements of a vector, of fewer than which two in a layer are tried in each other's place whatever
+# the slope says: it falls by chance as far.
+_FEW = 64
 _LEAST_RANKED = 16  # rows and columns, of which it is a part
 _MOST_DECOMPOSED = 1 << 18  # elements
 _MOST_ORDERED = 4096  # rows or columns
@@ -60,6 +63,12 @@ class _Way:
     values: tuple[tuple[Spot, Tensor], ...]
     sure: float
 
+    @property
+    def is_of_few(self) -> bool:
+        """True for two vectors of few elements, of one layer."""
+        is_short = all(values.numel() < _FEW for _, values in self.values)
+        return is_short and len({spot.layer for spot, _ in self.values}) < len(self.values)
+
     def length(self) -> float:
         """The squared distance of its tensors from those values."""
         return sum(float((other - spot.values()).square().sum()) for spot, other in self.values)
@@ -74,7 +83,9 @@ def pointed(trials: Trials) -> Iterator[Tried]:
     spot = next(iter(slopes))
     own = trials.loss_under([(spot, spot.values())])
     screened = []
-    for ways in _by_direction(found)[:MOST_POINTED]:
+    directions = _by_direction(found)
+    few = (ways for ways in directions[MOST_POINTED:] if ways[0].is_of_few)
+    for ways in chain(directions[:MOST_POINTED], few):
         ways.sort(key=_Way.length)
         if (loss := trials.loss_under(ways[0].values)) < own:
             screened.append((loss, ways))

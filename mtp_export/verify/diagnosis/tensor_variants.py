@@ -27,13 +27,25 @@ class Place:
     """A tensor: its name, the attributes, and numbers of elements, that lead to what holds it, and
     its rows in that.
 
-    adds: what it is the last matrix of, in words, which adds to the stream; "" for others.
+    adds: what it is the last matrix of, in words, which adds to the stream; "" for others. is_rate:
+    what holds it are the rates of decays, and what is stored their logarithms.
     """
 
     name: str
     path: tuple[str | int, ...]
     rows: tuple[int, int | None] = (0, None)
     adds: str = ""
+    is_rate: bool = False
+
+
+def rate_of(stored: torch.Tensor) -> torch.Tensor:
+    """Return the rates of decays [n] that stored logarithms stand for."""
+    return -stored.exp()
+
+
+def of_rate(rate: torch.Tensor) -> torch.Tensor:
+    """Return the logarithms that rates of decays [n] are stored as."""
+    return (-rate).clamp_min(1e-30).log()
 
 
 @dataclass(frozen=True)
@@ -124,11 +136,7 @@ def tensor_variants(
         is_vector = isinstance(found, RmsNorm | torch.Tensor)
         for change in changes or (OF_VECTORS if is_vector else OF_MATRICES):
             if place.adds or not change.only_last:
-                yield (
-                    place,
-                    change,
-                    replaced(whole, place.path, _changed(found, slice(*place.rows), change)),
-                )
+                yield place, change, replaced(whole, place.path, _changed(found, place, change))
 
 
 def layer_places(layer: Any) -> Iterator[Place]:
@@ -272,8 +280,11 @@ def held(whole: Any, path: Sequence[str | int]) -> Any:
     return whole
 
 
-def _changed(held: Any, rows: slice, change: Change) -> Any:
-    """Return a norm, a vector, a linear, or the halves of kv_b_proj, with a change of some rows."""
+def _changed(held: Any, place: Place, change: Change) -> Any:
+    """Return a norm, a vector, a linear, or the halves of kv_b_proj, with a change at a place."""
+    rows = slice(*place.rows)
+    if place.is_rate:
+        return rate_of(changed_vector(of_rate(held), change))
     if isinstance(held, RmsNorm):
         stored = changed_vector(held.weight - held.offset, change)
         return replace(held, weight=stored + held.offset)

@@ -17,7 +17,14 @@ from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.changed_weight import with_parts
 from mtp_export.verify.diagnosis.experts import SHARED
 from mtp_export.verify.diagnosis.layer_variants import WORDS, half_of
-from mtp_export.verify.diagnosis.tensor_variants import Place, held, layer_places, mlp_places
+from mtp_export.verify.diagnosis.tensor_variants import (
+    Place,
+    held,
+    layer_places,
+    mlp_places,
+    of_rate,
+    rate_of,
+)
 from mtp_runtime.layers.decoder_layer import DecoderLayer, PostNormLayer
 from mtp_runtime.layers.gated_delta_net import GatedDeltaNet
 from mtp_runtime.layers.linear import Linear
@@ -42,16 +49,30 @@ def as_they_are(held: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Spot:
-    """A tensor of half a layer, and the parts of what holds it in memory."""
+    """A tensor of half a layer, and the parts of what holds it in memory. offset: what is added to
+    a norm when it is read."""
 
     layer: int
     half: str
     place: Place
     parts: tuple[Part, ...]
+    offset: float = 0.0
 
-    def values(self, of: Callable[[Tensor], Tensor] = as_they_are) -> Tensor:
-        """Return its rows [n, m], or elements [n]. of: returns for what holds it what is of its
-        shape, such as a slope."""
+    @torch.no_grad()
+    def values(self) -> Tensor:
+        """Return its rows [n, m], or elements [n], as they are stored."""
+        held = self._held(as_they_are)
+        if self.place.is_rate:
+            return of_rate(held)
+        return held - self.offset if self.offset else held
+
+    @torch.no_grad()
+    def slope(self, of: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the slope at its values. of: returns that of what holds it."""
+        slope = self._held(of)
+        return slope * self._held(as_they_are) if self.place.is_rate else slope
+
+    def _held(self, of: Callable[[Tensor], Tensor]) -> Tensor:
         first, *more = (of(held)[where] for held, where in self.parts)
         if more:  # keys' and values' rows of each head
             return torch.cat([first, more[0].transpose(1, 2)], dim=1).flatten(0, 1)
@@ -60,6 +81,10 @@ class Spot:
     @torch.no_grad()
     def put(self, values: Tensor) -> None:
         """Write other values in its place."""
+        if self.place.is_rate:
+            values = rate_of(values)
+        elif self.offset:
+            values = values + self.offset
         first, *more = (held[where] for held, where in self.parts)
         if more:
             by_head = values.view(len(first), -1, values.shape[1])
@@ -231,7 +256,7 @@ def every_place(layer: DecoderLayer) -> Iterator[Place]:
     """Yield the tensors of a layer whose experts are held in memory."""
     yield from layer_places(layer)
     if isinstance(layer.attention, GatedDeltaNet):
-        yield Place("A_log of the attention", ("attention", "rate"))
+        yield Place("A_log of the attention", ("attention", "rate"), is_rate=True)
     moe = layer.feed_forward
     if not isinstance(moe, Moe):
         return
@@ -283,7 +308,9 @@ def _dense(linear: Linear) -> Linear:
 
 
 def _spot(number: int, half: str, place: Place, part: Any) -> Spot:
-    return Spot(number, half, place, tuple(_parts(held(part, place.path), place)))
+    found = held(part, place.path)
+    offset = found.offset if isinstance(found, RmsNorm) else 0.0
+    return Spot(number, half, place, tuple(_parts(found, place)), offset)
 
 
 def _parts(part: Any, place: Place) -> Iterator[Part]:

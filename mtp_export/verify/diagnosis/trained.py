@@ -9,7 +9,7 @@ that are trained together, one of a good model is hardly missed when its steps a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -123,12 +123,12 @@ class Trials:
         for leaf in leaves:
             leaf.requires_grad_(False)
         by_leaf = {id(leaf): slope for leaf, slope in zip(leaves, found, strict=True)}
-        return {spot: spot.values(lambda leaf: by_leaf[id(leaf)]) for spot in spots}
+        return {spot: spot.slope(lambda leaf: by_leaf[id(leaf)]) for spot in spots}
 
     def under(self, values: Values) -> Likelihood:
         """Return the judging texts with other values of some tensors."""
         number = min(spot.layer for spot, _ in values)
-        with _holding(values):
+        with holding(values):
             return self.under_layer(number, self.model.part(number))
 
     @torch.no_grad()
@@ -138,7 +138,7 @@ class Trials:
         number, tokens = min(spot.layer for spot, _ in values), self.judging.table[:SCREEN_TEXTS]
         rows = self.judged[number].view(len(self.judging.kinds), -1, self.judged[number].shape[1])
         near = [self.temperature * one for one in _TEMPERATURES]
-        with _holding(values):
+        with holding(values):
             return float(self.model.loss(number, rows[:SCREEN_TEXTS].flatten(0, 1), tokens, near))
 
     def trained_half(self, half: Half) -> Tried:
@@ -162,16 +162,16 @@ class Trials:
         spots, tokens = [*chain.from_iterable(parts.values())], self.code.table
         before = {spot: spot.values().clone() for spot in spots}
         rows = self.read[0].view(*tokens.shape, -1)
-        _train(self.model, spots, rows, tokens, steps)
-        moved = replace(self, judged=self.model.states(self.judging.table))
-        back = {part: [(spot, before[spot]) for spot in some] for part, some in parts.items()}
-        if most is not None:
-            losses = {part: moved.loss_under(values) for part, values in back.items()}
-            back = {part: back[part] for part in sorted(back, key=lambda one: -losses[one])[:most]}
-        for part, taken in back.items():
-            yield part, moved.under(taken), moved.own
-        for spot, values in before.items():
-            spot.put(values)
+        with _kept(spots):
+            _train(self.model, spots, rows, tokens, steps)
+            moved = replace(self, judged=self.model.states(self.judging.table))
+            back = {part: [(spot, before[spot]) for spot in some] for part, some in parts.items()}
+            if most is not None:
+                losses = {part: moved.loss_under(values) for part, values in back.items()}
+                worst = sorted(back, key=lambda one: -losses[one])[:most]
+                back = {part: back[part] for part in worst}
+            for part, taken in back.items():
+                yield part, moved.under(taken), moved.own
 
     def trained(self, spot: Spot) -> Tried:
         """Return a tensor trained alone, with the judging texts under it."""
@@ -200,15 +200,11 @@ class Trials:
     def _trained_alone(self, spots: Sequence[Spot]) -> Likelihood:
         """Return the judging texts with some tensors of a layer trained, which are then as they
         were."""
-        number, leaves = spots[0].layer, _leaves(spots)
-        before = [leaf.clone() for leaf in leaves]
-        tokens = self.code.table
+        number, tokens = spots[0].layer, self.code.table
         rows = self.read[number].view(*tokens.shape, -1)
-        _train(self.model, spots, rows, tokens)
-        under = self.under_layer(number, self.model.part(number))
-        for leaf, old in zip(leaves, before, strict=True):
-            leaf.copy_(old)
-        return under
+        with _kept(spots):
+            _train(self.model, spots, rows, tokens)
+            return self.under_layer(number, self.model.part(number))
 
     @torch.no_grad()
     def under_layer(self, number: int, layer: Any) -> Likelihood:
@@ -218,14 +214,23 @@ class Trials:
 
 
 @contextmanager
-def _holding(values: Values) -> Iterator[None]:
-    """Some tensors with other values, which are then as they were."""
-    before = [spot.values().clone() for spot, _ in values]
-    for spot, other in values:
-        spot.put(other)
+def _kept(spots: Iterable[Spot]) -> Iterator[None]:
+    """Some tensors, which are then as they were."""
+    parts = [held[where] for spot in spots for held, where in spot.parts]
+    before = [part.clone() for part in parts]
     yield
-    for (spot, _), old in zip(values, before, strict=True):
-        spot.put(old)
+    for part, old in zip(parts, before, strict=True):
+        part.copy_(old)
+
+
+@contextmanager
+def holding(values: Values) -> Iterator[None]:
+    """Some tensors with other values, which may be each other's."""
+    others = [(spot, other.clone()) for spot, other in values]
+    with _kept(spot for spot, _ in values):
+        for spot, other in others:
+            spot.put(other)
+        yield
 
 
 def small(spots: Sequence[Spot]) -> list[Spot]:
