@@ -3,6 +3,7 @@ damaged gains on other code."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from mtp_export.verify.decoding.acceptance import diagnosed
 from mtp_export.verify.decoding.changed import compared
 from mtp_export.verify.decoding.several_vectors import of_several
 from mtp_export.verify.decoding.training import MOST_SMALL
-from mtp_export.verify.diagnosis.layer_variants import LayerVariant
+from mtp_export.verify.diagnosis.layer_variants import LayerVariant, rerouted
 from mtp_export.verify.diagnosis.trainable import Trainable
 from mtp_export.verify.diagnosis.trainable_module import INPUTS, TrainableModule
 from mtp_export.verify.diagnosis.trained import SMALL_STEPS, Parts, Trials
@@ -32,6 +33,7 @@ from mtp_runtime.tokenizer import Tokenizer
 from verify.foreign import Tensors, rewritten
 from verify.test_likelihood import judged
 
+ROUTED = "num_experts_per_tok is %d in every layer of its kind"
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 
 
@@ -159,6 +161,20 @@ def test_the_module_of_a_deep_model_is_trained_where_its_drafts_are_refused(tmp_
     assert [one.cause.rpartition(": ")[2] for one in found] == [
         "kv_a_proj_with_mqa of the MTP layer is transposed"
     ]
+
+
+def test_other_values_of_routing_are_tried_in_all_layers() -> None:
+    """One at which plain text is likelier is what config.json should say."""
+    folder = FIXTURES / "glm4-moe-tiny"
+    streamed, tokenizer = open_streamed(folder, "cpu"), Tokenizer.find(folder)
+    texts = [PlainTexts.of_modules(tokenizer, some[:6], 4) for some in (TRAINING[:1], JUDGING)]
+    model = Trainable.of(streamed)
+    found = [{v.change: other for v, other in rerouted(layer)} for layer in model.layers]
+    layers = (o.get(ROUTED % 4, one) for o, one in zip(found, model.layers, strict=True))
+    trials = Trials.of(replace(model, layers=tuple(layers)), *texts)
+    best = compared(trials.own, trials.rerouted())[0]
+    assert best.variant.change == ROUTED % 2 and best.gain.value > 0
+    assert "is 4, and the model was trained with about 2" in best.variant.cause
 
 
 SMOOTHED = ("post_attention_layernorm", "input_layernorm")

@@ -231,7 +231,7 @@ def _trained_together(
 def _none_of(trials: Trials, name: str, context: Context, more: Trials | None = None) -> Item:
     """No half gains, nor a small tensor. more: with the texts that layers are trained together on;
     without it each is trained alone."""
-    undone = compared(trials.own, pointed(trials))
+    undone = compared(trials.own, chain(pointed(trials), trials.rerouted() if more else ()))
     shares, small_ones, parts = list[Changed](), list[Changed](), Parts()
     if more is not None:
         parts = more.small_ones()
@@ -254,7 +254,8 @@ def _none_of(trials: Trials, name: str, context: Context, more: Trials | None = 
         return passed(name, figure=figure, bound=bound)
     spots = (spot for one in far_small for spot in parts[one.variant])
     changed = compared(trials.own, chain.from_iterable(map(trials.undone, spots)))
-    single = _alone(trials, _suspected(trials, far), context) if far else []
+    suspected = _suspected(trials, far)
+    single = _alone(trials, suspected, context) if suspected else []
     single = _merged(undone, changed, single, small_ones)
     better = [one for one in single if one.gains(0)]
     if better and (several := of_several(trials, better[0])) is not None:
@@ -265,10 +266,11 @@ def _none_of(trials: Trials, name: str, context: Context, more: Trials | None = 
 def _suspected(trials: Trials, far: Sequence[Changed]) -> list[Half]:
     """The half that gains most by training, and others that gain as much but for a share of it; no
     embedding or head, which is trained alone and makes up for a damaged layer."""
-    best, *others = [one for one in far if one.variant.is_trained] or far
-    least = LEAST_RIVAL * best.gain.value
-    rivals = (one for one in others if one.gain.value >= least and not _is_end(trials, one))
-    return [*dict.fromkeys(map(_half, (best, *rivals)))][:MOST_HALVES]
+    of_halves = [one for one in far if one.variant.layer is not None]
+    ordered = [one for one in of_halves if one.variant.is_trained] or of_halves
+    least = LEAST_RIVAL * ordered[0].gain.value if ordered else 0.0
+    rivals = (o for o in ordered[1:] if o.gain.value >= least and not _is_end(trials, o))
+    return [*dict.fromkeys(map(_half, (*ordered[:1], *rivals)))][:MOST_HALVES]
 
 
 def _merged(*some: Iterable[Changed]) -> list[Changed]:

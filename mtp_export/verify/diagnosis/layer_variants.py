@@ -116,8 +116,7 @@ def whole_variants(weak: Sequence[Leaning], known: Vectors) -> VariantsOf[LayerV
             yield from _scaled(number, layer, half, SIZES)
         for place in (number, None):
             yield from _undone(place, _mix_ups(layer), ATTENTION)
-        for variant, other in _undone(None, _other_values(layer), FEED_FORWARD):
-            yield replace(variant, is_of_tensor=True), other
+        yield from rerouted(layer)
         decays = {place.name: place for place in decay_places(layer)}
         yield from changed_tensors(number, layer, decays.values())
         others = (place for place, _ in vectors(layer) if place.name not in decays)
@@ -235,6 +234,12 @@ def _mix_ups(layer: DecoderLayer) -> Iterator[Exchanged]:
     """Yield change, cause and layer of the known mix-ups of its attention."""
     for done, cause, attention in mixed_up(layer.attention):
         yield done, cause, replace(layer, attention=attention)
+
+
+def rerouted(layer: DecoderLayer) -> Named:
+    """Yield a layer with other values of config.json for its routing, as every layer has them."""
+    for variant, other in _undone(None, _other_values(layer), FEED_FORWARD):
+        yield replace(variant, is_of_tensor=True), other
 
 
 def _other_values(layer: DecoderLayer) -> Iterator[Exchanged]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mtp_export.verify.diagnosis.causes import decoding as causes
-from mtp_export.verify.diagnosis.layer_variants import LayerVariant, changed_tensors
+from mtp_export.verify.diagnosis.layer_variants import LayerVariant, changed_tensors, rerouted
 from mtp_export.verify.diagnosis.trainable import Spot, Trainable
 from mtp_export.verify.diagnosis.trainable_module import TrainableModule
 from mtp_export.verify.evidence.likelihood import Likelihood
@@ -135,11 +135,30 @@ class Trials:
     def loss_under(self, values: Values) -> float:
         """Return the loss of some of the judging texts with other values of some tensors, at about
         the temperature that fits those."""
-        number, tokens = min(spot.layer for spot, _ in values), self.judging.table[:SCREEN_TEXTS]
-        rows = self.judged[number].view(len(self.judging.kinds), -1, self.judged[number].shape[1])
-        near = [self.temperature * one for one in _TEMPERATURES]
         with holding(values):
-            return float(self.model.loss(number, rows[:SCREEN_TEXTS].flatten(0, 1), tokens, near))
+            return self._some_loss(self.model, min(spot.layer for spot, _ in values))
+
+    @torch.no_grad()
+    def rerouted(self) -> Iterator[Tried]:
+        """Yield other values of config.json for the routing of all layers that some texts are
+        likelier under, with the judging texts under them."""
+        found: dict[LayerVariant, dict[int, Any]] = {}
+        for number in range(len(self.model.layers)):
+            for variant, other in rerouted(self.model.layers[number]):
+                found.setdefault(variant, {})[number] = other
+        own = self._some_loss(self.model, 0)
+        for variant, others in found.items():
+            layers = (others.get(n, layer) for n, layer in enumerate(self.model.layers))
+            model = replace(self.model, layers=tuple(layers))
+            if self._some_loss(model, 0) < own:
+                states = model.states(self.judging.table)
+                yield variant, Likelihood.of_states(states[-1], model.head, self.judging)
+
+    def _some_loss(self, model: Trainable, first: int) -> float:
+        tokens, rows = self.judging.table[:SCREEN_TEXTS], self.judged[first]
+        rows = rows.view(len(self.judging.kinds), -1, rows.shape[1])[:SCREEN_TEXTS]
+        near = [self.temperature * one for one in _TEMPERATURES]
+        return float(model.loss(first, rows.flatten(0, 1), tokens, near))
 
     def trained_half(self, half: Half) -> Tried:
         """Return half a layer trained alone, with the judging texts under it."""
