@@ -13,6 +13,8 @@ import torch
 
 from cases import edit_json, read_json, run_program
 from decoded_mains import BITSANDBYTES_NF4, nf4
+from faults.small_model import family_config, write_dense
+from mtp_checkpoints.families import family_of
 from mtp_checkpoints.quantization.method import QuantConfig
 from mtp_checkpoints.quantization.methods import quant_config_of
 from mtp_checkpoints.quantization.stored import stored_model
@@ -26,6 +28,7 @@ from verify.foreign import (
     FIXTURES,
     GLM,
     GLM_MTP,
+    INDEX,
     Config,
     Tensors,
     mtp_left_out,
@@ -345,6 +348,34 @@ def test_experts_that_are_listed_one_by_one_are_named(tmp_path: Path) -> None:
     cause = items[OF_VLLM]["cause"]
     assert "24 matrices" in cause
     assert "down_proj in extra_config" in cause and "acts on nothing: all experts" in cause
+
+
+def test_fused_experts_are_listed_by_one_name(tmp_path: Path) -> None:
+    """As engines ask AutoRound's extra_config for them."""
+    config = family_config("hy_v4")
+    specs = family_of(config).tensors.values()
+    linears = [spec for spec in specs if spec.is_linear_or_projection]
+    packed = [s.name for s in linears if s.name.endswith("layers.0.mlp.down_proj.weight")]
+    assert packed
+
+    def change(stored: Tensors) -> None:
+        for name in packed:
+            parts, _ = METHODS["auto-round"].encode(stored.pop(name).float())
+            for last, one in parts.items():
+                stored[name.removesuffix("weight") + last] = one.contiguous()
+
+    plain = {spec.module for spec in linears if spec.name not in packed}
+    fused = {s.name.rpartition(".")[0] for s in specs if s.name.endswith("experts.down_proj")}
+    assert any("mtp" in name for name in fused)
+    extra = dict.fromkeys(sorted(plain | fused), {"bits": 16, "data_type": "float"})
+    method = METHODS["auto-round"].config
+    own = {**method, "extra_config": extra, "block_name_to_quantize": None}
+    folder = write_dense(tmp_path / "dense", config=config)
+    (folder / INDEX).unlink()
+    changed = rewritten(folder, tmp_path / "a", change, lambda c: c.update(quantization_config=own))
+    outcome, items = verified(changed)
+    assert failures(items) == set(), outcome.err
+    assert items[OF_VLLM]["status"] == "pass"
 
 
 def test_a_pattern_of_all_experts_is_no_single_one() -> None:

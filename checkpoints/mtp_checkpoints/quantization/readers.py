@@ -14,9 +14,10 @@ from typing import Any
 
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.families import family_of
-from mtp_checkpoints.families.base import Role
+from mtp_checkpoints.families.base import SGLANG_DRAFT, Role
 from mtp_checkpoints.formats import WHOLE_ROW
 from mtp_checkpoints.quantization.absent import with_absent_listed
+from mtp_checkpoints.quantization.fusion_rules import EXPERTS
 from mtp_checkpoints.quantization.methods import quant_config_of
 from mtp_checkpoints.quantization.methods.bitsandbytes import SKIPPED
 from mtp_checkpoints.quantization.methods.gptq import BLOCKS, PERMUTED
@@ -36,8 +37,9 @@ class has `apply_weight_name_mapper`."""
 _AUTO_ROUND_FORMATS = ("auto_round:auto_gptq", "auto_round:auto_awq")
 _FP8_LISTS = ("ignored_layers", "modules_to_not_convert")  # in vLLM's order
 _SPECIAL = re.compile(r"[*+?^$()\[\]{}|\\]")
-_EXPERTS = re.compile(r"(?:model|model\.language_model|mtp)\.layers\.\d+\..*\.experts")
-_ONE_EXPERT = re.compile(r"\.experts\.\d")
+
+_EXPERTS = EXPERTS.rstrip(".")
+_OF_SGLANG = f"{SGLANG_DRAFT}."
 
 Reads = Callable[[Mapping[str, Any], Collection[str]], Config]
 
@@ -102,7 +104,7 @@ def sglang_reads(config: Mapping[str, Any], tensors: Collection[str]) -> Config:
         case "modelopt":
             if "NVFP4" in str(_nested(quantization).get("quant_algo")).upper():
                 _check_no_null("SGLang 0.5.23", quantization, "ignore", "exclude_modules")
-            quantization = _with_whole_names(quantization)
+            quantization = _with_reached_names(config, quantization)
         case "quark":
             _check_quark(quantization)
             quantization = quark_of_sglang(config, quantization)
@@ -228,11 +230,13 @@ def _with_whole_linears(config: Mapping[str, Any], quantization: Config) -> Conf
     first = next((key for key in _FP8_LISTS if quantization.get(key)), None)
     if first is None:
         return quantization
-    linears = {
-        spec.module for spec in family_of(config).tensors.values() if spec.is_linear_or_projection
-    }
+    linears, experts = _linears_and_experts(config)
+
+    def acts(name: str) -> bool:
+        return name in linears or (_EXPERTS in name and any(one in name for one in experts))
+
     kept = {
-        key: [n for n in quantization[key] if key == first and (n in linears or _EXPERTS.match(n))]
+        key: [name for name in quantization[key] if key == first and acts(name)]
         for key in _FP8_LISTS
         if quantization.get(key)
     }
@@ -288,12 +292,12 @@ def _with_components(quantization: Config) -> Config:
     return {**quantization, SKIPPED: anywhere}
 
 
-def _with_whole_names(quantization: Config) -> Config:
-    """Return ModelOpt's config without entries that are parts of names, or a single expert's: they
-    reach no module."""
-    holder = _nested(quantization)
+def _with_reached_names(config: Mapping[str, Any], quantization: Config) -> Config:
+    """Return ModelOpt's config with the entries that reach a module of SGLang's: a part of a name
+    does where it is whole components of a linear's, and of experts the whole name alone."""
+    holder, modules = _nested(quantization), _linears_and_experts(config)
     changed = {
-        key: [name for name in holder[key] if _reaches(str(name))]
+        key: [name for entry in holder[key] for name in _reached(str(entry), *modules)]
         for key in ("ignore", "exclude_modules")
         if isinstance(holder.get(key), list)
     }
@@ -302,6 +306,21 @@ def _with_whole_names(quantization: Config) -> Config:
     return {**quantization, "quantization": {**holder, **changed}}
 
 
-def _reaches(entry: str) -> bool:
-    whole = "*" in entry or "." not in entry or entry.startswith("model.")
-    return whole and not _ONE_EXPERT.search(entry)
+def _reached(entry: str, linears: Collection[str], experts: Collection[str]) -> list[str]:
+    """Return an entry, or the linears that it reaches where experts are below it; nothing for one
+    that reaches none."""
+    if "*" in entry or "." not in entry or entry in experts or entry.startswith(_OF_SGLANG):
+        return [entry]
+    below = [one for one in linears if f".{entry}." in f".{one}."]
+    return below if any(entry in one for one in experts) else [entry] if below else []
+
+
+def _linears_and_experts(config: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Return the modules of the linears but for experts, and those of all experts of a layer."""
+    every = family_of(config).tensors.values()
+    of_experts = (spec.name for spec in every if spec.role is Role.ROUTED_EXPERT)
+    linears = (spec for spec in every if spec.is_linear_or_projection)
+    return (
+        [one.module for one in linears if one.role is not Role.ROUTED_EXPERT],
+        list(dict.fromkeys(f"{name.partition(EXPERTS)[0]}{_EXPERTS}" for name in of_experts)),
+    )

@@ -17,7 +17,8 @@ from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.formats import NvFp4, NvFp4A16, mixes_groups_with_fp8
 from mtp_checkpoints.layouts.base import DraftReading, Engine
 from mtp_checkpoints.quantization.absent import with_projection_listed
-from mtp_checkpoints.quantization.methods import quant_config_of, undecoded_of
+from mtp_checkpoints.quantization.fusion_rules import EXPERTS
+from mtp_checkpoints.quantization.methods import METHODS, quant_config_of, undecoded_of
 from mtp_checkpoints.quantization.mismatches import is_recomputed
 from mtp_checkpoints.quantization.native import method_of, quantization_of
 from mtp_checkpoints.quantization.readers import NotTriedError
@@ -204,7 +205,10 @@ def _built_quantized(layout: PartLayout, config: Any, reading: DraftReading) -> 
     if not config:
         return
     tensors, known = layout.checkpoint.tensors, quant_config_of(config)
-    for name, module, role in _asked_as_others(layout.stored.family, reading):
+    as_one = METHODS[method_of(config)].experts_as_one
+    for name, single, role in _asked_as_others(layout.stored.family, reading):
+        layer, experts, _ = single.partition(EXPERTS)
+        module = f"{layer}{experts.rstrip('.')}" if as_one else single
         built, tensor = known.format_of(module, role), tensors.get(name)
         if built is None or tensor is None or tensor.dtype not in FLOATS:
             continue

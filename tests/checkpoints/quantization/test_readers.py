@@ -9,6 +9,7 @@ import pytest
 
 from cases import read_json
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
+from mtp_checkpoints.families import family_of
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.quantization.methods import quant_config_of
 from mtp_checkpoints.quantization.readers import (
@@ -19,6 +20,7 @@ from mtp_checkpoints.quantization.readers import (
     vllm_reads,
 )
 from quantized_by_others import METHODS
+from runtime.checkpoints import SMALL_CONFIGS
 from verify.foreign import GLM
 
 LAYER = "model.layers.3"
@@ -155,9 +157,21 @@ def test_vllm_compares_whole_names_of_fp8() -> None:
     assert not is_left_out(vllm_reads, METHODS["fp8"].config | both, OWN)
 
 
+@pytest.mark.parametrize("model_type", ["nemotron_h_omni", "hy_v4", "mimo_v2_flash", "dots3_note"])
+def test_vllm_takes_experts_of_any_name_for_one(model_type: str) -> None:
+    config = SMALL_CONFIGS[model_type]
+    specs = family_of(config).tensors.values()
+    of_experts = [spec.name for spec in specs if spec.role is Role.ROUTED_EXPERT]
+    listed = [name.partition(".experts.")[0] + ".experts" for name in of_experts]
+    quantization = METHODS["fp8"].config | {"modules_to_not_convert": listed}
+    found = vllm_reads({**config, "quantization_config": quantization}, ())
+    assert found["quantization_config"]["modules_to_not_convert"] == listed
+
+
 @pytest.mark.parametrize("nested", [False, True])
 def test_parts_of_names_in_modelopts_list(nested: bool) -> None:
-    """Reach no module of SGLang's; whole names, patterns and single components do."""
+    """Reach no module of SGLang's; whole names, patterns and components of a linear's name do, and
+    of experts the whole name alone."""
 
     def config(entry: str) -> dict[str, Any]:
         if nested:
@@ -165,11 +179,17 @@ def test_parts_of_names_in_modelopts_list(nested: bool) -> None:
             return {"quant_method": "modelopt", "quantization": own}
         return {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": [entry]}
 
-    for entry, module in (("mlp.experts", EXPERT), (EXPERT, EXPERT), ("3.self_attn", OWN)):
+    for entry, module in (
+        ("mlp.experts", EXPERT),
+        (EXPERT, EXPERT),
+        ("3.self", OWN),
+        (LAYER, EXPERT),
+    ):
         assert is_left_out(vllm_reads, config(entry), module)
         assert not is_left_out(sglang_reads, config(entry), module)
-    for entry in (OWN, f"{LAYER}*", "self_attn", "*.self_attn.*"):
+    for entry in (OWN, LAYER, f"{LAYER}*", "self_attn", "3.self_attn", "*.self_attn.*"):
         assert is_left_out(sglang_reads, config(entry), OWN)
+    assert is_left_out(sglang_reads, config(EXPERTS), EXPERT)
 
 
 def test_vllm_finds_a_head_by_its_name_alone() -> None:
