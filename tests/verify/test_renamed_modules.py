@@ -109,6 +109,22 @@ def test_names_of_transformers_in_a_module_are_told_each(tmp_path: Path) -> None
     assert f"{mlp}gate.weight {last} {mlp}router.gate.weight" in item["cause"]
 
 
+def test_rows_that_a_trainer_joins_are_no_other_models(tmp_path: Path) -> None:
+    def change(stored: Tensors) -> None:
+        def taken(name: str) -> torch.Tensor:
+            return stored.pop(f"mtp.layers.0.{name}_proj.weight")
+
+        joined = torch.cat([taken(f"self_attn.{one}") for one in "qkv"])
+        stored["mtp.layers.0.self_attn.linear_qkv.weight"] = joined
+        joined = torch.cat([taken("mlp.gate"), taken("mlp.up")])
+        stored["mtp.layers.0.mlp.linear_fc1.weight"] = joined
+
+    cause = complete(rewritten(QWEN, tmp_path / "joined", change))["cause"]
+    assert "linear_qkv.weight joins the rows of q_proj, k_proj and v_proj, which" in cause
+    assert "linear_fc1.weight joins the rows of gate_proj and up_proj, which engines" in cause
+    assert "another model's" not in cause
+
+
 def test_experts_in_a_dense_model_are_another_models(tmp_path: Path) -> None:
     def change(stored: Tensors) -> None:
         mlp = "mtp.layers.0.mlp."

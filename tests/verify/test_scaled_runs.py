@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,14 @@ def test_a_part_that_was_multiplied_is_named(fault: Fault, tmp_path: Path) -> No
     item = judged(bundle)
     assert item.status is Status.FAIL
     assert fault.cause in item.cause and item.cause.count(";") == 0
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_values_that_are_not_finite_are_no_part_of_another_size(value: float) -> None:
+    """Another item names them, and nothing is printed of them here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert scaled_runs._step([1.0] * 255 + [value]) is None
 
 
 def test_heads_of_another_size_pass(tmp_path: Path) -> None:

@@ -1,44 +1,19 @@
-"""Tensors of a module that are there under names that engines do not look for. A matrix that a
-format packs is known by its bits per element."""
+"""Tensors of a module that are there under names that engines do not look for."""
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from math import prod
-from typing import Protocol
+from typing import NamedTuple
 
-from mtp_checkpoints.dtypes import DType
-from mtp_checkpoints.families.base import FLOATS
 from mtp_checkpoints.families.name_words import agree, likeness
+from mtp_checkpoints.families.stored_names import CODES, Stored, Wanted, as_weight, holds, last_of
 
 _FEWEST = 2  # tensors of a rule
-_CODES = ("weight_packed", "qweight")
+_GATE_AND_UP = ("gate_proj", "up_proj")
 _COMPARED = 100_000  # pairs of names
-_BITS = (2, 3, 4, 5, 6, 8)  # of a code
-
-
-class Stored(Protocol):
-    """A stored tensor, as far as telling it by its shape needs it."""
-
-    @property
-    def dtype(self) -> DType: ...
-
-    @property
-    def shape(self) -> Sequence[int]: ...
-
-
-class Wanted(Protocol):
-    """A weight that engines look for, unless it is optional: the shape is that of its values."""
-
-    @property
-    def shape(self) -> Sequence[int]: ...
-
-    @property
-    def optional(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -66,8 +41,9 @@ class OtherNames:
 
     pairs: the wanted names of the stored ones, all. Told in short: beginnings, the commonest first;
     inside, of names that have one component more, which is its part; singly, the pairs of neither.
-    alike: tensors of equal shapes whose names do not tell which is which. untold: tensors that no
-    engine looks for and that are nothing that is missing; lacking: weights that no name is for.
+    joined: one tensor each of the rows of several. alike: tensors of equal shapes whose names do
+    not tell which is which. untold: tensors that no engine looks for and that are nothing that is
+    missing; lacking: weights that no name is for.
     is_sure: a good half of what is missing is here, and more than what is untold.
     """
 
@@ -75,31 +51,23 @@ class OtherNames:
     beginnings: Sequence[Renamed]
     inside: Sequence[InPlace]
     singly: Mapping[str, str]
+    joined: Sequence[InPlace]
     alike: Sequence[InPlace]
     untold: Sequence[str]
     lacking: Sequence[str]
     is_sure: bool
 
 
-def as_weight(name: str) -> str:
-    """Return the name of a weight by that of the tensor with its values or codes."""
-    module, _, last = name.rpartition(".")
-    return f"{module}.weight" if last in _CODES else name
-
-
-_OF_EXPERT = re.compile(r"\.experts\.\d+\.", re.ASCII)
-
-
-def as_any_expert(name: str) -> str:
-    """Return the name of a tensor with a mark in the place of its expert's number."""
-    return _OF_EXPERT.sub(".experts.*.", name)
-
-
-def other_names(wanted: Mapping[str, Wanted], there: Mapping[str, Stored]) -> OtherNames | None:
+def other_names(
+    wanted: Mapping[str, Wanted],
+    there: Mapping[str, Stored],
+    joins: Collection[tuple[str, ...]] = (),
+) -> OtherNames | None:
     """Return the weights that are there under other names, of which each is at most one that is
     missing; None where that is not a good half of what is missing.
 
-    wanted: weights by the names that `as_weight` returns of them.
+    wanted: weights by the names that `as_weight` returns of them. joins: linears, by the last
+    components of their names, that engines and trainers join, beside gate and up.
     """
     search = _Search(wanted, there)
     missing = [name for name in search.lost if not wanted[name].optional]
@@ -107,10 +75,11 @@ def other_names(wanted: Mapping[str, Wanted], there: Mapping[str, Stored]) -> Ot
         return None
     search.by_beginnings()
     inside = search.by_components()
+    joined = search.joined({_GATE_AND_UP, *joins})
     search.by_words()
     search.by_shapes()
     alike = search.alike()
-    grouped = [name for one in alike for name in (*one.wanted, *one.found)]
+    grouped = [name for one in (*joined, *alike) for name in (*one.wanted, *one.found)]
     told = sum(name in search.pairs or name in grouped for name in missing)
     if 2 * told <= len(missing):
         return None
@@ -121,6 +90,7 @@ def other_names(wanted: Mapping[str, Wanted], there: Mapping[str, Stored]) -> Ot
         beginnings,
         [search.as_stored(one) for one in inside],
         search.stored_pairs(singly),
+        joined,
         [search.as_stored(one) for one in alike],
         [search.names[one] for one in untold],
         [name for name in missing if name not in search.pairs and name not in grouped],
@@ -136,12 +106,13 @@ class _Search:
         self.wanted, self.there = wanted, there
         self.names = {as_weight(name): name for name in there}
         self.lost = sorted(wanted.keys() - self.names.keys(), key=_in_order)
-        lasts = {_last(name) for name in wanted}
+        lasts = {last_of(name) for name in wanted}
         others = self.names.keys() - wanted.keys()
-        own = (name for name in others if _last(name) in lasts or not self._is_beside(name))
+        own = (name for name in others if last_of(name) in lasts or not self._is_beside(name))
         self.strange = sorted(own, key=_in_order)
         self.pairs: dict[str, str] = {}  # of those that are strange, by those that are lost
         self.used: set[str] = set()
+        self.apart: set[str] = set()  # of those that are lost, those that are joined
 
     def _is_beside(self, name: str) -> bool:
         """Return whether a tensor is a weight's, as its scale is."""
@@ -208,6 +179,32 @@ class _Search:
             elif free:
                 heappush(heap, (-len(free), like, place, free))
 
+    def joined(self, joins: Collection[tuple[str, ...]]) -> list[InPlace]:
+        """One tensor alone of the rows of several of a module that are missing."""
+        missing = {name for name in self.lost if name not in self.pairs}
+        wholes: dict[tuple[str, ...], list[str]] = {}
+        for name in sorted(missing):
+            parent, first, last = name.rsplit(".", 2) if name.count(".") > 1 else ("", "", "")
+            for own in (one for one in joins if one[0] == first):
+                parts = tuple(f"{parent}.{one}.{last}" for one in own)
+                if missing.issuperset(parts):
+                    whole = _Whole.of([self.wanted[one] for one in parts])
+                    names = (o for o in self.strange if o not in self.used and _place(o)[1] < 0)
+                    wholes[parts] = [
+                        o
+                        for o in names
+                        if agree(name, o) and holds(self.there[self.names[o]], whole)
+                    ]
+        counts = Counter(other for others in wholes.values() for other in others)
+        found = [
+            InPlace(parts, others)
+            for parts, others in wholes.items()
+            if len(others) == 1 == counts[others[0]]
+        ]
+        self.apart.update(name for one in found for name in one.wanted)
+        self.used.update(name for one in found for name in one.found)
+        return found
+
     def by_words(self) -> None:
         """Names of the same meaning, where each is nearest to the other alone."""
         for names, others in self._by_expert():
@@ -246,7 +243,7 @@ class _Search:
         first is the first of those that no engine looks for."""
         lost, strange = defaultdict[_Place, list[str]](list), defaultdict[_Place, list[str]](list)
         for name in self.lost:
-            if name not in self.pairs:
+            if name not in self.pairs and name not in self.apart:
                 lost[_place(name)].append(name)
         for other in self.strange:
             if other not in self.used:
@@ -290,8 +287,21 @@ class _Search:
 
     def _as_found(self, name: str, other: str) -> str:
         """The wanted name of a tensor: of codes, with their own last component."""
-        last = _last(self.names[other])
-        return f"{name.rpartition('.')[0]}.{last}" if last in _CODES else name
+        last = last_of(self.names[other])
+        return f"{name.rpartition('.')[0]}.{last}" if last in CODES else name
+
+
+class _Whole(NamedTuple):
+    """Several weights that are joined by their rows."""
+
+    shape: tuple[int, ...]
+    optional: bool = False
+
+    @classmethod
+    def of(cls, parts: Sequence[Wanted]) -> _Whole:
+        shapes = {tuple(one.shape[1:]) for one in parts}
+        rows = sum(one.shape[0] for one in parts)
+        return cls((rows, *shapes.pop())) if len(shapes) == 1 else cls(())
 
 
 _Pair = tuple[str, str]
@@ -314,18 +324,6 @@ def _likest(alike: _Likeness, end: int) -> dict[str, list[_Pair]]:
         elif like == alike[known[0]] and pair != known[0]:
             known.append(pair)
     return best
-
-
-def holds(tensor: Stored, wanted: Wanted) -> bool:
-    """Return whether a tensor has the shape of a weight, or as many bits as codes of it."""
-    if tensor.dtype in FLOATS or tuple(tensor.shape) == tuple(wanted.shape):
-        return tuple(tensor.shape) == tuple(wanted.shape)
-    bits, elements = prod(tensor.shape) * tensor.dtype.bits, prod(wanted.shape)
-    return len(wanted.shape) == 2 and bits in (of_code * elements for of_code in _BITS)
-
-
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]
 
 
 def _ending(name: str) -> tuple[str, ...]:

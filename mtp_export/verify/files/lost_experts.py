@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from mtp_checkpoints.families.base import Role
-from mtp_checkpoints.families.other_names import as_any_expert
 from mtp_checkpoints.families.parts import Moe
+from mtp_checkpoints.families.stored_names import as_any_expert
 from mtp_checkpoints.quantization.stored import StoredModel
 from mtp_export.verify.check import Problem
 from mtp_export.verify.diagnosis.causes import presence as causes

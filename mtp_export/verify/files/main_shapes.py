@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.families.base import FLOATS, Role, TensorSpec
-from mtp_checkpoints.families.other_names import as_weight, holds
 from mtp_checkpoints.families.signs import has_layers, in_layer
+from mtp_checkpoints.families.stored_names import as_weight, holds
 from mtp_export.progress import counted
 from mtp_export.verify.check import Item, Problem, not_tested, verdict
 from mtp_export.verify.diagnosis.causes import presence as causes

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from mtp_checkpoints.containers.base import CONFIG_NAME, TensorInfo
 from mtp_checkpoints.containers.safetensors import INDEX_NAME, whole_set
 from mtp_checkpoints.errors import MtpExportError
-from mtp_checkpoints.families.base import FLOATS, TensorSpec
-from mtp_checkpoints.families.other_names import as_weight, other_names
+from mtp_checkpoints.families.base import TensorSpec
+from mtp_checkpoints.families.other_names import other_names
 from mtp_checkpoints.families.signs import (
     Announced,
     NamedModule,
@@ -36,7 +36,7 @@ from mtp_checkpoints.families.signs import (
     projection_in_main,
     sglang_adds,
 )
-from mtp_checkpoints.formats.base import SCALES_OF_CODES
+from mtp_checkpoints.families.stored_names import as_weight
 from mtp_checkpoints.quantization.native import describe, quantization_of
 from mtp_checkpoints.quantization.stored import StoredModel, stored_model
 from mtp_checkpoints.quantization.tools import Tool, known_loss, tool_of
@@ -60,6 +60,7 @@ from mtp_export.verify.files.lost_experts import lost_experts
 from mtp_export.verify.files.lost_layers import lost_layers, may_have_lost
 from mtp_export.verify.files.main_shapes import shapes_as_main
 from mtp_export.verify.files.repair import graft_command, unlike_source
+from mtp_export.verify.files.unpaired import unpaired
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
@@ -177,6 +178,13 @@ class Found:
         return {} if self.stored is None else _by_name(self.stored)
 
     @property
+    def joins(self) -> tuple[tuple[str, ...], ...]:
+        """Linears of a known family that engines join, by the last components of their names."""
+        part = self.context.part(MTP)
+        stored = self.context.layout(part).stored if part and self.wanted_names else self.stored
+        return () if stored is None else tuple(stored.family.patterns.fused)
+
+    @property
     def astray(self) -> list[str]:
         """The MTP part's tensors that no engine looks for, and those that are missing."""
         part = self.context.part(MTP)
@@ -258,7 +266,7 @@ def _none_there(name: str, found: Found, wanted: Announced) -> Item:
     if folder is not None:
         words = causes.not_in_folder(str(folder), str(wanted))
         return failed(name, words, figure=figure, subject=str(folder), repair=found.repair)
-    if (others := other_names(found.wanted_anywhere, found.tensors)) is not None:
+    if (others := other_names(found.wanted_anywhere, found.tensors, found.joins)) is not None:
         strange = found.tensors.keys() - found.wanted_anywhere.keys()
         item = verdict(name, each(sorted(strange), causes.other_names(others)))
         return with_pairs(replace(item, figure=figure, repair=found.repair), others)
@@ -282,8 +290,9 @@ def _complete(found: Found) -> Item:
     problems: list[Problem] = []
     names = [name for module in found.modules for name in module.tensors]
     own = {name: found.tensors[name] for name in names}
-    others = other_names(found.wanted_names, own)
-    if others is None and found.has_main and lacks_projection(names):
+    others = other_names(found.wanted_names, own, found.joins)
+    is_known = bool(found.wanted_names)  # of which config_match names each tensor that is missing
+    if not is_known and found.has_main and lacks_projection(names):
         problems.append(Problem(names[0], causes.no_projection(names[0])))
     problems += _transposed(found, names)
     # A family may say it of the module itself, or of each layer.
@@ -291,7 +300,7 @@ def _complete(found: Found) -> Item:
     for module in found.modules:
         for gap in expert_gaps(module.tensors, experts):
             problems.append(Problem(gap.partition(" ")[0], gap))
-    problems += [Problem(name, words) for name, words in _unpaired(own)]
+    problems += [Problem(name, words) for name, words in unpaired(own)]
     fused = fused_experts({name: one.shape for name, one in own.items()})
     if fused is not None and any(_FIRST_EXPERT in name for name in found.wanted_names):
         problems.insert(0, Problem(fused, causes.fused(fused)))
@@ -331,32 +340,6 @@ def _transposed(found: Found, names: Sequence[str]) -> list[Problem]:
 
 
 _FIRST_EXPERT = ".experts.0."
-_CODES = frozenset({"F8_E4M3", "F8_E5M2", "I8", "U8", "I32", "U32"})
-
-
-def _unpaired(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, str]]:
-    """Yield codes without a scale, and scales without codes or beside what holds none, each with a
-    sentence."""
-    last_of: dict[str, set[str]] = {}
-    for name in tensors:
-        module, _, last = name.rpartition(".")
-        last_of.setdefault(module, set()).add(last)
-    for name, tensor in tensors.items():
-        module, _, last = name.rpartition(".")
-        siblings = last_of[module]
-        scales = SCALES_OF_CODES.get(last) if tensor.dtype in _CODES else None
-        if scales is not None and not any(f"{module}.{scale}" in tensors for scale in scales):
-            yield name, causes.codes_without_scale(name, str(tensor.dtype))
-        weights = [codes for codes, scales in SCALES_OF_CODES.items() if last in scales]
-        if weights and siblings.isdisjoint((*SCALES_OF_CODES, "blocks")):
-            yield name, causes.scale_without_codes(name)
-        plain = tensors.get(f"{module}.weight")
-        if weights == ["weight"] and plain is not None and _is_float_matrix(plain):
-            yield plain.name, causes.scale_beside_floats(plain.name, str(plain.dtype), last)
-
-
-def _is_float_matrix(tensor: TensorInfo) -> bool:
-    return len(tensor.shape) > 1 and tensor.dtype in FLOATS
 
 
 _INDEXED = "MTP modules in the index"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from mtp_checkpoints.families.other_names import as_any_expert
+from mtp_checkpoints.families.stored_names import as_any_expert
 from mtp_checkpoints.tensors.bundle_folder import MAIN
 from mtp_export.progress import shortened
 from mtp_export.verify.check import (

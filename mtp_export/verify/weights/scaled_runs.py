@@ -4,7 +4,7 @@ what multiplies a part of it makes them."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import exp
+from math import exp, inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from mtp_export.verify.check import Item, Problem, verdict
@@ -72,7 +72,7 @@ def _step(squares: Sequence[float]) -> _Step | None:
     import numpy as np
 
     size = len(squares)
-    if size < _LEAST_SIZE or not min(squares) > 0:
+    if size < _LEAST_SIZE or not all(0 < one < inf for one in squares):
         return None
     logs = 0.5 * np.log(np.asarray(squares))
     sums = np.cumsum(logs - logs.mean())

@@ -133,6 +133,24 @@ def test_tensors_that_nothing_tells_apart_are_told_together() -> None:
     assert other_names(wanted, there | tensors(x__3__three__weight=NORM)) is None
 
 
+def test_rows_that_were_joined_are_told_with_their_parts() -> None:
+    """As trainers store queries, keys and values, or gate and up, where one tensor alone fits."""
+    own = {f"x.attn.{one}_proj.weight": Tensor(SQUARE) for one in "qkv"}
+    own |= {f"x.mlp.{one}_proj.weight": Tensor(WIDE) for one in ("gate", "up")}
+    own |= {"x.attn.v_proj.weight": Tensor((2, 4))}
+    there = {"y.linear_qkv.weight": Tensor((10, 4)), "y.linear_fc1.weight": Tensor((16, 4))}
+    qkv = ("q_proj", "k_proj", "v_proj")
+    names = other_names(own, there, [qkv])
+    assert names is not None and names.pairs == {} and not names.untold and not names.lacking
+    assert [(one.wanted, one.found) for one in names.joined] == [
+        (tuple(f"x.attn.{one}.weight" for one in qkv), ["y.linear_qkv.weight"]),
+        (("x.mlp.gate_proj.weight", "x.mlp.up_proj.weight"), ["y.linear_fc1.weight"]),
+    ]
+    assert other_names(own, there) is None  # gate and up alone are not a good half
+    two = {"y.a.weight": Tensor((16, 4)), "y.b.weight": Tensor((16, 4))}
+    assert other_names(own, two, [qkv]) is None
+
+
 # Names that frameworks have, as patterns of released ones.
 NAMINGS = {
     "Megatron": {

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from mtp_checkpoints.families.other_names import InPlace, OtherNames, as_any_expert
+from mtp_checkpoints.families.other_names import InPlace, OtherNames
+from mtp_checkpoints.families.stored_names import as_any_expert
 from mtp_export.progress import shortened
 
 _NAMED = 3
@@ -152,9 +153,10 @@ def other_names(found: OtherNames) -> str:
         *_by_beginnings(found),
         *(_inside(one) for one in found.inside),
         *_singly(found.singly),
+        *(_joined(one) for one in found.joined),
         *(_alike(one) for one in found.alike),
     ]
-    count = len(found.pairs) + sum(len(one.found) for one in found.alike)
+    count = len(found.pairs) + sum(len(one.found) for one in (*found.joined, *found.alike))
     return (
         f"tensors of the module are there under other names ({count:,}): {'; '.join(said)}. Rename"
         " them so, with their scales if they have any, in the files and in the"
@@ -195,6 +197,15 @@ def _singly(pairs: Mapping[str, str]) -> list[str]:
         *said[:_SINGLY],
         *([f"{more:,} more, which the report lists (--report)"] if more > 0 else []),
     ]
+
+
+def _joined(one: InPlace) -> str:
+    """By its shape alone: how its rows lie, and whether by heads, no header says."""
+    *first, last = [name.rsplit(".", 2)[-2] for name in one.wanted]
+    return (
+        f"{one.found[0]} joins the rows of {', '.join(first)} and {last}, which engines look for"
+        " one by one (what converted it has to take them apart)"
+    )
 
 
 def _alike(one: InPlace) -> str:
