@@ -243,7 +243,7 @@ DAMAGED = (
     Folder(
         "fp8 of which nothing is left out",
         unquantized("fp8"),
-        words=(r"layers\.3", "each by its whole name, to ignored_layers"),
+        words=(r"layers\.3", r"whole name \(data.to_add of --json\), to ignored_layers"),
     ),
     Folder(
         "AWQ of which nothing is left out",
