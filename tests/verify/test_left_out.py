@@ -50,7 +50,7 @@ LACKS = {
     "auto-round": r"^model\.layers\.3(\..*)?$ to extra_config",
     "compressed-tensors, int8": r"re:model.layers.3(\..*)?$ to ignore",
     "fp8": "model.layers.3.self_attn.q_proj, model.layers.3.self_attn.k_proj and 6 more",
-    "modelopt fp8, in a file": "model.layers.3* to ignore",
+    "modelopt fp8, in a file": "model.layers.3* to exclude_modules",
 }
 
 

@@ -175,6 +175,19 @@ def test_what_follows_from_other_names_is_not_told_again(tmp_path: Path) -> None
     assert "is missing" not in outcome.out and "is not a tensor" not in outcome.out
 
 
+def test_a_model_whose_names_all_begin_otherwise_is_told_once(tmp_path: Path) -> None:
+    """As where a wrapper of the whole model was saved."""
+
+    def change(stored: Tensors) -> Tensors:
+        return {f"module.{name}": one for name, one in stored.items()}
+
+    outcome = run_program("verify", rewritten(GLM, tmp_path / "all", change), "--level", "files")
+    text = " ".join(outcome.out.split())
+    assert outcome.code == 7
+    assert "of the model are there under other names (141): engines look for them without" in text
+    assert "is missing" not in text and "is not a tensor" not in text
+
+
 @pytest.mark.parametrize("count", [2, 3])
 def test_of_modules_that_are_not_there_the_count_may_be_what_is_wrong(
     count: int, tmp_path: Path

@@ -172,9 +172,10 @@ class Method:
     """One quant_method.
 
     read understands a config. leave_out returns one that leaves modules unquantized, with all below
-    them; None where the method cannot. describe returns one that describes a quantized draft too,
-    whose linears are in `describes`. write returns the config of a converted model, None for one
-    without quantized linears. dialect is that of the only engine with the method. absent_key: where
+    them; None where the method cannot. key_of returns the name that one of its lists has in a
+    config of another form, where there is one. describe returns one that describes a quantized
+    draft too, whose linears are in `describes`. write returns the config of a converted model, None
+    for one without quantized linears. dialect is that of the only engine with the method. absent_key: where
     this field lists nothing, loaders find unquantized linears by their tensors. coded_by: they do
     so whatever is listed, by these last names, of which a quantized matrix has one beside it.
     zero_labels: how a config labels zero points, where it does.
@@ -185,6 +186,7 @@ class Method:
 
     read: Callable[[Mapping[str, Any]], QuantConfig]
     leave_out: Callable[[Config, Sequence[str]], Config] | None = None
+    key_of: Callable[[Config, str], str] | None = None
     describe: Callable[[Config, ModelSpec, PartStorage], Config] | None = None
     describes: frozenset[str] = frozenset()
     write: Callable[[WrittenModel], Config | None] | None = None

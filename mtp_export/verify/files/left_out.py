@@ -91,10 +91,11 @@ class ListedDraft:
         if with_them is None:
             return {}
         old = {*_entries(self.quantization)}
-        leave_out = METHODS[method_of(self.quantization)].leave_out
-        if leave_out is not None and (beside := [*self._projections]):
-            old -= {*_entries(leave_out(self._as_written, beside))} - {*_entries(self._as_written)}
-        return dict(_added(old, with_them))
+        method, written = METHODS[method_of(self.quantization)], self._as_written
+        if method.leave_out is not None and (beside := [*self._projections]):
+            old -= {*_entries(method.leave_out(written, beside))} - {*_entries(written)}
+        named = method.key_of or (lambda _, key: key)
+        return {named(written, key): entries for key, entries in _added(old, with_them)}
 
     @property
     def lacks(self) -> str:

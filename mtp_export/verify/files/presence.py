@@ -267,8 +267,13 @@ def _none_there(name: str, found: Found, wanted: Announced) -> Item:
         words = causes.not_in_folder(str(folder), str(wanted))
         return failed(name, words, figure=figure, subject=str(folder), repair=found.repair)
     if (others := other_names(found.wanted_anywhere, found.tensors, found.joins)) is not None:
-        strange = found.tensors.keys() - found.wanted_anywhere.keys()
-        item = verdict(name, each(sorted(strange), causes.other_names(others)))
+        every = set() if found.stored is None else {*found.stored.tensors}
+        names = [*sorted(found.tensors.keys() - every), *sorted(every - found.tensors.keys())]
+        main = (
+            found.stored is not None and {*others.pairs.values()} & found.stored.main.tensors.keys()
+        )
+        words = causes.other_names(others, "the model" if main else "the module")
+        item = verdict(name, each(names, words))
         return with_pairs(replace(item, figure=figure, repair=found.repair), others)
     if (draft := found.draft_beside) is not None:
         words = causes.lost_beside(str(wanted), draft.kind, draft.sign)

@@ -70,6 +70,15 @@ def flattened(quantization: Mapping[str, Any]) -> Config:
     return {"quant_method": "modelopt", **own}
 
 
+def _key_of(quantization: Config, key: str) -> str:
+    """Return the name that a list has in the form that a config has."""
+    nested = quantization.get(_NESTED)
+    holder = nested if isinstance(nested, dict) else quantization
+    return (
+        _EXCLUDED if key == _IGNORE and holder.get(_IGNORE) is None and _EXCLUDED in holder else key
+    )
+
+
 def _leave_out(quantization: Config, modules: Sequence[str]) -> Config:
     flat = flattened(quantization)
     names = [*names_in(flat, _IGNORE), *(f"{module}*" for module in modules)]
@@ -107,4 +116,4 @@ def _unquantized(model: WrittenModel) -> list[str]:
     return [*named, *family.carried_modules, *(f"{module.name}*" for module in family.mtp)]
 
 
-MODELOPT = Method(_read, leave_out=_leave_out, write=_write)
+MODELOPT = Method(_read, leave_out=_leave_out, write=_write, key_of=_key_of)

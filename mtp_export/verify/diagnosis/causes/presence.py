@@ -146,7 +146,7 @@ def no_projection(name: str) -> str:
     )
 
 
-def other_names(found: OtherNames) -> str:
+def other_names(found: OtherNames, of: str = "the module") -> str:
     """Each weight that is under another name with the name that it should have, by rules where
     several are renamed alike, and what no name is known of."""
     said = [
@@ -158,7 +158,7 @@ def other_names(found: OtherNames) -> str:
     ]
     count = len(found.pairs) + sum(len(one.found) for one in (*found.joined, *found.alike))
     return (
-        f"tensors of the module are there under other names ({count:,}): {'; '.join(said)}. Rename"
+        f"tensors of {of} are there under other names ({count:,}): {'; '.join(said)}. Rename"
         " them so, with their scales if they have any, in the files and in the"
         f" index{_untold(found)}"
     )
