@@ -176,12 +176,12 @@ class Method:
     config of another form, where there is one. describe returns one that describes a quantized
     draft too, whose linears are in `describes`. write returns the config of a converted model, None
     for one without quantized linears. dialect is that of the only engine with the method.
-    absent_key: where this field lists nothing, loaders find unquantized linears by their tensors. coded_by: they do
-    so whatever is listed, by these last names, of which a quantized matrix has one beside it.
-    zero_labels: how a config labels zero points, where it does.
-    whole_names: they compare names of linears, not of modules above them. experts_as_one: they ask
-    for all experts of a layer by one name. packs_projections: they take
-    those of MTP modules in codes too. in_groups: fp8 has compressed-tensors' name for scales.
+    absent_key: where this field lists nothing, loaders find unquantized linears by their tensors.
+    coded_by: they do so whatever is listed, by these last names, of which a quantized matrix has
+    one beside it. zero_labels: how a config labels zero points, where it does. whole_names: they
+    compare names of linears, not of modules above them. experts_as_one: they ask for all experts of
+    a layer by one name. packs_projections: they take those of MTP modules in codes too. in_groups:
+    fp8 has compressed-tensors' name for scales.
     """
 
     read: Callable[[Mapping[str, Any]], QuantConfig]
