@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -11,6 +12,9 @@ from mtp_checkpoints.errors import InvalidInputError
 
 _SCALE_SUFFIX = "_scale_inv"
 _FREQUENCIES = "rotary_emb.inv_freq"
+_CACHE_SCALE = re.compile(
+    r"\.(?:self_attn|attention|mixer)\.(?:[kv]_proj\.|qkv_proj\.)?[kv]_scale$"
+)
 
 
 class HasLayout(Protocol):
@@ -75,15 +79,28 @@ def is_recomputed(name: str) -> bool:
     return name.endswith(_FREQUENCIES)
 
 
+def is_cache_scale(name: str) -> bool:
+    """Return True for a scale of the keys or values that an engine caches, which tools store beside
+    the projections that make them: no weight's, and no engine fails on one.
+
+    Source: vLLM's and SGLang's `maybe_remap_kv_scale_name`.
+    """
+    return _CACHE_SCALE.search(name) is not None
+
+
 def compare(stored: Mapping[str, HasLayout], promised: Iterable[StoredTensor]) -> list[Mismatch]:
     """Return every difference between stored tensors and the promised ones, in a stable order; none
-    for tensors that are recomputed."""
+    for tensors that are recomputed, and scales of caches."""
     promised = tuple(promised)
     mismatches = [_difference(stored, tensor) for tensor in _unlike(stored, promised)]
     names = {tensor.name for tensor in promised}
     if not names.issuperset(stored):
-        further = (name for name in stored if name not in names and not is_recomputed(name))
-        mismatches += [_unexpected(name, stored) for name in further]
+        further = (name for name in stored if name not in names)
+        mismatches += [
+            _unexpected(name, stored)
+            for name in further
+            if not is_recomputed(name) and not is_cache_scale(name)
+        ]
     return mismatches
 
 

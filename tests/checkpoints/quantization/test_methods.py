@@ -127,6 +127,12 @@ def test_fields_of_compressed_tensors_that_are_not_read(key: str) -> None:
     assert (error.expected, error.found) == ("none", repr(value)[:100])
 
 
+def test_caches_in_fp8_change_no_weight() -> None:
+    cache = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    read = quant_config_of(compressed(kv_cache_scheme=cache))
+    assert read == quant_config_of(compressed(kv_cache_scheme=None))
+
+
 @pytest.mark.parametrize(
     ("changes", "key", "expected", "found"),
     [

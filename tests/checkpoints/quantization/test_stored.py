@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -304,3 +304,19 @@ def test_unquantized_weights_may_be_in_any_float_dtype() -> None:
     for name in ("self_attn.q_proj.bias", "self_attn.q_norm.weight"):
         dtypes = stored.tensors[f"model.layers.0.{name}"].dtypes
         assert dtypes == (DType.BF16, DType.F32, DType.F16)
+
+
+def test_scales_of_caches_are_no_tensors_too_many() -> None:
+    """As ModelOpt and compressed-tensors name those of keys and values."""
+    layer = "model.layers.0.self_attn."
+    scales = ("k_scale", "v_scale", "k_proj.k_scale", "v_proj.v_scale", "qkv_proj.k_scale")
+    own = [*(f"{layer}{name}" for name in scales), "backbone.layers.1.mixer.k_proj.k_scale"]
+    assert compare(dict.fromkeys(own, _Scalar()), []) == []
+    others = [f"{layer}k_proj.weight_scale", "model.k_scale", f"{layer}kk_scale"]
+    found = compare(dict.fromkeys(others, _Scalar()), [])
+    assert [one.tensor for one in found] == others
+
+
+class _Scalar(NamedTuple):
+    dtype: DType = DType.F32
+    shape: tuple[int, ...] = ()

@@ -45,7 +45,7 @@ from mtp_checkpoints.quantization.native import (
 _LINEAR_BY_CLASS = (*LINEAR_ROLES, Role.HEAD, Role.MTP_PROJECTION)
 _REGEX = "re:"
 _CLASS = "Linear"
-_IGNORE = "ignore"
+_IGNORE, _CACHE = "ignore", "kv_cache_scheme"
 _GROUPS, _LAYOUT, _MIXED = "config_groups", "format", "mixed-precision"
 _LINEAR_FP8 = {key: value for key, value in NATIVE_FP8.items() if key != "fmt"}
 
@@ -97,9 +97,15 @@ def _matches_any(module: str, patterns: Iterable[str]) -> bool:
 # --- Reading --------------------------------------------------------------------------------------
 
 
+def _is_fp8(cache: object) -> bool:
+    """Return whether keys and values are cached in fp8, which changes no weight."""
+    numbers = (cache.get("num_bits"), cache.get("type")) if isinstance(cache, dict) else ()
+    return numbers == (8, "float")
+
+
 def _read(quantization: Mapping[str, Any]) -> _Compressed:
-    for key in ("sparsity_config", "transform_config", "kv_cache_scheme"):
-        if quantization.get(key):
+    for key in ("sparsity_config", "transform_config", _CACHE):
+        if quantization.get(key) and not (key == _CACHE and _is_fp8(quantization[key])):
             raise UnsupportedError(
                 f"config.json's quantization_config has a {key}, which this tool does not read",
                 expected="none",
@@ -276,7 +282,7 @@ def _write(model: WrittenModel) -> Config:
         "quant_method": COMPRESSED,
         _LAYOUT: _MIXED if len(layouts) > 1 else layouts.pop(),
         "quantization_status": "compressed",
-        "kv_cache_scheme": None,
+        _CACHE: None,
         _IGNORE: ignored,
         _GROUPS: {f"group_{number}": group for number, group in enumerate(groups)},
     }
