@@ -196,6 +196,8 @@ def test_training_names_what_the_drafts_do_not() -> None:
     far = weighed(two, [gaining(0.9, "k_proj is transposed", is_of_tensor=True)])
     assert far.cause.endswith("k_proj is transposed: k_proj is transposed")
     assert (far.name, far.bound, far.subject) == ("drafts", "none", "module")
+    near = weighed(two, [gaining(0.505, "k_proj is transposed", is_of_tensor=True)])
+    assert "several explain it equally: k_proj is transposed; or q_norm" in near.cause
     harm = weighed(two, [gaining(0.4, "k_proj is damaged", is_trained=True)])
     assert HARM in harm.cause and "; or k_proj is damaged" in harm.cause
     less = weighed(two, [gaining(0.1, "k_proj is transposed", is_of_tensor=True)])
