@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -123,6 +124,26 @@ def test_rows_that_a_trainer_joins_are_no_other_models(tmp_path: Path) -> None:
     assert "linear_qkv.weight joins the rows of q_proj, k_proj and v_proj, which" in cause
     assert "linear_fc1.weight joins the rows of gate_proj and up_proj, which engines" in cause
     assert "another model's" not in cause
+
+
+@pytest.mark.parametrize("case", ["rows", "columns"])
+def test_parts_of_a_tensor_that_engines_look_for_as_one_are_told(tmp_path: Path, case: str) -> None:
+    model_type, whole, own, axis = {
+        "rows": ("glm_ocr", "layers.3.mlp.gate_up_proj", ("gate_proj", "up_proj"), 0),
+        "columns": ("hy_v3", "layers.3.eh_proj", ("e_proj", "h_proj"), 1),
+    }[case]
+    folder = write_dense(tmp_path / "source", config=family_config(model_type))
+
+    def change(stored: Tensors) -> None:
+        (name,) = (name for name in stored if name.endswith(f"{whole}.weight"))
+        parts = stored.pop(name).chunk(2, axis)
+        before = name.removesuffix(f"{whole.rpartition('.')[2]}.weight")
+        for last, part in zip(own, parts, strict=True):
+            stored[f"{before}{last}.weight"] = part.contiguous()
+
+    (folder / INDEX).unlink()
+    cause = complete(rewritten(folder, tmp_path / "parted", change))["cause"]
+    assert re.search(rf"{own[0]}.weight, .*{own[1]}.weight are parts of .*{whole}.weight", cause)
 
 
 def test_experts_in_a_dense_model_are_another_models(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from mtp_checkpoints.families.name_words import agree, likeness
+from mtp_checkpoints.families.parted_names import parts_of
 from mtp_checkpoints.families.stored_names import CODES, Stored, Wanted, as_weight, holds, last_of
 
 _FEWEST = 2  # tensors of a rule
@@ -41,7 +42,7 @@ class OtherNames:
 
     pairs: the wanted names of the stored ones, all. Told in short: beginnings, the commonest first;
     inside, of names that have one component more, which is its part; singly, the pairs of neither.
-    joined: one tensor each of the rows of several. alike: tensors of equal shapes whose names do
+    joined: one tensor each of the rows of several, or several parts of one. alike: tensors of equal shapes whose names do
     not tell which is which. untold: tensors that no engine looks for and that are nothing that is
     missing; lacking: weights that no name is for.
     is_sure: a good half of what is missing is here, and more than what is untold.
@@ -75,7 +76,7 @@ def other_names(
         return None
     search.by_beginnings()
     inside = search.by_components()
-    joined = search.joined({_GATE_AND_UP, *joins})
+    joined = [*search.joined({_GATE_AND_UP, *joins}), *search.parted()]
     search.by_words()
     search.by_shapes()
     alike = search.alike()
@@ -203,6 +204,18 @@ class _Search:
         ]
         self.apart.update(name for one in found for name in one.wanted)
         self.used.update(name for one in found for name in one.found)
+        return found
+
+    def parted(self) -> list[InPlace]:
+        """Several tensors that are parts of one that is missing."""
+        found = []
+        for name in (name for name in self.lost if name not in self.pairs):
+            left = (self.names[other] for other in self.strange if other not in self.used)
+            shapes = [(other, self.there[other].shape) for other in left]
+            if parts := parts_of(name, self.wanted[name].shape, shapes):
+                found.append(InPlace([name], parts))
+                self.used.update(parts)
+        self.apart.update(name for one in found for name in one.wanted)
         return found
 
     def by_words(self) -> None:

@@ -201,6 +201,11 @@ def _singly(pairs: Mapping[str, str]) -> list[str]:
 
 def _joined(one: InPlace) -> str:
     """By its shape alone: how its rows lie, and whether by heads, no header says."""
+    if len(one.found) > 1:
+        return (
+            f"{shortened(one.found, _SINGLY)} are parts of {one.wanted[0]}, which engines look for"
+            " as one (what converted it has to join them)"
+        )
     *first, last = [name.rsplit(".", 2)[-2] for name in one.wanted]
     return (
         f"{one.found[0]} joins the rows of {', '.join(first)} and {last}, which engines look for"
