@@ -42,9 +42,9 @@ class OtherNames:
 
     pairs: the wanted names of the stored ones, all. Told in short: beginnings, the commonest first;
     inside, of names that have one component more, which is its part; singly, the pairs of neither.
-    joined: one tensor each of the rows of several, or several parts of one. alike: tensors of equal shapes whose names do
-    not tell which is which. untold: tensors that no engine looks for and that are nothing that is
-    missing; lacking: weights that no name is for.
+    joined: one tensor each of the rows of several, or several parts of one. alike: tensors of equal
+    shapes whose names do not tell which is which. untold: tensors that no engine looks for and that
+    are nothing that is missing; lacking: weights that no name is for.
     is_sure: a good half of what is missing is here, and more than what is untold.
     """
 
