@@ -209,6 +209,44 @@ def test_a_model_whose_names_all_begin_otherwise_is_told_once(tmp_path: Path) ->
     assert "is missing" not in text and "is not a tensor" not in text
 
 
+def test_a_bias_under_another_name_is_told_once(tmp_path: Path) -> None:
+    """And not as a scale of the weight beside it."""
+
+    def change(stored: Tensors) -> Tensors:
+        end = "3.mlp.gate.e_score_correction_bias"
+        return {n.replace(end, "3.mlp.gate.expert_bias"): one for n, one in stored.items()}
+
+    outcome = run_program("verify", rewritten(GLM, tmp_path / "bias", change), "--level", "files")
+    text = " ".join(outcome.out.split())
+    assert outcome.code == 7 and "(1): model.layers.3.mlp.gate.expert_bias lies where" in text
+    assert "is stored as" not in text and "not a tensor of" not in text
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_experts_of_another_form_are_told_once(fused: bool, tmp_path: Path) -> None:
+    """Counted from one, or in one tensor, and not what is missing and strange by that too."""
+    experts = "model.layers.3.mlp.experts."
+
+    def change(stored: Tensors) -> Tensors:
+        if fused:
+            for one in ("gate", "up", "down"):
+                own = [stored.pop(f"{experts}{n}.{one}_proj.weight") for n in range(8)]
+                stored[f"{experts}{one}_proj"] = torch.stack(own)
+            both = [stored.pop(f"{experts}{one}_proj") for one in ("gate", "up")]
+            stored[f"{experts}gate_up_proj"] = torch.cat(both, 1)
+        pattern = re.compile(re.escape(experts) + r"(\d)")
+        return {
+            pattern.sub(lambda own: f"{experts}{int(own[1]) + 1}", name): one
+            for name, one in stored.items()
+        }
+
+    outcome = run_program("verify", rewritten(GLM, tmp_path / "form", change), "--level", "files")
+    text = " ".join(outcome.out.split())
+    told = "holds all experts in one tensor" if fused else "counts its experts from 1 to 8, and"
+    assert outcome.code == 7 and text.count(told) == 1
+    assert "is missing" not in text and "is not a tensor" not in text
+
+
 @pytest.mark.parametrize("count", [2, 3])
 def test_of_modules_that_are_not_there_the_count_may_be_what_is_wrong(
     count: int, tmp_path: Path

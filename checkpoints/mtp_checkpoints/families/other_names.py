@@ -8,6 +8,17 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
+from mtp_checkpoints.families.name_parts import (
+    Place,
+    beginnings_of,
+    begins,
+    by_layer,
+    ending,
+    in_order,
+    module_of,
+    place_of,
+    same_layers,
+)
 from mtp_checkpoints.families.name_words import agree, likeness
 from mtp_checkpoints.families.parted_names import parts_of
 from mtp_checkpoints.families.stored_names import CODES, Stored, Wanted, as_weight, holds, last_of
@@ -74,6 +85,8 @@ def other_names(
     missing = [name for name in search.lost if not wanted[name].optional]
     if not missing or not search.strange:
         return None
+    if (layers := search.renumbered()) is not None:
+        return layers
     search.by_beginnings()
     inside = search.by_components()
     joined = [*search.joined({_GATE_AND_UP, *joins}), *search.parted()]
@@ -106,19 +119,21 @@ class _Search:
     def __init__(self, wanted: Mapping[str, Wanted], there: Mapping[str, Stored]) -> None:
         self.wanted, self.there = wanted, there
         self.names = {as_weight(name): name for name in there}
-        self.lost = sorted(wanted.keys() - self.names.keys(), key=_in_order)
+        self.lost = sorted(wanted.keys() - self.names.keys(), key=in_order)
         lasts = {last_of(name) for name in wanted}
+        self.lacking = {module_of(name) for name in self.lost if last_of(name) != "weight"}
         others = self.names.keys() - wanted.keys()
         own = (name for name in others if last_of(name) in lasts or not self._is_beside(name))
-        self.strange = sorted(own, key=_in_order)
+        self.strange = sorted(own, key=in_order)
         self.pairs: dict[str, str] = {}  # of those that are strange, by those that are lost
         self.used: set[str] = set()
         self.apart: set[str] = set()  # of those that are lost, those that are joined
 
     def _is_beside(self, name: str) -> bool:
-        """Return whether a tensor is a weight's, as its scale is."""
-        module = name.rpartition(".")[0]
-        return module in self.names or f"{module}.weight" in self.names
+        """Return whether a tensor is a weight's, as its scale is, and no bias of it is missing."""
+        module = module_of(name)
+        is_of_weight = module in self.names or f"{module}.weight" in self.names
+        return is_of_weight and module not in self.lacking
 
     def _pair(self, pairs: Mapping[str, str]) -> None:
         self.pairs |= pairs
@@ -130,16 +145,42 @@ class _Search:
     def _holds(self, other: str, name: str) -> bool:
         return holds(self.there[self.names[other]], self.wanted[name])
 
+    def renumbered(self) -> OtherNames | None:
+        """All modules of several in order, under other numbers, each of which holds what the module
+        in its place is to hold."""
+        known = [name for name in self.names if name in self.wanted]
+        own, theirs = by_layer(self.wanted), by_layer([*known, *self.strange])
+        if len(own) < _FEWEST or len(own) != len(theirs) or own.keys() == theirs.keys():
+            return None
+        pairs, rules = dict[str, str](), list[Renamed]()
+        for layer, found in zip(own, theirs, strict=True):
+            if not theirs[found].keys() <= own[layer].keys() or any(
+                not self.wanted[name].optional and last not in theirs[found]
+                for last, name in own[layer].items()
+            ):
+                return None
+            own_pairs = {own[layer][last]: other for last, other in theirs[found].items()}
+            if not all(self._holds(other, name) for name, other in own_pairs.items()):
+                return None
+            if layer != found:
+                pairs |= own_pairs
+                rules.append(Renamed(layer, found, len(own_pairs)))
+        if not {*pairs.values()}.issuperset(self.strange):
+            return None
+        return OtherNames(
+            self.stored_pairs(pairs), rules, [], {}, [], [], untold=[], lacking=[], is_sure=True
+        )
+
     def by_beginnings(self) -> None:
         """Names that end alike, those first whose beginnings most have."""
         by_ending: dict[tuple[str, ...], list[str]] = defaultdict(list)
         for other in self.strange:
-            by_ending[_ending(other)].append(other)
+            by_ending[ending(other)].append(other)
         found: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
         for name in self.lost:
-            for other in by_ending[_ending(name)]:
+            for other in by_ending[ending(name)]:
                 if self._holds(other, name):
-                    found[_beginnings(name, other)][name] = other
+                    found[beginnings_of(name, other)][name] = other
         self._take_largest(found)
 
     def by_components(self) -> list[InPlace]:
@@ -190,7 +231,7 @@ class _Search:
                 parts = tuple(f"{parent}.{one}.{last}" for one in own)
                 if missing.issuperset(parts):
                     whole = _Whole.of([self.wanted[one] for one in parts])
-                    names = (o for o in self.strange if o not in self.used and _place(o)[1] < 0)
+                    names = (o for o in self.strange if o not in self.used and place_of(o)[1] < 0)
                     wholes[parts] = [
                         o
                         for o in names
@@ -254,14 +295,14 @@ class _Search:
     def _by_expert(self) -> Iterator[tuple[list[str], list[str]]]:
         """Yield what is free, of each layer's experts and of what is of none: of several layers the
         first is the first of those that no engine looks for."""
-        lost, strange = defaultdict[_Place, list[str]](list), defaultdict[_Place, list[str]](list)
+        lost, strange = defaultdict[Place, list[str]](list), defaultdict[Place, list[str]](list)
         for name in self.lost:
             if name not in self.pairs and name not in self.apart:
-                lost[_place(name)].append(name)
+                lost[place_of(name)].append(name)
         for other in self.strange:
             if other not in self.used:
-                strange[_place(other)].append(other)
-        layers = _same_layers(lost, strange)
+                strange[place_of(other)].append(other)
+        layers = same_layers(lost, strange)
         for (layer, expert), names in lost.items():
             others = [o for own in layers[layer] for o in strange.get((own, expert), ())]
             if len(names) * len(others) <= _COMPARED:
@@ -279,12 +320,12 @@ class _Search:
         groups: dict[tuple[str, str], list[str]] = defaultdict(list)
         of_component = {name for one in inside for name in one.wanted}
         for name, other in self.pairs.items():
-            if name not in of_component and _ending(name) == _ending(other):
-                groups[_beginnings(name, other)].append(name)
+            if name not in of_component and ending(name) == ending(other):
+                groups[beginnings_of(name, other)].append(name)
         right = [*(self.names.keys() & self.wanted.keys())]
         rules, ruled = dict[str, Renamed](), set(of_component)
         for (wanted, found), names in sorted(groups.items(), key=lambda group: -len(group[1])):
-            is_rule = len(names) >= _FEWEST and not any(_begins(one, found) for one in right)
+            is_rule = len(names) >= _FEWEST and not any(begins(one, found) for one in right)
             if is_rule and found not in rules:
                 rules[found] = Renamed(wanted, found, len(names))
                 ruled.update(names)
@@ -337,54 +378,3 @@ def _likest(alike: _Likeness, end: int) -> dict[str, list[_Pair]]:
         elif like == alike[known[0]] and pair != known[0]:
             known.append(pair)
     return best
-
-
-def _ending(name: str) -> tuple[str, ...]:
-    """The components that tell a tensor in its layer: of an expert, with its number."""
-    return tuple(name.split(".")[-4 if ".experts." in name else -2 :])
-
-
-def _beginnings(name: str, other: str) -> tuple[str, str]:
-    """Return two names without the components at their ends that are equal."""
-    parts, own = name.split("."), other.split(".")
-    while parts and own and parts[-1] == own[-1]:
-        parts.pop()
-        own.pop()
-    return ".".join(parts), ".".join(own)
-
-
-def _begins(name: str, beginning: str) -> bool:
-    return not beginning or name.startswith(f"{beginning}.")
-
-
-def _in_order(name: str) -> list[tuple[int, str]]:
-    """A key by which layer 10 follows layer 9."""
-    return [(int(one), "") if one.isdecimal() else (-1, one) for one in name.split(".")]
-
-
-_Place = tuple[int, int]  # layer and expert, -1 of none
-
-
-def _place(name: str) -> _Place:
-    """The numbers of the layer and of the expert that a tensor is of."""
-    layer = expert = -1
-    before = ""
-    for one in name.split("."):
-        if one.isdecimal() and "exp" in before:
-            expert = int(one)
-        elif one.isdecimal() and layer < 0:
-            layer = int(one)
-        before = one
-    return layer, expert
-
-
-def _same_layers(lost: Iterable[_Place], strange: Iterable[_Place]) -> dict[int, list[int]]:
-    """The layers of other names that each layer may have: all, where one is missing; else its own
-    number, or that in its place in their order."""
-    own, others = (sorted({layer for layer, _ in places}) for places in (lost, strange))
-    if len(own) <= 1:
-        return dict.fromkeys(own, others)
-    numbers, instead = ([one for one in layers if one >= 0] for layers in (own, others))
-    if len(numbers) != len(instead) or {*instead} <= {*numbers}:
-        instead = numbers
-    return {-1: [-1]} | {one: [other] for one, other in zip(numbers, instead, strict=True)}

@@ -301,23 +301,29 @@ def _complete(found: Found) -> Item:
         problems.append(Problem(names[0], causes.no_projection(names[0])))
     problems += _transposed(found, names)
     # A family may say it of the module itself, or of each layer.
-    experts = expert_count(found.wanted_names) or experts_of(found.config)
+    experts, astray = expert_count(found.wanted_names) or experts_of(found.config), found.astray
     for module in found.modules:
         for gap in expert_gaps(module.tensors, experts):
-            problems.append(Problem(gap.partition(" ")[0], gap))
+            first = gap.partition(" ")[0]
+            problems += each([first, *_below(first, astray)], gap)
     problems += [Problem(name, words) for name, words in unpaired(own)]
     fused = fused_experts({name: one.shape for name, one in own.items()})
     if fused is not None and any(_FIRST_EXPERT in name for name in found.wanted_names):
-        problems.insert(0, Problem(fused, causes.fused(fused)))
+        of_experts = _below(f"{fused.partition('.experts.')[0]}.experts", astray)
+        problems[:0] = each([fused, *of_experts], causes.fused(fused))
     part = found.context.part(MTP)
     if others is None and part is not None and found.wanted_names:
         stored = found.context.layout(part).stored
         problems[:0] = lost_experts(stored, own, found.tensors.keys() - own.keys())
     width = hidden_size(found.config)
-    strange = Strange(found.astray, found.wanted_names, found.tensors, own, width)
+    strange = Strange(astray, found.wanted_names, found.tensors, own, width)
     problems[:0] = strange.problems(others)
     item = verdict("MTP modules complete", problems, counted(len(names), "tensor"))
     return with_pairs(replace(item, repair=found.repair), others) if problems else item
+
+
+def _below(module: str, names: Sequence[str]) -> list[str]:
+    return [name for name in names if name.startswith(f"{module}.")]
 
 
 def _shapes(found: Found) -> Iterator[Item]:

@@ -15,6 +15,7 @@ from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight
 from mtp_export.verify.check import Problem
 from mtp_export.verify.diagnosis.causes import files as causes
 
+NO_SUCH_TENSOR = "no such tensor"  # of what was found
 COPIED = (Role.EMBEDDING, Role.HEAD)
 """Roles of which a draft may have copies of the main model's."""
 
@@ -28,10 +29,14 @@ def sorted_out(
     presence: list[Problem] = []
     modules = _by_module(tensors)
     astray: dict[str, StoredWeight] = {}
+    biases = _lost_biases(differences, promised)
     for found in differences:
         module = found.tensor.rpartition(".")[0]
         weight = promised.weight_of.get(found.tensor) or _weight_of_module(promised, module)
-        if weight is not None and _stored_of(weight, modules, promised):
+        own = tensors.get(found.tensor)
+        if (module, own and tuple(own.shape)) in biases or found.tensor in biases.values():
+            presence.append(Problem(found.tensor, _presence_words(found)))
+        elif weight is not None and _stored_of(weight, modules, promised):
             astray.setdefault(weight.weight.name, weight)
         else:
             presence.append(Problem(found.tensor, _presence_words(found)))
@@ -39,6 +44,21 @@ def sorted_out(
         _precision(weight, _stored_of(weight, modules, promised)) for weight in astray.values()
     ]
     return presence, precision
+
+
+def _lost_biases(
+    differences: Sequence[Mismatch], promised: StoredModel
+) -> dict[tuple[str, tuple[int, ...] | None], str]:
+    """Biases and the like that are missing, by their modules and shapes: a strange tensor of the
+    same may be one under another name, and is no scale of the module's weight."""
+    found = dict[tuple[str, tuple[int, ...] | None], str]()
+    for one in differences:
+        module, _, last = one.tensor.rpartition(".")
+        weight = promised.weight_of.get(one.tensor)
+        is_alone = weight is not None and len(weight.tensors) == 1 and last not in SCALES_OF_CODES
+        if weight is not None and is_alone and one.found == NO_SUCH_TENSOR:
+            found[module, tuple(weight.weight.shape)] = one.tensor
+    return found
 
 
 def _stored_of(
@@ -62,7 +82,7 @@ def _weight_of_module(promised: StoredModel, module: str) -> StoredWeight | None
 
 
 def _presence_words(found: Mismatch) -> str:
-    if found.found == "no such tensor":
+    if found.found == NO_SUCH_TENSOR:
         return causes.tensor_missing(found.tensor, found.expected)
     return causes.tensor_unlike_promised(found.tensor, found.problem, found.found)
 

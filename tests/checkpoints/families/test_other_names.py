@@ -133,6 +133,30 @@ def test_tensors_that_nothing_tells_apart_are_told_together() -> None:
     assert other_names(wanted, there | tensors(x__3__three__weight=NORM)) is None
 
 
+def test_modules_in_order_under_other_numbers_are_all_renamed() -> None:
+    """The last of them in the first one's place would put them in another order."""
+    own = {f"model.layers.{n}.{one}.weight": Tensor(NORM) for n in (4, 5) for one in "ab"}
+    there = {name.replace("5", "6").replace("4", "5"): one for name, one in own.items()}
+    names = found(own, there)
+    assert names.beginnings == [
+        Renamed("model.layers.4", "model.layers.5", 2),
+        Renamed("model.layers.5", "model.layers.6", 2),
+    ]
+    assert names.pairs == dict(zip(there, own, strict=True))
+    del there["model.layers.6.b.weight"]
+    assert other_names(own, there) is None
+
+
+def test_a_bias_beside_its_modules_weight_is_told() -> None:
+    """And a scale beside one that lacks nothing is not asked."""
+    own = {"x.gate.weight": Tensor(WIDE), "x.gate.bias_of_scores": Tensor(NORM)}
+    there = {"x.gate.weight": Tensor(WIDE), "x.gate.expert_bias": Tensor(NORM)}
+    assert found(own, there).pairs == {"x.gate.expert_bias": "x.gate.bias_of_scores"}
+    scales = {"x.up.weight": Tensor(WIDE), "x.up.scale": Tensor(NORM)}
+    more = own | {"x.up.weight": Tensor(WIDE)}
+    assert found(more, there | scales).untold == []
+
+
 def test_rows_that_were_joined_are_told_with_their_parts() -> None:
     """As trainers store queries, keys and values, or gate and up, where one tensor alone fits."""
     own = {f"x.attn.{one}_proj.weight": Tensor(SQUARE) for one in "qkv"}

@@ -1,0 +1,72 @@
+"""Parts of tensor names: layer, expert, beginning and end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mtp_checkpoints.families.signs import in_layer
+
+
+def ending(name: str) -> tuple[str, ...]:
+    """The components that tell a tensor in its layer: of an expert, with its number."""
+    return tuple(name.split(".")[-4 if ".experts." in name else -2 :])
+
+
+def beginnings_of(name: str, other: str) -> tuple[str, str]:
+    """Return two names without the components at their ends that are equal."""
+    parts, own = name.split("."), other.split(".")
+    while parts and own and parts[-1] == own[-1]:
+        parts.pop()
+        own.pop()
+    return ".".join(parts), ".".join(own)
+
+
+def begins(name: str, beginning: str) -> bool:
+    return not beginning or name.startswith(f"{beginning}.")
+
+
+def in_order(name: str) -> list[tuple[int, str]]:
+    """A key by which layer 10 follows layer 9."""
+    return [(int(one), "") if one.isdecimal() else (-1, one) for one in name.split(".")]
+
+
+def by_layer(names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Weights by their layers, in the order of these, and by their names in them."""
+    found: dict[str, dict[str, str]] = {}
+    for name in sorted(names, key=in_order):
+        layer, last = in_layer(name)
+        if layer:
+            found.setdefault(layer, {})[last] = name
+    return found
+
+
+def module_of(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+Place = tuple[int, int]  # layer and expert, -1 of none
+
+
+def place_of(name: str) -> Place:
+    """The numbers of the layer and of the expert that a tensor is of."""
+    layer = expert = -1
+    before = ""
+    for one in name.split("."):
+        if one.isdecimal() and "exp" in before:
+            expert = int(one)
+        elif one.isdecimal() and layer < 0:
+            layer = int(one)
+        before = one
+    return layer, expert
+
+
+def same_layers(lost: Iterable[Place], strange: Iterable[Place]) -> dict[int, list[int]]:
+    """The layers of other names that each layer may have: all, where one is missing; else its own
+    number, or that in its place in their order."""
+    own, others = (sorted({layer for layer, _ in places}) for places in (lost, strange))
+    if len(own) <= 1:
+        return dict.fromkeys(own, others)
+    numbers, instead = ([one for one in layers if one >= 0] for layers in (own, others))
+    if len(numbers) != len(instead) or {*instead} <= {*numbers}:
+        instead = numbers
+    return {-1: [-1]} | {one: [other] for one, other in zip(numbers, instead, strict=True)}
