@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from cases import run_program
 from faults.small_model import family_config, write_dense
-from verify.foreign import FIXTURES, INDEX, Config, Tensors, rewritten
+from verify.foreign import FIXTURES, GLM_MTP, INDEX, Config, Tensors, rewritten
 from verify.foreign_damages import rename
 from verify.foreign_folders import QWEN_NAMES
 from verify.foreign_sources import GLM, quantized
@@ -261,6 +261,22 @@ def test_of_modules_that_are_not_there_the_count_may_be_what_is_wrong(
     text = " ".join(outcome.out.split())
     assert outcome.code == 7 and f"({missing} missing)" in text and "--mtp ORIGINAL" in text
     assert "or config.json counts too many, and num_nextn_predict_layers is to be 1" in text
+
+
+def test_what_follows_from_another_models_shapes_is_not_told_again(tmp_path: Path) -> None:
+    """Nor norms that the other model lacks."""
+
+    def change(stored: Tensors) -> Tensors:
+        kept = {n: one for n, one in stored.items() if not (GLM_MTP in n and "k_norm" in n)}
+        for name, one in kept.items():
+            if name.startswith(f"{GLM_MTP}mlp.experts."):
+                kept[name] = torch.cat([one, one])
+        return kept
+
+    outcome = run_program("verify", rewritten(GLM, tmp_path / "wide", change), "--level", "files")
+    text = " ".join(outcome.out.split())
+    assert outcome.code == 7 and "24 tensors have other shapes than config.json says" in text
+    assert "is missing" not in text and "holds weight" not in text
 
 
 @pytest.mark.parametrize("keys", ["module", "both"])

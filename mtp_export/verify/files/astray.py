@@ -41,10 +41,12 @@ class Strange:
             return each([*others.pairs, *self.names], causes.other_names(others))
         if kinds := of_another_kind(self.wanted, self.mtp):
             own = (causes.of_another_kind(one.part, one.wanted, one.found) for one in kinds)
-            return each(self.names, "; ".join(own))
+            return each([*self.names, *self.mtp], "; ".join(own))
         if others is not None:
             return each([*others.pairs, *self.names], causes.other_names(others))
-        return of_other_shapes(self.wanted, self.every, self.mtp, self.width)
+        unlike = of_other_shapes(self.wanted, self.every, self.mtp, self.width)
+        subjects = [one.subject for one in unlike]  # and all else of another model's layer
+        return each([*subjects, *self.names, *self.mtp], unlike[0].words) if unlike else []
 
 
 def each(names: Iterable[str], words: str) -> list[Problem]:

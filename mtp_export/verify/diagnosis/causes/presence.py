@@ -250,7 +250,7 @@ def of_other_shapes(count: int, shapes: Mapping[str, tuple[list[int], list[int]]
     some = [f"{name} {own} in place of {wanted}" for name, (own, wanted) in shapes.items()]
     return (
         f"it is another model's layer: {count} tensors have other shapes than config.json says and"
-        f" the main model's have, {shortened(some, _NAMED)}"
+        f" the main model's have, such as {'; '.join(some[:_NAMED])}"
     )
 
 
