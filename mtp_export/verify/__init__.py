@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mtp_export.verify.context import Context
 
 _OF_VALUES = (
-    *("weights.value_checks", "weights.zero_points", "weights.word_order"),
+    *("weights.value_checks", "weights.own_scales", "weights.zero_points", "weights.word_order"),
     *("weights.channel_groups", "weights.joined_numbers", "weights.mtp_values"),
     *("weights.unnamed_values", "weights.cut_off", "weights.neurons", "weights.norm_places"),
     *("weights.query_and_key_norms", "weights.scaled_runs"),

@@ -38,6 +38,8 @@ FULL_BLOCKS = 0.5
 # The largest share of a norm's weights that may be negative. A norm that multiplies by w has few;
 # the w of 1 + w lies around zero.
 NEGATIVE_NORM = 0.25
+# The same where none of any norm of the main model is.
+MANY_NEGATIVE = 0.1
 # The smallest median of a norm that multiplies by w, in a model whose others hold the w of 1 + w:
 # training moves those too, so that few of a norm's are negative.
 MEDIAN_NORM = 0.5
@@ -55,6 +57,8 @@ MOST_AT_ENDS, LEAST_BETWEEN = 0.3, 0.02
 MOST_ZERO_RUN = 0.1
 # The same of rows of an embedding or a head: whole ranges may be of tokens that no text has.
 MOST_ZERO_TOKENS = 0.25
+# The same of elements of a norm that are one value, and not zero.
+MOST_FILLED_RUN = 0.25
 # How far the sizes of a run of rows or columns in whose order nothing lies are from the others', as
 # logarithms, and in standard errors: up to 0.22 and 5.3 in the trained fixtures. And the number of
 # weights in which that is damage and not the way a model was made.

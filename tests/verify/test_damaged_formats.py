@@ -269,3 +269,33 @@ def test_the_rows_of_codes_that_are_alike_are_told(tmp_path: Path) -> None:
     found = failed_items(damaged, tmp_path / "damaged")
     name = f"{damaged.layer}mlp.experts.1.up_proj.qweight"
     assert words_of(found[0], name).startswith(f"the codes in rows 32 to 63 of {name}, half of it")
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors, int4", "modelopt nvfp4", "MLX, 4 bits"])
+def test_scales_of_another_linear_are_named(tmp_path: Path, form: str) -> None:
+    damaged = sound(GLM, form)
+    parts = tensors_of(damaged, "mlp.experts.0.down_proj")
+    last = next(one for one in ("weight_scale", "scales") if one in parts)
+    damaged.set(f"mlp.experts.1.down_proj.{last}", parts[last])
+    item = failed_items(damaged, tmp_path / "damaged")[0]
+    assert item.name == "scales of their own"
+    for number in (0, 1):
+        assert f"{damaged.layer}mlp.experts.{number}.down_proj." in item.cause
+
+
+def test_scales_that_are_all_one_are_named(tmp_path: Path) -> None:
+    damaged = sound(GLM, "MLX, 4 bits")
+    change(damaged, "self_attn.o_proj", ("scales",), torch.ones_like)
+    item = failed_items(damaged, tmp_path / "damaged")[0]
+    name = f"{damaged.layer}self_attn.o_proj.weight"
+    assert words_of(item, name).startswith(f"every scale of {name} is 1")
+
+
+def test_a_part_of_a_norm_that_was_filled_is_named(tmp_path: Path) -> None:
+    damaged = sound(GLM, "bf16")
+    norm = damaged.of("hnorm.weight").clone()
+    norm[64:] = 1
+    damaged.set("hnorm.weight", norm)
+    (item,) = failed_items(damaged, tmp_path / "damaged")
+    name = f"{damaged.layer}hnorm.weight"
+    assert f"elements 64 to 127 of {name} are 1, half of it" in words_of(item, name)

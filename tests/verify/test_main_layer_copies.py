@@ -65,6 +65,20 @@ def test_a_main_layer_is_named(start: Callable[[], Checkpoint], tmp_path: Path) 
     assert "graft" in item["repair"] and "model.layers.1" not in item["cause"]
 
 
+def test_a_main_layer_is_named_once(tmp_path: Path) -> None:
+    """And its router, whose bytes are equal, not by itself."""
+    checkpoint = AWQ()
+    for name, tensor in {**checkpoint.tensors}.items():
+        if name.startswith("model.layers.2.mlp.gate."):
+            checkpoint.tensors[name] = tensor.bfloat16()
+    original_layer(checkpoint)
+    for last in ("mlp.gate.weight", "mlp.gate.e_score_correction_bias"):
+        checkpoint.set(last, checkpoint.tensors[f"model.layers.2.{last}"])
+    checkpoint.save(tmp_path / "taken")
+    outcome = run_program("verify", tmp_path / "taken", "--level", "weights", "--quiet")
+    assert outcome.code == 7 and "Found 1 cause" in outcome.err.replace("in 2 of", "")
+
+
 def test_norms_in_another_dtype_are_compared_too(tmp_path: Path) -> None:
     """Awq's norms are fp16: a layer from the bf16 original has them in bf16."""
     checkpoint = AWQ()

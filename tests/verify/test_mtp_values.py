@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cases import nightly_but, run_program
 from runtime.checkpoints import SMALL_CONFIGS, write_checkpoint
@@ -345,3 +346,29 @@ def test_experts_are_counted_as_the_module_has_them(tmp_path: Path) -> None:
     """Nemotron-Puzzle's layers have numbers of their own."""
     small = write_checkpoint(tmp_path / "small", SMALL_CONFIGS["nemotron_h_puzzle"])
     assert run_program("verify", small, "--level", "files", "--quiet").code == 0
+
+
+def test_a_norm_that_is_many_times_negative_is_named_where_no_other_is(tmp_path: Path) -> None:
+    name = f"{GLM_MTP}hnorm.weight"
+
+    def lower(stored: Tensors) -> None:
+        values = stored[name].float()
+        stored[name] = (values - values.sort().values[19]).bfloat16()  # 15 % are negative
+
+    (item,) = failures(rewritten(GLM, tmp_path / "lower", lower)).values()
+    assert (item["name"], item["subject"]) == ("mtp: norms multiply by w", name)
+
+
+def test_main_norms_are_blamed_alone(tmp_path: Path) -> None:
+    """And not the module's beside them, which suit engines that add 1."""
+    small = write_checkpoint(tmp_path / "small", SMALL_CONFIGS["qwen3_next"])
+
+    def shift(stored: Tensors) -> None:
+        for number, name in enumerate(name for name in stored if "norm" in name):
+            values = stored[name].float()
+            spread = torch.linspace(-0.3, 0.3, len(values)) + number / 1000
+            main = not name.startswith("mtp.") and "linear_attn" not in name
+            stored[name] = (spread + main).to(stored[name].dtype)
+
+    (item,) = failures(rewritten(small, tmp_path / "shifted", shift)).values()
+    assert item["name"] == "main: norms hold the w of 1 + w"

@@ -13,7 +13,13 @@ from mtp_export.verify.diagnosis.causes import balance as causes
 from mtp_export.verify.diagnosis.causes import parts_lost
 from mtp_export.verify.evidence.mlp_notes import Note
 from mtp_export.verify.evidence.weight_facts import WeightFacts
-from mtp_export.verify.gates import LEAST_BETWEEN, MOST_AT_ENDS, MOST_ZERO_RUN, MOST_ZERO_TOKENS
+from mtp_export.verify.gates import (
+    LEAST_BETWEEN,
+    MOST_AT_ENDS,
+    MOST_FILLED_RUN,
+    MOST_ZERO_RUN,
+    MOST_ZERO_TOKENS,
+)
 from mtp_export.verify.weights.extents import (
     extent_words,
     run_words,
@@ -22,6 +28,7 @@ from mtp_export.verify.weights.extents import (
 )
 
 _LEAST_ELEMENTS = 2  # of a norm, of which one may be rounded to zero
+_LEAST_FILLED = 8  # of a norm, of which fewer may have one value by chance
 # Their rows are tokens, some of which no text has.
 _OF_TOKENS = (Role.EMBEDDING, Role.HEAD, Role.OWN_EMBEDDING, Role.OWN_HEAD)
 
@@ -49,11 +56,33 @@ def _problems(fact: WeightFacts, note: Note | None) -> Iterator[Problem]:
     name, (at_ends, between) = fact.weight.name, note.ends
     if at_ends > MOST_AT_ENDS and between > LEAST_BETWEEN:
         yield Problem(name, causes.cut_off(name, at_ends))
+    if len(fact.weight.stored.weight.shape) == 1:
+        yield from _filled(fact)
     for axis, squares in {"columns": note.columns, "rows": note.rows}.items():
         start, stop = _zero_run(squares)
         least = 1 if len(fact.weight.stored.weight.shape) > 1 else _LEAST_ELEMENTS
         if stop - start >= max(least, MOST_ZERO_RUN * len(squares)):
             yield from _lost(fact, axis, range(start, stop))
+
+
+def _filled(fact: WeightFacts) -> Iterator[Problem]:
+    """Yield what of a norm was filled with one value that no other element of it has."""
+    values = fact.weight.encoded(0, fact.weight.rows).dequantize().tolist()
+    start, stop = max(_runs(values), key=lambda run: run[1] - run[0])
+    size, is_rare = stop - start, values.count(values[start]) < 2 * (stop - start)
+    if values[start] and size >= max(_LEAST_FILLED, MOST_FILLED_RUN * len(values)) and is_rare:
+        place, share = run_words("elements", range(start, stop)), share_words(size / len(values))
+        words = parts_lost.part_filled(fact.weight.name, place, share, values[start])
+        yield Problem(fact.weight.name, words)
+
+
+def _runs(values: Sequence[float]) -> Iterator[tuple[int, int]]:
+    """Yield the start and the end of each run of one value."""
+    at = 0
+    for _, alike in groupby(values):
+        size = len(list(alike))
+        yield at, at + size
+        at += size
 
 
 def _lost(fact: WeightFacts, axis: str, run: range) -> Iterator[Problem]:
@@ -76,10 +105,5 @@ def _lost(fact: WeightFacts, axis: str, run: range) -> Iterator[Problem]:
 
 def _zero_run(squares: Sequence[float]) -> tuple[int, int]:
     """The longest run of zeros: its start, and its end."""
-    runs, at = [(0, 0)], 0
-    for is_zero, values in groupby(squares, key=lambda one: one == 0):
-        size = len(list(values))
-        if is_zero:
-            runs.append((at, at + size))
-        at += size
-    return max(runs, key=lambda one: one[1] - one[0])
+    runs = [run for run in _runs(squares) if squares[run[0]] == 0]
+    return max(runs, key=lambda one: one[1] - one[0], default=(0, 0))

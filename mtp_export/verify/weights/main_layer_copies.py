@@ -55,13 +55,15 @@ def in_other_formats(main: Sequence[WeightFacts], mtp: Sequence[WeightFacts]) ->
                 near[part] = max(near.get(part, room), room)
         for part in [""] if "" in near else near:
             other = near[part][1]
-            taken = [one for one, _ in filter(_is_linear, _of(part, own, layers[other]))]
+            pairs = _of(part, own, layers[other])
+            taken = [one for one, _ in filter(_is_linear, pairs)]
             exact = sum(
                 (in_layer(one.weight.stored.weight.name)[1], one.digest) in held for one in taken
             )
             if 2 * exact >= len(taken):
                 continue  # an exact copy, which `value_checks` tells by its digests
             words = causes.main_layer_in_its_place(f"{layer}{part}", f"{other}{part}")
+            taken += [one for one, _ in pairs if one not in taken]
             problems += [Problem(one.weight.name, words) for one in taken]
     if compared:
         figure = f"{counted(compared, 'main layer')} in other codes"
@@ -76,7 +78,7 @@ def vectors_taken(main: Sequence[WeightFacts], mtp: Sequence[WeightFacts]) -> It
             pairs = _pairs(own, theirs)
             vectors = [pair for pair in pairs if _is_vector(pair) and _are_equal(pair)]
             linears = [pair for pair in pairs if _is_linear(pair)][:_SAMPLES]
-            if vectors and linears and all(_sqnr_db(pair) < _UNLIKE_DB for pair in linears):
+            if vectors and linears and all(map(are_unlike, linears)):
                 names = [[fact.weight.name for fact in pair] for pair in vectors]
                 problems += [Problem(one, causes.taken_for_another(one, two)) for one, two in names]
     return verdict(
@@ -120,7 +122,7 @@ def _taken_parts(own: Layer, theirs: Layer) -> list[str]:
     inside = {id(one) for part in taken for one, _ in of_parts[part]}
     others = [pair for pair in _of("", own, theirs) if _is_linear(pair)]
     others = [pair for pair in others if taken and id(pair[0]) not in inside]
-    if not others or any(_sqnr_db(pair) >= _UNLIKE_DB for pair in _sampled(others)):
+    if not others or not all(map(are_unlike, _sampled(others))):
         return []
     return [part for part in taken if part.rpartition(".")[0] not in taken]
 
@@ -179,6 +181,11 @@ def _room_db(pair: Pair) -> float:
     """Distance in dB of the signal-to-noise ratio of the first rows from the bound of the coarser
     format."""
     return _sqnr_db(pair) - min(fact.weight.stored.format.gate.sqnr_db for fact in pair)
+
+
+def are_unlike(pair: Pair) -> bool:
+    """Return whether the first rows of two weights have nothing in common."""
+    return _sqnr_db(pair) < _UNLIKE_DB
 
 
 def _sqnr_db(pair: Pair) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from statistics import median
@@ -304,7 +304,7 @@ def _no_twins(context: Context, facts: Mapping[str, Sequence[WeightFacts]]) -> I
         if twin is not fact:
             twins.append((fact.weight.name, twin.weight.name))
     over, twins = _overwritten(context, twins)
-    problems = [*_taken(twins)]
+    problems = [*taken(twins, causes.taken_for_another)]
     item = verdict("no matrix of a layer is stored twice", [*over, *problems])
     # `presence` tells by names alone, which may also be those of a module that is whole.
     return replace(item, data={**item.data, KNOWS_MORE: True}) if over else item
@@ -318,7 +318,9 @@ def _is_like_no_other(fact: WeightFacts) -> bool:
     return spec.is_linear_weight
 
 
-def _taken(twins: Sequence[tuple[str, str]]) -> Iterator[Problem]:
+def taken(
+    twins: Sequence[tuple[str, str]], words_of: Callable[[str, str, int], str]
+) -> Iterator[Problem]:
     """Yield a problem per twin, those of one layer in another's place in the same words."""
     found: dict[tuple[str, ...], list[tuple[str, str]]] = defaultdict(list)
     for one, other in twins:
@@ -327,7 +329,7 @@ def _taken(twins: Sequence[tuple[str, str]]) -> Iterator[Problem]:
         found[(own_layer, layer) if is_place else (one, other)].append((one, other))
     for pairs in found.values():
         own, theirs = (_beginning(names) for names in zip(*pairs, strict=True))
-        words = causes.taken_for_another(own, theirs, len(pairs))
+        words = words_of(own, theirs, len(pairs))
         yield from (Problem(one, words) for one, _ in pairs)
 
 

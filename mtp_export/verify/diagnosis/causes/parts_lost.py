@@ -61,6 +61,14 @@ def part_zero(
     return f"{place} of {tensor} are zero, {share} of it ({_sized(shape)}): {why}"
 
 
+def part_filled(tensor: str, place: str, share: str, value: float) -> str:
+    """place: elements. share: of the tensor."""
+    return (
+        f"{place} of {tensor} are {value:.4g}, {share} of it: that part was never written, or"
+        " dropped and filled in"
+    )
+
+
 def _sized(shape: Sequence[int]) -> str:
     axes = ("element",) if len(shape) == 1 else ("row", "column")
     return ", ".join(map(counted, shape, axes))
