@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from mtp_checkpoints.tensors.tensor_reader import read_rows
 from mtp_export.progress import counted
 from mtp_export.verify.check import Item, Problem, verdict
-from mtp_export.verify.diagnosis.causes import weights as causes
+from mtp_export.verify.diagnosis.causes import copies, parts_lost
 from mtp_export.verify.evidence.weight_facts import WeightFacts
 from mtp_export.verify.weights.main_layer_copies import are_unlike
 from mtp_export.verify.weights.value_checks import taken
@@ -49,7 +49,7 @@ def _problems(facts: Sequence[WeightFacts]) -> Iterator[Problem]:
             continue
         if are_unlike((fact, twin)):  # and no layer that was trained on from another
             twins.append((fact.weight.name, twin.weight.name))
-    yield from taken(twins, causes.scales_taken)
+    yield from taken(twins, copies.scales_taken)
     kinds: dict[str, list[tuple[WeightFacts, int]]] = defaultdict(list)
     for fact in facts:
         kinds[fact.weight.stored.storage].append((fact, _values(fact)))
@@ -59,7 +59,7 @@ def _problems(facts: Sequence[WeightFacts]) -> Iterator[Problem]:
         for fact, count in alike:
             if count == 1 and float(fact.weight.scale.float().std()) == 0:
                 value = float(fact.weight.scale.flatten()[0])
-                yield Problem(fact.weight.name, causes.scales_all_one(fact.weight.name, value))
+                yield Problem(fact.weight.name, parts_lost.scales_all_one(fact.weight.name, value))
 
 
 def _values(fact: WeightFacts) -> int:

@@ -44,3 +44,9 @@ def scales_of_a_copy(tensor: str, original: str) -> str:
 
 def copy_damaged(tensor: str, other: str, damage: str) -> str:
     return f"{tensor} is damaged ({damage}), and {other}, which holds the same, is not"
+
+
+def scales_taken(tensor: str, twin: str, linears: int = 1) -> str:
+    """linears: how many of them two layers, or parts of both, share."""
+    count = f" ({linears} linears)" if linears > 1 else ""
+    return f"the scales of {tensor} are those of {twin}{count}, whose codes are others"

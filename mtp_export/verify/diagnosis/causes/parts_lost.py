@@ -72,3 +72,10 @@ def part_filled(tensor: str, place: str, share: str, value: float) -> str:
 def _sized(shape: Sequence[int]) -> str:
     axes = ("element",) if len(shape) == 1 else ("row", "column")
     return ", ".join(map(counted, shape, axes))
+
+
+def scales_all_one(tensor: str, value: float) -> str:
+    return (
+        f"every scale of {tensor} is {value:.4g}, and those of other linears differ: they were"
+        " never written, or dropped and filled in"
+    )

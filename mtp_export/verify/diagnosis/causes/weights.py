@@ -77,19 +77,6 @@ def taken_for_another(tensor: str, twin: str, linears: int = 1) -> str:
     return f"{tensor} holds the same as {twin}{count}: one was taken for the other"
 
 
-def scales_taken(tensor: str, twin: str, linears: int = 1) -> str:
-    """The same of scales, beside other codes."""
-    count = f" ({linears} linears)" if linears > 1 else ""
-    return f"the scales of {tensor} are those of {twin}{count}, whose codes are others"
-
-
-def scales_all_one(tensor: str, value: float) -> str:
-    return (
-        f"every scale of {tensor} is {value:.4g}, and those of other linears differ: they were"
-        " never written, or dropped and filled in"
-    )
-
-
 def last_norm_shared(norms: str, last: str) -> str:
     return (
         f"{norms} holds the same as {last}: right of a module that was trained with the main"
