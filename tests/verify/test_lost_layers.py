@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from cases import run_program
 from faults.small_model import family_config, write_dense
-from verify.foreign import GLM, Config, Tensors, rewritten, without
+from verify import foreign_sources
+from verify.foreign import GLM, GLM_MTP, Config, Tensors, rewritten, without
 
 TOLD = "this is a part of the checkpoint, as a download or a save that was cut off leaves it"
 
@@ -53,12 +55,35 @@ def test_a_layer_between_others_is_named(tmp_path: Path) -> None:
     assert "num_hidden_layers" not in text
 
 
-def test_lost_modules_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("numbers", [(4, 5, 6), (5,), (5, 6)])
+def test_lost_modules_are_named(numbers: tuple[int, ...], tmp_path: Path) -> None:
+    """And that config.json may count too many where those that are there come first alone."""
     folder = write_dense(tmp_path / "step", config=family_config("step3p5"))
-    kept = ("model.layers.4.", "model.layers.5.", "model.layers.6.")
+    lost = [f"model.layers.{number}" for number in numbers]
+    text = told(rewritten(folder, tmp_path / "lost", without(*(f"{one}." for one in lost))))
+    if len(numbers) == 3:
+        assert f"no tensor of any ({', '.join(lost)}) is there" in text
+    else:
+        assert f"({', '.join(lost)} {'is' if len(lost) == 1 else 'are'} missing): the" in text
+    assert ("num_nextn_predict_layers is to be 1" in text) == (numbers == (5, 6))
+    assert "is to be 2" not in text
 
+
+def test_a_count_of_none_is_quoted_as_it_is(tmp_path: Path) -> None:
+    def change(config: Config) -> None:
+        config["num_nextn_predict_layers"] = 0
+
+    text = told(rewritten(GLM, tmp_path / "none", config=change))
+    assert "config.json says num_nextn_predict_layers 0: engines" in text
+
+
+def test_an_expert_without_scales_is_told_once(tmp_path: Path) -> None:
     def change(stored: Tensors) -> Tensors:
-        return {name: one for name, one in stored.items() if not name.startswith(kept)}
+        lost = re.compile(re.escape(f"{GLM_MTP}mlp.experts.5.") + ".*scale")
+        return {name: one for name, one in stored.items() if not lost.match(name)}
 
-    text = told(rewritten(folder, tmp_path / "lost", change))
-    assert "no tensor of any (model.layers.4, model.layers.5, model.layers.6) is there" in text
+    checkpoint = foreign_sources.quantized(GLM, "compressed-tensors, int4", "quantized")
+    checkpoint.save(tmp_path / "whole")
+    text = told(rewritten(tmp_path / "whole", tmp_path / "lost", change))
+    assert "experts.5 lacks down_proj.weight_scale, gate_proj.weight_scale, up_proj.weight" in text
+    assert "no scale is beside it" not in text

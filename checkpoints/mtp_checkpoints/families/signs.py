@@ -167,7 +167,7 @@ def count_field(config: Mapping[str, Any]) -> str:
     for prefix, own in _counting(config):
         for name in COUNT_FIELDS:
             if name in own:
-                return f"{prefix}{name} {str(own[name])[:100]!r}"
+                return f"{prefix}{name} {repr(own[name])[:100]}"
     return ""
 
 

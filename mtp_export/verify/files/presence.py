@@ -250,7 +250,9 @@ def _presence(found: Found) -> Item:
         return _none_there(name, found, wanted)
     if wanted.count is not None and count < wanted.count:
         lost = found.modules_lost
-        words = causes.partly_lost(str(wanted), count, lost, count_field(found.config))
+        are_last = lost == found.module_names[-len(lost) :] or not lost
+        field = count_field(found.config)
+        words = causes.partly_lost(str(wanted), count, lost, field, are_last=are_last)
         names = [n for n in found.astray if n.startswith(tuple(f"{one}." for one in lost))]
         item = verdict(name, each(names or [CONFIG_NAME], words))
         return replace(item, figure=_figure(count, wanted), repair=found.repair)
@@ -306,7 +308,9 @@ def _complete(found: Found) -> Item:
         for gap in expert_gaps(module.tensors, experts):
             first = gap.partition(" ")[0]
             problems += each([first, *_below(first, astray)], gap)
-    problems += [Problem(name, words) for name, words in unpaired(own)]
+    told = tuple(f"{problem.subject}." for problem in problems)
+    of_others = ((name, words) for name, words in unpaired(own) if not name.startswith(told))
+    problems += [Problem(name, words) for name, words in of_others]
     fused = fused_experts({name: one.shape for name, one in own.items()})
     if fused is not None and any(_FIRST_EXPERT in name for name in found.wanted_names):
         of_experts = _below(f"{fused.partition('.experts.')[0]}.experts", astray)

@@ -127,16 +127,18 @@ def counted_as_main(projection: str) -> str:
     )
 
 
-def partly_lost(wanted: str, count: int, lost: Sequence[str], field: str) -> str:
+def partly_lost(wanted: str, count: int, lost: Sequence[str], field: str, *, are_last: bool) -> str:
     """lost: the names of the modules that are not there, none where they are not known. field: the
-    one of config.json that counts modules."""
+    one of config.json that counts modules. are_last: none that is there follows one of them."""
     verb, counts = "is" if len(lost) == 1 else "are", field.split()[0] if field else "its count"
     missing = f" ({', '.join(lost)} {verb} missing)" if lost else ""
-    return (
+    words = (
         f"config.json announces {wanted}, and tensors of {count} are there{missing}: the others"
-        f" were lost, and a graft gives them back; or config.json counts too many, and {counts} is"
-        f" to be {count}"
+        " were lost, and a graft gives them back"
     )
+    if not are_last:
+        return words
+    return f"{words}; or config.json counts too many, and {counts} is to be {count}"
 
 
 def no_projection(name: str) -> str:
