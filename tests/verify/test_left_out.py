@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -336,7 +337,7 @@ def test_a_list_of_hundreds_of_entries_is_read_once_for_all_modules(
     linears = [one for one in stored.weights.values() if one.weight.is_linear_weight]
     assert len(linears) > 20
     assert {draft._to_blame(one) for one in linears} == {f"{entry} in ignore"}
-    assert len(read) == len(others) + 2
+    assert len(read) == len(others) + 4  # with two texts beside the list
     both = method | {"ignore": [entry, "re:.*3.*"]}
     assert ListedDraft(stored, {}, both, ())._to_blame(linears[0]) == ""
 
@@ -348,6 +349,48 @@ def test_experts_that_are_listed_one_by_one_are_named(tmp_path: Path) -> None:
     cause = items[OF_VLLM]["cause"]
     assert "24 matrices" in cause
     assert "down_proj in extra_config" in cause and "acts on nothing: all experts" in cause
+
+
+BLAMED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "blocks": (
+        "auto-round",
+        {"block_name_to_quantize": "model.layers.0,model.layers.1,model.layers.2"},
+        r"\(model.layers.0,model.layers.1,model.layers.2 in block_name_to_quantize\).* without it",
+    ),
+    "targets": (
+        "compressed-tensors, int4",
+        {"targets": [r"re:.*layers\.[0-2]\..*_proj$"]},
+        r"\(no target of config_groups is for them\), so that they are built unquantized$",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BLAMED)
+def test_what_names_other_modules_alone_is_blamed(tmp_path: Path, case: str) -> None:
+    method, change, words = BLAMED[case]
+    checkpoint = foreign_sources.quantized(GLM, method, "quantized")
+    fields = checkpoint.quantization
+    (fields["config_groups"]["group_0"] if case == "targets" else fields).update(change)
+    checkpoint.save(tmp_path / "checkpoint")
+    outcome, items = verified(tmp_path / "checkpoint")
+    assert outcome.code == 7
+    item = next(item for item in items.values() if item["status"] == "fail")
+    assert re.search(words, item["cause"]), item["cause"]
+
+
+def test_a_list_that_leaves_a_module_in_bitsandbytes_out_is_told_once(tmp_path: Path) -> None:
+    """And not by its constants, which have names below the weight's."""
+    found = foreign_sources.shortened(DEEPSEEK, 4)
+    found.tensors = {name: one.bfloat16() for name, one in unquantized(found.tensors).items()}
+    for name in [name for name in found.tensors if LINEAR.match(name)]:
+        parts = nf4(found.tensors.pop(name)).items()
+        found.tensors |= {name.removesuffix("weight") + last: one for last, one in parts}
+    skipped = ["lm_head", "model.layers.4", "model.decoder"]
+    found.config["quantization_config"] = {**BITSANDBYTES_NF4, "llm_int8_skip_modules": skipped}
+    found.save(tmp_path / "checkpoint")
+    _, items = verified(tmp_path / "checkpoint")
+    assert ITEM in failures(items) and "mtp: tensors" not in failures(items)
+    assert "(model.layers.4 in llm_int8_skip_modules)" in items[ITEM]["cause"]
 
 
 def test_fused_experts_are_listed_by_one_name(tmp_path: Path) -> None:

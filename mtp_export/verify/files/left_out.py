@@ -22,6 +22,7 @@ from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight
 from mtp_export.verify.check import Problem
 from mtp_export.verify.diagnosis.causes import files as causes
 
+_GROUPS, _METHOD = "config_groups", "quant_method"
 _SHOWN = 300  # characters of an entry
 _NAMED = 6  # entries that are added and named one by one
 _ASKED = 200_000  # entries times modules
@@ -224,8 +225,21 @@ class ListedDraft:
         """
         for entry in self._listed:
             if entry.may_leave_out(weight) and entry.is_to_blame_for(weight):
-                return f"{entry.entry} in {entry.key}"
-        return ""
+                return entry.text
+        return causes.NO_TARGET if _format_of(self._of_every_linear, weight) else ""
+
+    @cached_property
+    def _of_every_linear(self) -> QuantConfig | None:
+        """The config with groups that are for every linear, where its own are for some."""
+        groups = self.quantization.get(_GROUPS) if isinstance(self.quantization, dict) else None
+        if not isinstance(groups, dict):
+            return None
+        return _read(
+            {
+                **self.quantization,
+                _GROUPS: {name: {**one, "targets": ["Linear"]} for name, one in groups.items()},
+            }
+        )
 
     @cached_property
     def _listed(self) -> list[_Entry]:
@@ -233,17 +247,23 @@ class ListedDraft:
         return [
             _Entry(self.quantization, key, entry)
             for key, value in fields
-            for entry in (value if isinstance(value, list | dict) else ())
+            for entry in (value if isinstance(value, list | dict) else [value])
+            if isinstance(value, list | dict | str | bool) and key != _METHOD
         ]
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """One entry of a list or object in a quantization_config."""
+    """One entry of a list or object in a quantization_config, or the only value of a key."""
 
     quantization: Mapping[str, Any]
     key: str
     entry: Any
+
+    @property
+    def text(self) -> str:
+        is_false = self.entry is False and self.quantization[self.key] is False
+        return f"{self.key} false" if is_false else f"{self.entry} in {self.key}"
 
     def may_leave_out(self, weight: StoredWeight) -> bool:
         """False for an entry of a list that does not leave a module out by itself."""
@@ -265,8 +285,10 @@ class _Entry:
 
 
 def _without(quantization: Mapping[str, Any], key: str, entry: object) -> dict[str, Any]:
-    """Return a quantization_config without an entry of the list or object of a key."""
+    """Return a quantization_config without an entry of a key."""
     value = quantization[key]
+    if isinstance(value, str | bool):
+        return {name: one for name, one in quantization.items() if name != key}
     rest: Any = [one for one in value if one != entry]
     if isinstance(value, dict):
         rest = {name: value[name] for name in rest}

@@ -74,7 +74,11 @@ def _stored_of(
 
 
 def _weight_of_module(promised: StoredModel, module: str) -> StoredWeight | None:
-    """The weight that a module's tensors hold in another form than promised."""
+    """The weight that a module's tensors hold in another form than promised; of bitsandbytes, whose
+    constants have names below the weight's, that weight."""
+    for name in (module, module.rpartition(".")[0]):
+        if (weight := promised.weight_of.get(name)) is not None:
+            return weight
     for suffix in SCALES_OF_CODES:
         if (weight := promised.weight_of.get(f"{module}.{suffix}")) is not None:
             return weight

@@ -245,6 +245,9 @@ def projection_quantized(module: str) -> str:
     )
 
 
+NO_TARGET = "no target of config_groups is for them"
+
+
 def left_out_though_quantized(
     count: int, module: str, entry: str, part: str, *, has_config: bool
 ) -> str:
@@ -252,6 +255,8 @@ def left_out_though_quantized(
     quantization_config."""
     blame = f" ({entry})" if entry else ""
     left_out, mend = f"quantization_config leaves them out{blame}", ""
+    if entry and entry != NO_TARGET:
+        mend = ": without it they are built as they are stored"
     if not has_config:
         left_out = "config.json has no quantization_config"
         mend = ": put the one back that they were quantized with"
