@@ -146,8 +146,8 @@ class _Search:
         return holds(self.there[self.names[other]], self.wanted[name])
 
     def renumbered(self) -> OtherNames | None:
-        """All modules of several in order, under other numbers, each of which holds what the module
-        in its place is to hold."""
+        """All modules of several in order, some of them under another's name, each of which holds
+        what the module in its place is to hold."""
         known = [name for name in self.names if name in self.wanted]
         own, theirs = by_layer(self.wanted), by_layer([*known, *self.strange])
         if len(own) < _FEWEST or len(own) != len(theirs) or own.keys() == theirs.keys():
@@ -165,7 +165,8 @@ class _Search:
             if layer != found:
                 pairs |= own_pairs
                 rules.append(Renamed(layer, found, len(own_pairs)))
-        if not {*pairs.values()}.issuperset(self.strange):
+        are_names = any(rule.found in own for rule in rules)
+        if not are_names or not {*pairs.values()}.issuperset(self.strange):
             return None
         return OtherNames(
             self.stored_pairs(pairs), rules, [], {}, [], [], untold=[], lacking=[], is_sure=True
