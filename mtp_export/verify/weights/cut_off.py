@@ -56,7 +56,7 @@ def _problems(fact: WeightFacts, note: Note | None) -> Iterator[Problem]:
     name, (at_ends, between) = fact.weight.name, note.ends
     if at_ends > MOST_AT_ENDS and between > LEAST_BETWEEN:
         yield Problem(name, causes.cut_off(name, at_ends))
-    if len(fact.weight.stored.weight.shape) == 1:
+    elif len(fact.weight.stored.weight.shape) == 1:
         yield from _filled(fact)
     for axis, squares in {"columns": note.columns, "rows": note.rows}.items():
         start, stop = _zero_run(squares)
