@@ -393,6 +393,16 @@ def test_a_list_that_leaves_a_module_in_bitsandbytes_out_is_told_once(tmp_path: 
     assert "(model.layers.4 in llm_int8_skip_modules)" in items[ITEM]["cause"]
 
 
+def test_codes_that_were_cast_beside_any_scale_are_named(tmp_path: Path) -> None:
+    checkpoint = foreign_sources.quantized(GLM, "compressed-tensors, fp8", "quantized")
+    for name, one in checkpoint.mtp().items():
+        checkpoint.tensors[name] = one.bfloat16() if one.dtype is torch.float8_e4m3fn else one
+    checkpoint.save(tmp_path / "checkpoint")
+    _, items = verified(tmp_path / "checkpoint")
+    cause = items["MTP modules complete"]["cause"]
+    assert "down_proj.weight is BF16, and its weight_scale is beside it: codes were cast" in cause
+
+
 def test_fused_experts_are_listed_by_one_name(tmp_path: Path) -> None:
     """As engines ask AutoRound's extra_config for them."""
     config = family_config("hy_v4")

@@ -28,7 +28,7 @@ def failed(folder: Path, *options: object) -> dict[str, dict[str, Any]]:
     return {item["name"]: item for item in items if item["status"] == "fail"}
 
 
-def _fields(**values: int) -> Callable[[Config], object]:
+def _fields(**values: object) -> Callable[[Config], object]:
     return lambda config: (config.get("text_config") or config).update(values)
 
 
@@ -66,6 +66,21 @@ CASES: dict[str, tuple[str, Callable[[Config], object], str]] = {
         "nemotron_h",
         _fields(num_hidden_layers=6),
         "num_hidden_layers 6, and all tensors are stored as by 5.* unless the last main layers",
+    ),
+    "norms that are there": (
+        "hy_v3",
+        _fields(qk_norm=False),
+        "says qk_norm false, and all tensors are stored as by true: set qk_norm to true",
+    ),
+    "biases that are there": (
+        "glm4_moe",
+        _fields(attention_bias=False),
+        "says attention_bias false, and all tensors are stored as by true",
+    ),
+    "dense layers that have experts": (
+        "glm4_moe",
+        _fields(first_k_dense_replace=2),
+        "says first_k_dense_replace 2, and all tensors are stored as by 1",
     ),
     "fewer modules than there are": (
         "step3p5",

@@ -16,7 +16,9 @@ from mtp_checkpoints.families.signs import (
     mtp_modules,
     projection_in_main,
 )
-from mtp_checkpoints.tensors.bundle_folder import RELEASED
+from mtp_checkpoints.quantization.fusion_rules import EXPERTS
+from mtp_checkpoints.tensors.bundle_folder import MAIN, RELEASED
+from mtp_checkpoints.tensors.untied_head import TIED
 from mtp_export.verify.evidence.parts import in_one, layer_count, layout_of
 
 if TYPE_CHECKING:
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
 _Config = Mapping[str, Any]
 _MOST_FIELDS, _MOST_TRIED = 4, 10  # that are changed together, and of which one is chosen
-_LAYERS = "num_hidden_layers"
+_LAYERS, _DENSE = "num_hidden_layers", "first_k_dense_replace"
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,14 @@ def other_config(opened: OpenedPlace) -> OtherConfig | None:
     whole = checkpoints[0].with_shards(s for one in checkpoints[1:] for s in one.shards)
     trial = _Trial(opened, whole)
     followed = len(layouts) == len(parts)
-    for other in (*_moved(whole.config), *_of_other_counts(whole, fewer=not followed)):
+    tried = [*_of_other_counts(whole, fewer=not followed)]
+    of_all = not followed or any(one.differences for one in layouts if one.name == MAIN)
+    if of_all:  # else what differs is the module's
+        tried += [*_moved(whole.config), *_turned_on(whole.config), *_of_dense(whole)]
+    for other in tried:
         if (found := trial.layouts(other.config)) is not None and not _differing(found):
             return other
-    return _of_another_size(trial, layouts) if followed else None
+    return _of_another_size(trial, layouts) if followed and of_all else None
 
 
 @dataclass(frozen=True)
@@ -129,6 +135,21 @@ def _of_other_counts(whole: Checkpoint, *, fewer: bool) -> Iterator[OtherConfig]
         yield _with(config, [(tuple(wanted.field.split(".")), wanted.count, count)])
 
 
+def _turned_on(config: _Config) -> Iterator[OtherConfig]:
+    """Yield configs with one field more true, by which a layer has tensors. A head may be lost."""
+    for path, value in _values(config):
+        if value is False and path[-1] != TIED:
+            yield _with(config, [(path, value, True)])
+
+
+def _of_dense(whole: Checkpoint) -> Iterator[OtherConfig]:
+    """Yield the config with experts from the layer on that is the first to have some."""
+    of_experts = layer_numbers(name for name in whole.tensors if EXPERTS in name)
+    for path, value in _values(whole.config):
+        if path[-1] == _DENSE and of_experts and value != min(of_experts):
+            yield _with(whole.config, [(path, value, min(of_experts))])
+
+
 _Path = tuple[str, ...]
 
 
@@ -172,16 +193,20 @@ def _changes(config: _Config, layouts: Sequence[PartLayout]) -> list[tuple[_Path
     return sorted(found, key=found.__getitem__, reverse=True)
 
 
-def _numbers(config: _Config, path: _Path = ()) -> Iterator[tuple[_Path, int]]:
-    """Yield the whole numbers of a config.json and its text part, each with the way to it."""
+def _values(config: _Config, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
+    """Yield the single values of a config.json and its text part, each with the way to it."""
     for key, value in config.items():
-        if type(value) is int:
+        if key in NESTED and isinstance(value, Mapping):
+            yield from _values(value, (*path, key))
+        elif not isinstance(value, Mapping | list):
             yield (*path, key), value
-        elif key in NESTED and isinstance(value, Mapping):
-            yield from _numbers(value, (*path, key))
 
 
-def _with(config: _Config, changes: Sequence[tuple[_Path, int, int]]) -> OtherConfig:
+def _numbers(config: _Config) -> Iterator[tuple[_Path, int]]:
+    return ((path, value) for path, value in _values(config) if type(value) is int)
+
+
+def _with(config: _Config, changes: Sequence[tuple[_Path, Any, Any]]) -> OtherConfig:
     """Return the config with other values of fields."""
     values = [OtherValue(".".join(path), said, stored) for path, said, stored in changes]
     for path, _, stored in changes:
@@ -189,6 +214,6 @@ def _with(config: _Config, changes: Sequence[tuple[_Path, int, int]]) -> OtherCo
     return OtherConfig(config, values)
 
 
-def _replaced(config: _Config, path: _Path, value: int) -> _Config:
+def _replaced(config: _Config, path: _Path, value: Any) -> _Config:
     first, *rest = path
     return {**config, first: _replaced(config[first], tuple(rest), value) if rest else value}

@@ -29,7 +29,7 @@ def unpaired(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, str]]:
         if weights and siblings.isdisjoint((*SCALES_OF_CODES, "blocks")):
             yield name, causes.scale_without_codes(name)
         plain = tensors.get(f"{module}.weight")
-        if weights == ["weight"] and plain is not None and _is_float_matrix(plain):
+        if "weight" in weights and plain is not None and _is_float_matrix(plain):
             yield plain.name, causes.scale_beside_floats(plain.name, str(plain.dtype), last)
 
 

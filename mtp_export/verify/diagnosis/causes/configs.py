@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 
@@ -19,9 +20,9 @@ def field_misdescribes(field: str, *, said: object, stored: object, fits: bool) 
 
 def values_misdescribe(values: Sequence[tuple[str, object, object]]) -> str:
     """values: fields, each with what config.json says and that by which tensors are stored."""
-    said = " and ".join(f"{field} {wrong}" for field, wrong, _ in values)
-    stored = " and ".join(str(value) for *_, value in values)
-    put = " and ".join(f"{field} to {value}" for field, _, value in values)
+    said = " and ".join(f"{field} {json.dumps(wrong)}" for field, wrong, _ in values)
+    stored = " and ".join(json.dumps(value) for *_, value in values)
+    put = " and ".join(f"{field} to {json.dumps(value)}" for field, _, value in values)
     words = f"config.json says {said}, and all tensors are stored as by {stored}: set {put}"
     if len(values) > 1:
         return f"{words}, or put the original's config.json back"
