@@ -67,6 +67,11 @@ CASES: dict[str, tuple[str, Callable[[Config], object], str]] = {
         _fields(num_hidden_layers=6),
         "num_hidden_layers 6, and all tensors are stored as by 5.* unless the last main layers",
     ),
+    "more modules than any release has": (
+        "nemotron_h",
+        _fields(num_nextn_predict_layers=2),
+        "says num_nextn_predict_layers 2, and all tensors are stored as by 1",
+    ),
     "norms that are there": (
         "hy_v3",
         _fields(qk_norm=False),

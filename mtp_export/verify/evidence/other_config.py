@@ -118,7 +118,7 @@ _OF_THE_WHOLE = frozenset({"architectures", "model_type", "auto_map", "transform
 
 def _of_other_counts(whole: Checkpoint, *, fewer: bool) -> Iterator[OtherConfig]:
     """Yield configs that count as many main layers as are there, or as many MTP modules, where more
-    are than are said to be. fewer: main layers, too, which may be lost ones."""
+    are than are said to be. fewer: as many or less, where no model follows from what is said."""
     config, names = whole.config, whole.tensors
     said, wanted = main_layers(config), announced(config)
     last = max(layer_numbers(names), default=0) + 1
@@ -130,9 +130,10 @@ def _of_other_counts(whole: Checkpoint, *, fewer: bool) -> Iterator[OtherConfig]
                 yield _with(config, [(field, said, count)])
     if wanted is None or wanted.count is None or "model_type" in wanted.field:
         return
-    count = sum(one.number is not None for one in mtp_modules(names, said))
-    if count > wanted.count:
-        yield _with(config, [(tuple(wanted.field.split(".")), wanted.count, count)])
+    there = sum(one.number is not None for one in mtp_modules(names, said))
+    for count in dict.fromkeys((there, 1)):  # whose layers may have numbers of their own
+        if count > wanted.count or (count < wanted.count and fewer):
+            yield _with(config, [(tuple(wanted.field.split(".")), wanted.count, count)])
 
 
 def _turned_on(config: _Config) -> Iterator[OtherConfig]:

@@ -27,7 +27,7 @@ def values_misdescribe(values: Sequence[tuple[str, object, object]]) -> str:
     if len(values) > 1:
         return f"{words}, or put the original's config.json back"
     ((field, wrong, value),) = values
-    if field.endswith("num_hidden_layers") and int(str(value)) < int(str(wrong)):
+    if field.rpartition(".")[2] == "num_hidden_layers" and int(str(value)) < int(str(wrong)):
         return f"{words}, unless the last main layers were lost: then put them back"
     return words
 
