@@ -179,7 +179,9 @@ class _Search:
             by_ending[ending(other)].append(other)
         found: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
         for name in self.lost:
-            for other in by_ending[ending(name)]:
+            others = by_ending[ending(name)]
+            whole = [o for o in others if o.endswith(f".{name}") or name.endswith(f".{o}")]
+            for other in whole or others:
                 if self._holds(other, name):
                     found[beginnings_of(name, other)][name] = other
         self._take_largest(found)
@@ -224,7 +226,8 @@ class _Search:
 
     def joined(self, joins: Collection[tuple[str, ...]]) -> list[InPlace]:
         """One tensor alone of the rows of several of a module that are missing."""
-        missing = {name for name in self.lost if name not in self.pairs}
+        missing = {n for n in self.lost if n not in self.pairs and place_of(n)[1] < 0}
+        free = [o for o in self.strange if o not in self.used and place_of(o)[1] < 0]
         wholes: dict[tuple[str, ...], list[str]] = {}
         for name in sorted(missing):
             parent, first, last = name.rsplit(".", 2) if name.count(".") > 1 else ("", "", "")
@@ -232,10 +235,9 @@ class _Search:
                 parts = tuple(f"{parent}.{one}.{last}" for one in own)
                 if missing.issuperset(parts):
                     whole = _Whole.of([self.wanted[one] for one in parts])
-                    names = (o for o in self.strange if o not in self.used and place_of(o)[1] < 0)
                     wholes[parts] = [
                         o
-                        for o in names
+                        for o in free
                         if agree(name, o) and holds(self.there[self.names[o]], whole)
                     ]
         counts = Counter(other for others in wholes.values() for other in others)
@@ -251,12 +253,13 @@ class _Search:
     def parted(self) -> list[InPlace]:
         """Several tensors that are parts of one that is missing."""
         found = []
-        for name in (name for name in self.lost if name not in self.pairs):
-            left = (self.names[other] for other in self.strange if other not in self.used)
-            shapes = [(other, self.there[other].shape) for other in left]
-            if parts := parts_of(name, self.wanted[name].shape, shapes):
-                found.append(InPlace([name], parts))
-                self.used.update(parts)
+        for names, others in self._by_expert():
+            for name in names:
+                left = (self.names[other] for other in others if other not in self.used)
+                shapes = [(other, self.there[other].shape) for other in left]
+                if parts := parts_of(name, self.wanted[name].shape, shapes):
+                    found.append(InPlace([name], parts))
+                    self.used.update(parts)
         self.apart.update(name for one in found for name in one.wanted)
         return found
 
