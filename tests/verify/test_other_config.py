@@ -15,7 +15,7 @@ from cases import edit_json, run_program
 from faults.small_model import family_config, write_dense
 from mtp_checkpoints.families import family_of
 from runtime.checkpoints import changed
-from verify.foreign import INDEX, Config, Tensors, rewritten
+from verify.foreign import GLM, GLM_MTP, INDEX, Config, Tensors, rewritten
 
 ITEM = "config.json"
 
@@ -110,6 +110,18 @@ def test_the_field_that_is_wrong_is_named_alone(tmp_path: Path, case: str) -> No
     items = failed(folder)
     assert items.keys() == {ITEM}
     assert re.search(words, items[ITEM]["cause"]), items[ITEM]["cause"]
+
+
+def test_what_is_left_of_a_module_is_no_main_layer(tmp_path: Path) -> None:
+    def block_alone(stored: Tensors) -> None:
+        for name in [*stored]:
+            last = name.removeprefix(GLM_MTP)
+            if last != name and not last.startswith(("self_attn.", "mlp.", "input_", "post_")):
+                del stored[name]
+
+    items = failed(rewritten(GLM, tmp_path / "damaged", block_alone))
+    assert ITEM not in items
+    assert "eh_proj" in " ".join(item["cause"] for item in items.values())
 
 
 def test_tensors_that_no_field_explains_are_named(tmp_path: Path) -> None:

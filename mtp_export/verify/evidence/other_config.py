@@ -122,8 +122,10 @@ def _of_other_counts(whole: Checkpoint, *, fewer: bool) -> Iterator[OtherConfig]
     config, names = whole.config, whole.tensors
     said, wanted = main_layers(config), announced(config)
     last = max(layer_numbers(names), default=0) + 1
-    if said is not None and projection_in_main(names, said) is None:
-        lower = last - (wanted.count or 0 if wanted is not None else 0)
+    modules = wanted.count or 0 if wanted is not None else 0
+    is_rest = said is not None and 0 < last - said <= modules  # of a module
+    if said is not None and not is_rest and projection_in_main(names, said) is None:
+        lower = last - modules
         for count in dict.fromkeys((last, lower)):
             if 0 < count != said and (fewer or count > said):
                 field = next(path for path, value in _numbers(config) if path[-1] == _LAYERS)
