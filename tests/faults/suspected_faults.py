@@ -126,6 +126,12 @@ def columns_exchanged(weight: torch.Tensor) -> torch.Tensor:
     return torch.cat([*weight.chunk(2, dim=1)][::-1], dim=1)
 
 
+def layers_exchanged(one: int, other: int, bundle: Path) -> None:
+    mark, instead = (f"model.layers.{number}." for number in (one, other))
+    for name in [name for name in read_tensors(bundle / "main") if name.startswith(mark)]:
+        exchanged(name, name.replace(mark, instead), bundle)
+
+
 def exchanged_everywhere(bundle: Path) -> None:
     """In the three gated delta nets of the Qwen3.5 fixture."""
     for layer in range(3):
@@ -214,6 +220,8 @@ SUSPECTED_LAYER_FAULTS: tuple[Fault, ...] = (
           partial(exchanged, "model.layers.2.linear_attn.in_proj_a.weight",
                   "model.layers.2.linear_attn.in_proj_b.weight"),
           "likelihood", "in_proj_a and in_proj_b of layer 2 are swapped", **_qwen),
+    Fault("two main layers exchanged", partial(layers_exchanged, 0, 1),
+          "likelihood", "layer 0 and layer 1 are in each other's place", **_qwen),
     Fault("decays and betas of every gated delta net exchanged", exchanged_everywhere,
           "likelihood", "in_proj_a and in_proj_b of every layer of its kind are swapped", **_qwen),
     Fault("rows of in_proj_b of a gated delta net in reverse order",

@@ -138,7 +138,7 @@ def run(context: Context) -> Iterator[Item]:
     if not is_known:
         item = layers.no_harm(suspects)
         if item.status is not Status.FAIL and streamed.config.layers <= MOST_LAYERS:
-            item = stands_out(streamed, tokenizer, context) or item
+            item = layers.swapped() or stands_out(streamed, tokenizer, context) or item
         why = "the model finds plain text no likelier than chance does"
         yield item if item.status is Status.FAIL else not_tested(WHOLE_CHECK, why)
         return
@@ -270,6 +270,14 @@ class _Layers:
         variants = (one.variant for one in far)
         found = dict.fromkeys((o.layer, o.half) for o in variants if o.layer is not None)
         return self.no_harm([Suspect(*place, cosine=0.0) for place in found][:MOST_SUSPECTS])
+
+    def swapped(self) -> Item | None:
+        """Return the failure of two layers in whose places the other one lies, of a model of few
+        that knows text once they are put right; None of any other."""
+        tried = self._tried(swapped_layers(self.streamed), "likelihood, with layers exchanged")
+        better = [one for one in tried if one.better and _is_known(one.under, self.streamed)]
+        bound = f"none of {len(tried)} gains {LEAST_HARM_NATS} nats by its interval"
+        return explained(_NO_HARM, tried, better, bound) if better else None
 
     def no_harm(self, suspects: Sequence[Suspect]) -> Item:
         """No half of a layer that is suspected is better left out, or with a change undone."""

@@ -178,6 +178,10 @@ class Trainable:
         """Return the words for half a layer, or for an end."""
         return (WORDS | _OF_ENDS)[half]
 
+    def harm(self, half: str) -> str:
+        """Return what is wrong with a half of which training mends a part."""
+        return causes.DOES_HARM
+
     def places(self, layer: Any) -> Iterator[tuple[str, Place]]:
         """Yield the tensors of a layer, each behind its half."""
         for place in every_place(layer):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mtp_checkpoints.families.contract import Hidden
 from mtp_export.verify.diagnosis.causes import decoding as causes
+from mtp_export.verify.diagnosis.causes import pointed
 from mtp_export.verify.diagnosis.changed_weight import with_parts
 from mtp_export.verify.diagnosis.halves import ATTENTION, FEED_FORWARD
 from mtp_export.verify.diagnosis.layer_variants import WORDS, half_of
@@ -71,6 +72,9 @@ class TrainableModule(Trainable):
 
     def words(self, half: str) -> str:
         return OF_HALVES[half]
+
+    def harm(self, half: str) -> str:
+        return pointed.INPUTS_DO_HARM if half == INPUTS else causes.DOES_HARM
 
     def places(self, layer: Any) -> Iterator[tuple[str, Place]]:
         yield HEAD, OWN_NORMS[-1]

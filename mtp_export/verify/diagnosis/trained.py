@@ -207,12 +207,12 @@ class Trials:
     def _variant(self, half: Half) -> LayerVariant:
         layer, part = half
         words, where = self.model.words(part), self.model.where(layer)
-        cause = causes.of_tensor(words, where, causes.DOES_HARM)
+        cause = causes.of_tensor(words, where, self.model.harm(part))
         return LayerVariant(layer, _trained(f"{words} of {where}"), cause, part, is_trained=True)
 
     def _variant_of(self, spot: Spot) -> LayerVariant:
         where = self.model.where(spot.layer)
-        cause = causes.of_tensor(spot.place.name, where, causes.DOES_HARM)
+        cause = causes.of_tensor(spot.place.name, where, self.model.harm(spot.half))
         change = _trained(f"{spot.place.name} of {where}")
         return LayerVariant(spot.layer, change, cause, spot.half, is_trained=True)
 

@@ -7,6 +7,10 @@ from collections.abc import Sequence
 from mtp_export.verify.diagnosis.causes import decoding
 
 TRANSPOSED = "is transposed"
+INPUTS_DO_HARM = (
+    "does harm: its weights are damaged or in another order, or the whole MTP layer is another main"
+    " model's, whose hidden states it expects"
+)
 
 
 def ordered(clause: str) -> str:
