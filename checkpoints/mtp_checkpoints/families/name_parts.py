@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 from mtp_checkpoints.families.signs import in_layer
 
+_MOST_DIGITS = 6
+
 
 def ending(name: str) -> tuple[str, ...]:
     """The components that tell a tensor in its layer: of an expert, with its number."""
@@ -25,9 +27,14 @@ def begins(name: str, beginning: str) -> bool:
     return not beginning or name.startswith(f"{beginning}.")
 
 
+def _is_number(component: str) -> bool:
+    """Return whether a component is the number of a layer or an expert, by its length too."""
+    return component.isdecimal() and len(component) <= _MOST_DIGITS
+
+
 def in_order(name: str) -> list[tuple[int, str]]:
     """A key by which layer 10 follows layer 9."""
-    return [(int(one), "") if one.isdecimal() else (-1, one) for one in name.split(".")]
+    return [(int(one), "") if _is_number(one) else (-1, one) for one in name.split(".")]
 
 
 def by_layer(names: Iterable[str]) -> dict[str, dict[str, str]]:
@@ -52,9 +59,9 @@ def place_of(name: str) -> Place:
     layer = expert = -1
     before = ""
     for one in name.split("."):
-        if one.isdecimal() and "exp" in before:
+        if _is_number(one) and "exp" in before:
             expert = int(one)
-        elif one.isdecimal() and layer < 0:
+        elif _is_number(one) and layer < 0:
             layer = int(one)
         before = one
     return layer, expert

@@ -301,7 +301,7 @@ def expert_gaps(tensors: Iterable[str], count: int | None) -> list[str]:
     for module, by_number in experts.items():
         wanted = count or max(by_number) + 1
         missing = wanted - sum(number < wanted for number in by_number)
-        if by_number.keys() == {*range(1, wanted + 1)}:
+        if len(by_number) == wanted == max(by_number) and min(by_number) == 1:
             found = f"{module} counts its experts from 1 to {wanted}, and engines from 0"
             gaps.append(f"{found} to {wanted - 1}: take 1 from the number of each")
         elif missing:
