@@ -211,12 +211,12 @@ norm before attention by blocks, another layer's bias of queries, and another ro
 wrongly are `partial_rotary_factor`, twice, which is found since by more text, twice values of
 `A_log` and `dt_bias` in each other's place, and `num_experts_per_tok`. At 870e6925 and before, 101
 good bundles were judged by themselves and on 4 to 20 of 20 seeds of prompts, and at dfbd4e70 those
-on the others: 2,020 in all, each bundle on every seed, without alarm. Since tensors that slopes say to be in each other's place are tried so
-(until b1bebd4a one was tried as a copy of the other), and values of routing by more text, the
-values of `A_log` and `dt_bias` that were exchanged, and not copied, and the experts per token are
-named as what they are; by slopes alone none of 22 good bundles, 11 of either small fixture, gains
-more than 0.0042 nats in a main model (18 at b1bebd4a, four with that exchange alone). All
-on an AMD EPYC (Zen 5), beside other work.
+on the others: 2,020 in all, each bundle on every seed, without alarm. Since tensors that slopes say
+to be in each other's place are tried so (until b1bebd4a one was tried as a copy of the other), and
+values of routing by more text, the values of `A_log` and `dt_bias` that were exchanged, and not
+copied, and the experts per token are named as what they are; by slopes alone none of 22 good
+bundles, 11 of either small fixture, gains more than 0.0042 nats in a main model (18 at b1bebd4a,
+four with that exchange alone). All on an AMD EPYC (Zen 5), beside other work.
 
 Two more seeds, each judged once. `--seed 78988` at dfbd4e70: of 72, `quantize` refused 2 and three
 changed no value; with the source the other 67 were caught and 66 named; without it, of 49 that
@@ -228,11 +228,11 @@ refused and two changed no value; with the source the other 61 were caught and n
 48 that change more than 1 %, 44 were caught (92 %: all 18 in MTP layers, 26 of 30 in main layers)
 and 41 named (85 %: 17 and 24), 40 with the words of their kind alone. What passed are the columns
 of `in_proj_a` in reverse order (0.008 nats), `in_proj_a` and `in_proj_b` in each other's place
-(0.006), blocks of a router's bias (nothing), and `q_proj` times 0.22 in int4 (0.017); another
-name have noise in an `up_proj` (the embedding's), `eh_proj` times 5.8 (a norm's), and taps moved by
-one, which are said to stand for a token later. There 101 good bundles by themselves, and 26 by
-plain text, every row of both small fixtures, gave no alarm. Level run and diagnosis together of
-three of these faults take 113 s (the module of 61 layers trained), 82 and 57, of the good
+(0.006), blocks of a router's bias (nothing), and `q_proj` times 0.22 in int4 (0.017); named wrongly
+are noise in an `up_proj` (the embedding), `eh_proj` times 5.8 (a norm), and, by its words, taps
+moved by one, which are said to stand for a token later. There 101 good bundles by themselves, and
+26 by plain text, every row of both small fixtures, gave no alarm. Level run and diagnosis together
+of three of these faults take 113 s (the module of 61 layers trained), 82 and 57, of the good
 DeepSeek-V3 miniature 41, at real-time priority. All on an AMD EPYC (Zen 5), beside other work.
 
 Of the 16 experts of GLM-4.5's miniature with the rows of `down_proj` by turns 4 are named: without
