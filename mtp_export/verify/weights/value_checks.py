@@ -32,6 +32,7 @@ from mtp_export.verify.evidence.parts import PartLayout
 from mtp_export.verify.evidence.unwritten import WRITTEN
 from mtp_export.verify.evidence.weight_facts import WeightFacts
 from mtp_export.verify.weights.extents import not_finite_words
+from mtp_export.verify.weights.folded_norms import folded_item, folded_norms
 from mtp_export.verify.weights.main_layer_copies import in_other_formats, vectors_taken
 from mtp_export.verify.weights.mtp_values import scale_ratio
 from mtp_export.verify.weights.table_copies import copies_of_tables
@@ -66,7 +67,9 @@ def run(context: Context) -> Iterator[Item]:
         )
         yield failed(WRITTEN, words, subject=str(one.file))
     for layout in found:
-        yield from _part_items(layout, _written(context, facts[layout.name]), every)
+        written = _written(context, facts[layout.name])
+        folded = folded_norms(layout, written) if layout.name == MAIN else frozenset()
+        yield from _part_items(layout, written, every, folded)
         yield from _opaque(layout)
     if every:
         yield _scales_alike(every)
@@ -88,7 +91,10 @@ def _written(context: Context, facts: Sequence[WeightFacts]) -> Sequence[WeightF
 
 
 def _part_items(
-    layout: PartLayout, facts: Sequence[WeightFacts], every: Sequence[WeightFacts]
+    layout: PartLayout,
+    facts: Sequence[WeightFacts],
+    every: Sequence[WeightFacts],
+    folded: frozenset[str],
 ) -> Iterator[Item]:
     part, count = layout.name, counted(len(facts), "weight")
     size = format_bytes(sum(fact.weight.size_bytes for fact in facts))
@@ -98,12 +104,15 @@ def _part_items(
         f"{count}, {size}",
     )
     sound = [fact for fact in facts if fact.statistics.is_sound]
-    constant = [f for f in sound if f.statistics.is_constant and _must_vary(f, every)]
+    flat = [f for f in sound if f.statistics.is_constant and _must_vary(f, every)]
+    constant = [f for f in flat if f.weight.name not in folded]
     yield verdict(
         f"{part}: no constant tensor",
         [Problem(f.weight.name, _constant_words(f)) for f in constant],
         count,
     )
+    if len(constant) < len(flat):  # of a model that was trained
+        yield folded_item(folded, sum(f.weight.stored.weight.role is Role.NORM for f in facts))
     integer = [f for f in sound if f.weight.stored.format.code_offset is not None]
     if integer:
         yield _codes(part, integer)
