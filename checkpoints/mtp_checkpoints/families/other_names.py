@@ -25,6 +25,7 @@ from mtp_checkpoints.families.stored_names import CODES, Stored, Wanted, as_weig
 
 _FEWEST = 2  # tensors of a rule
 _GATE_AND_UP = ("gate_proj", "up_proj")
+_MOSTLY = 0.5  # of the words of two names
 _COMPARED = 100_000  # pairs of names
 
 
@@ -228,6 +229,7 @@ class _Search:
         """One tensor alone of the rows of several of a module that are missing."""
         missing = {n for n in self.lost if n not in self.pairs and place_of(n)[1] < 0}
         free = [o for o in self.strange if o not in self.used and place_of(o)[1] < 0]
+        free = [o for o in free if not any(self._is_like(o, name) for name in missing)]
         wholes: dict[tuple[str, ...], list[str]] = {}
         for name in sorted(missing):
             parent, first, last = name.rsplit(".", 2) if name.count(".") > 1 else ("", "", "")
@@ -249,6 +251,10 @@ class _Search:
         self.apart.update(name for one in found for name in one.wanted)
         self.used.update(name for one in found for name in one.found)
         return found
+
+    def _is_like(self, other: str, name: str) -> bool:
+        """Return whether a tensor is one that is missing, by its shape and most of its words."""
+        return likeness(name, other) >= _MOSTLY and self._holds(other, name)
 
     def parted(self) -> list[InPlace]:
         """Several tensors that are parts of one that is missing."""

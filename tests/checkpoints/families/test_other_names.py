@@ -249,3 +249,20 @@ def test_parts_of_another_kind_are_told_by_their_modules() -> None:
     packed = {name.replace("weight", "qweight"): one for name, one in wanted.items()}
     assert of_another_kind(wanted, packed) == []
     assert of_another_kind(wanted, {}) == []
+
+
+def test_a_tensor_that_its_words_tell_joins_no_others() -> None:
+    """Though its shape is that of the rows of two."""
+    wanted = {
+        "model.layers.2.self_attn.o_proj.weight": Tensor(WIDE),
+        "model.layers.2.mlp.gate_proj.weight": Tensor(SQUARE),
+        "model.layers.2.mlp.up_proj.weight": Tensor(SQUARE),
+    }
+    there = {
+        "layers.2.attn.wo.weight": Tensor(WIDE),
+        "layers.2.ffn.w1.weight": Tensor(SQUARE),
+        "layers.2.ffn.w3.weight": Tensor(SQUARE),
+    }
+    names = other_names(wanted, there, joins=[])
+    assert names is not None and names.joined == [] and names.untold == []
+    assert names.pairs == dict(zip(there, wanted, strict=True))
