@@ -12,6 +12,7 @@ from mtp_export.verify.check import (
     BY_TRAINING,
     ENGINE,
     EQUAL,
+    LACKS,
     UNDONE,
     CheckResult,
     Item,
@@ -280,3 +281,19 @@ def test_what_one_explanation_tells_comes_before_what_several_explain() -> None:
         "likelihood, training; acceptance, layouts",
         "acceptance, layouts",
     ]
+
+
+def test_what_lists_lack_is_told_for_each_engine() -> None:
+    """Once, where it is the same."""
+
+    def lacking(engine: str, entry: str, words: str) -> Item:
+        item = wrong(f"mtp: precision as {engine} reads it", f"{words}: add {entry}", GATE)
+        return replace(item, data={**item.data, ENGINE: engine, LACKS: entry})
+
+    first, other = lacking("vLLM", "a to ignore", "is odd"), lacking("SGLang", "b to ignore", "too")
+    (one,) = causes(files=[first, other])
+    assert one.text.endswith(
+        "add a to ignore; add b to ignore too, for precision as SGLang reads it"
+    )
+    (one,) = causes(files=[first, lacking("SGLang", "a to ignore", "is bad")])
+    assert one.text.count("add") == 1

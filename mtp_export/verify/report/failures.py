@@ -17,6 +17,7 @@ from mtp_export.verify.check import (
     ENGINE,
     EQUAL,
     KNOWS_MORE,
+    LACKS,
     MTP_MODULE,
     UNDONE,
     UNFINISHED,
@@ -105,7 +106,10 @@ class Cause:
         self.signs |= other.signs
         self.told |= other.told
         self.parts |= other.parts
-        if not is_new or ENGINE in item.data:
+        if ENGINE in item.data:
+            self.words += _lacking_too(item, self.words) if is_new else []
+            return
+        if not is_new:
             return
         if says_the_same:
             self.words += [] if is_known else [_likewise(report, item)]
@@ -115,6 +119,14 @@ class Cause:
             self.words += other.words
         elif (self.check, other.check) == ("ledger", "weights") or KNOWS_MORE in item.data:
             self.check, self.words = other.check, other.words
+
+
+def _lacking_too(item: Item, words: Sequence[str]) -> list[str]:
+    """What lists lack for one more engine, if that is something else."""
+    lacks = item.data.get(LACKS)
+    if not lacks or any(lacks in one for one in words):
+        return []
+    return [f"add {lacks} too, for {item.name.rpartition(': ')[2]}"]
 
 
 def causes_of(report: Report) -> list[Cause]:
