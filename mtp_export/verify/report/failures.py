@@ -122,7 +122,7 @@ class Cause:
 
 
 def _lacking_too(item: Item, words: Sequence[str]) -> list[str]:
-    """What lists lack for one more engine, if that is something else."""
+    """Return what lists lack for one more engine, if that is something else."""
     lacks = item.data.get(LACKS)
     if not lacks or any(lacks in one for one in words):
         return []
