@@ -213,10 +213,11 @@ def _with(config: _Config, changes: Sequence[tuple[_Path, Any, Any]]) -> OtherCo
     """Return the config with other values of fields."""
     values = [OtherValue(".".join(path), said, stored) for path, said, stored in changes]
     for path, _, stored in changes:
-        config = _replaced(config, path, stored)
+        config = with_value_at(config, path, stored)
     return OtherConfig(config, values)
 
 
-def _replaced(config: _Config, path: _Path, value: Any) -> _Config:
+def with_value_at(config: _Config, path: Sequence[str], value: Any) -> dict[str, Any]:
+    """Return a config.json with another value of a field, by the way to it."""
     first, *rest = path
-    return {**config, first: _replaced(config[first], tuple(rest), value) if rest else value}
+    return {**config, first: with_value_at(config[first], rest, value) if rest else value}

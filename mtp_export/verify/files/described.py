@@ -19,6 +19,7 @@ from mtp_checkpoints.tensors.reader import MODELOPT_FILE
 from mtp_export.progress import counted
 from mtp_export.verify.check import MTP_MODULE, Item, failed
 from mtp_export.verify.diagnosis.causes import configs as causes
+from mtp_export.verify.evidence.other_config import with_value_at
 from mtp_export.verify.evidence.parts import Part, PartLayout, layer_count, layout_of
 
 if TYPE_CHECKING:
@@ -136,14 +137,8 @@ def _experts_of(context: Context, layout: PartLayout) -> _Field | None:
     part = context.part(layout.name)
     if there is None or said is None or said[1] == there or part is None:
         return None
-    fits = _layout_by(context, part, _with_field(config, said[0], there))
+    fits = _layout_by(context, part, with_value_at(config, said[0].split("."), there))
     return None if fits is None else _Field(*said, stored=there)
-
-
-def _with_field(config: Mapping[str, Any], field: str, value: int) -> dict[str, Any]:
-    """field: with the name of the part of config.json that it is in, if any, before a point."""
-    first, _, rest = field.partition(".")
-    return {**config, first: _with_field(config[first], rest, value) if rest else value}
 
 
 def _layout_by(context: Context, part: Part, config: dict[str, Any]) -> PartLayout | None:
