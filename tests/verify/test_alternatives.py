@@ -14,8 +14,9 @@ from mtp_export.verify.decoding import acceptance, differential
 from mtp_export.verify.decoding.acceptance import one_cause
 from mtp_export.verify.decoding.changed import Changed
 from mtp_export.verify.diagnosis.alternatives import CONFIDENCE, Alternative, Gain, best_of
+from mtp_export.verify.diagnosis.causes.pointed import mended_in_part
 from mtp_export.verify.diagnosis.layer_variants import LayerVariant
-from mtp_export.verify.diagnosis.trainable_module import changed_half
+from mtp_export.verify.diagnosis.trainable_module import changed_half, harm_of
 from mtp_export.verify.diagnosis.variants import Variant
 from mtp_export.verify.evidence.statistics import Estimate, ratio
 from mtp_runtime.drafters.base import ScoredVariant
@@ -169,6 +170,14 @@ def test_changes_of_a_half_that_contradict_each_other_name_the_half(
     words = one_cause([of_half("has the wrong sign"), *others])
     assert words.startswith(HARM) is harm
     assert "q_norm has the wrong sign" in words
+
+
+@pytest.mark.parametrize("half", ["attention", "inputs"])
+def test_a_half_that_does_harm_is_named_once(half: str) -> None:
+    """Though training of it is among what mends some."""
+    words = mended_in_part(harm_of(half), [harm_of(half), "hnorm is reversed"])
+    assert words.count("does harm") == 1 and words.endswith("in part: hnorm is reversed")
+    assert ("another main model's" in words) is (half == "inputs")
 
 
 def weighed(better: list[Alternative], trained: list[Changed]) -> Item:

@@ -34,7 +34,7 @@ from mtp_export.verify.diagnosis.alternatives import (
 from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.causes.pointed import mended_in_part
 from mtp_export.verify.diagnosis.layer_variants import LayerVariant
-from mtp_export.verify.diagnosis.trainable_module import OF_HALVES
+from mtp_export.verify.diagnosis.trainable_module import harm_of
 from mtp_export.verify.diagnosis.undone import undone
 from mtp_export.verify.diagnosis.variants import LOADING, Variant
 from mtp_export.verify.evidence.corpus import Corpus
@@ -172,7 +172,7 @@ def one_cause(better: Sequence[Alternative]) -> str:
         return causes.one_of(sentences)
     halves, kinds = {one.half for one in better}, {one.wrong for one in better}
     if len(halves) == 1 < len(kinds) and (half := halves.pop()):
-        return mended_in_part(OF_HALVES[half], sentences)
+        return mended_in_part(harm_of(half), sentences)
     return causes.one_of(sentences) + causes.OR_ANOTHER_LAYER
 
 
@@ -194,7 +194,7 @@ def _beside_training(failure: Item, better: Sequence[Alternative], context: Cont
     kinds = {_wrong(one, of_tensors) for one in equal if not one.is_trained}
     if equal[0] not in of_tensors or len(halves) > 1 or "" in halves or len(kinds) == 1:
         return found
-    words = mended_in_part(OF_HALVES[halves.pop()], [one.cause for one in equal])
+    words = mended_in_part(harm_of(halves.pop()), [one.cause for one in equal])
     best = tried[0]
     return replace(found, cause=causes.likelier(words, best.gain.value, best.variant.change))
 

@@ -41,6 +41,15 @@ def changed_half(module: MtpModule, other: MtpModule) -> str:
     return found.pop() if len(found) == 1 else ""
 
 
+def harm_of(half: str) -> str:
+    """Return the cause of a half of the MTP layer that does harm."""
+    return causes.of_tensor(OF_HALVES[half], causes.MTP_LAYER, _harm(half))
+
+
+def _harm(half: str) -> str:
+    return pointed.INPUTS_DO_HARM if half == INPUTS else causes.DOES_HARM
+
+
 def _by_half(module: MtpModule) -> Iterator[tuple[str, object]]:
     """Yield the parts of a module that have tensors of its own, each behind its half."""
     yield from ((INPUTS, one) for one in (module.embedding_norm, module.hidden_norm))
@@ -74,7 +83,7 @@ class TrainableModule(Trainable):
         return OF_HALVES[half]
 
     def harm(self, half: str) -> str:
-        return pointed.INPUTS_DO_HARM if half == INPUTS else causes.DOES_HARM
+        return _harm(half)
 
     def places(self, layer: Any) -> Iterator[tuple[str, Place]]:
         yield HEAD, OWN_NORMS[-1]

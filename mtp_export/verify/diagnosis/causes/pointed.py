@@ -29,8 +29,7 @@ def adapted(rank: int) -> str:
     return f"{what}, as of an adapter (LoRA) that was merged into it"
 
 
-def mended_in_part(half: str, explained: Sequence[str]) -> str:
-    """half: of the MTP layer, in words. explained: on changes of it, each of which mends some."""
-    harm = decoding.of_tensor(half, decoding.MTP_LAYER, decoding.DOES_HARM)
+def mended_in_part(harm: str, explained: Sequence[str]) -> str:
+    """harm: on a half of the MTP layer. explained: on changes of it, each of which mends some."""
     some = decoding.first_of([one for one in explained if one != harm])
     return f"{harm}; no change that was tried puts it right, and these in part: {some}"
