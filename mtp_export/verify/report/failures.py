@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import islice
 from typing import Any
 
@@ -129,7 +130,8 @@ def _lacking_too(item: Item, words: Sequence[str]) -> list[str]:
     return [f"add {lacks} too, for {item.name.rpartition(': ')[2]}"]
 
 
-def causes_of(report: Report) -> list[Cause]:
+@lru_cache(maxsize=1)  # one verdict asks several times, of 91,991 tensors perhaps
+def causes_of(report: Report) -> Sequence[Cause]:
     """Return the causes of the failed items, in the order of the first of each, but for those of
     several explanations that are equal: what is told by one comes first, and where that is how the
     MTP module drafts, it is what the several of the module are of."""

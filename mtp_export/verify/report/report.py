@@ -24,7 +24,7 @@ from mtp_export.verify.options import VerifyOptions
 BUNDLE, CHECKPOINT = "bundle", "checkpoint"  # kinds of what is verified
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # one is itself alone: what is derived of it is kept by it
 class Report:
     """The results of every check, in order; facts are the kind of what was verified, the
     manifest's options and SHA-256, and sizes in bytes. date: of its end, in UTC, as ISO 8601 has
