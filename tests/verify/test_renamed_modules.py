@@ -196,17 +196,34 @@ def test_what_follows_from_other_names_is_not_told_again(tmp_path: Path) -> None
     assert "is missing" not in outcome.out and "is not a tensor" not in outcome.out
 
 
-def test_a_model_whose_names_all_begin_otherwise_is_told_once(tmp_path: Path) -> None:
-    """As where a wrapper of the whole model was saved."""
+@pytest.mark.parametrize("before", ["module.", "language_model."])
+def test_a_model_whose_names_all_begin_otherwise_is_told_once(before: str, tmp_path: Path) -> None:
+    """As where a wrapper of the whole model was saved; by some of them the module is found."""
 
     def change(stored: Tensors) -> Tensors:
-        return {f"module.{name}": one for name, one in stored.items()}
+        return {f"{before}{name}": one for name, one in stored.items()}
 
     outcome = run_program("verify", rewritten(GLM, tmp_path / "all", change), "--level", "files")
     text = " ".join(outcome.out.split())
     assert outcome.code == 7
-    assert "of the model are there under other names (141): engines look for them without" in text
-    assert "is missing" not in text and "is not a tensor" not in text
+    told = "of the model are there under other names (141): engines look for them without"
+    assert text.count(f"{told} {before} before each") == 1
+    assert "is missing" not in text and "is not a tensor" not in text and "graft" not in text
+
+
+def test_a_model_whose_layers_are_counted_from_one(tmp_path: Path) -> None:
+    """No main layer is lost: each lies where the next one should."""
+
+    def change(stored: Tensors) -> Tensors:
+        number = re.compile(r"(?<=layers\.)\d+")
+        return {number.sub(lambda own: f"{int(own[0]) + 1}", n): one for n, one in stored.items()}
+
+    outcome = run_program("verify", rewritten(GLM, tmp_path / "one", change), "--level", "files")
+    text = " ".join(outcome.out.split())
+    assert outcome.code == 7
+    assert "layers have numbers that are too high by 1, from model.layers.1, where engines" in text
+    assert "to model.layers.4, where they look for model.layers.3. Rename" in text
+    assert "is missing" not in text and "nothing is there" not in text and "graft" not in text
 
 
 def test_a_bias_under_another_name_is_told_once(tmp_path: Path) -> None:

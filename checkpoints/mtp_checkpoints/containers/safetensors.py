@@ -64,6 +64,7 @@ class Safetensors:
             _repeated(shards[: len(names)], shards[len(names) :], no_index=weight_map is None)
         )
         passed_over = {one.name for one in repeated}
+        passed_over.update(one.path.name for one in shards[len(names) :] if not one.tensors)
         shards = tuple(shard for shard in shards if shard.path.name not in passed_over)
         # Without an index, engines load every file: none is left out.
         beside = shards[len(names) :] if weight_map is not None else ()
@@ -72,7 +73,7 @@ class Safetensors:
         if weight_map is None or not _is_listed(shards, weight_map):
             files_of = files_of_tensors(source, shards)
             if weight_map is not None:
-                _check_index(source, weight_map, files_of, unindexed)
+                _check_index(source, weight_map, files_of, unindexed, config)
         digest = hashlib.sha256(raw_config).hexdigest()
         return Opened(config, digest, shards, source, tuple(unindexed), repeated)
 
@@ -166,14 +167,7 @@ def _missing_shards(
     config: Mapping[str, Any],
 ) -> InvalidInputError:
     """Return the error of files that the index names and that are not there."""
-    lost = [name for name, file in weight_map.items() if file in missing]
-    modules = mtp_modules(lost, main_layers(config))
-    of_mtp = sum(len(module.tensors) for module in modules)
-    what = f"{len(lost)} tensors, such as {lost[0]}"
-    if of_mtp:
-        module = next(iter(modules)).tensors[0]
-        alone = "all of the MTP module" if of_mtp == len(lost) else f"{of_mtp} of the MTP module"
-        what = f"{len(lost)} tensors, {alone}, such as {module}"
+    what = _described([name for name, file in weight_map.items() if file in missing], config)
     if len(missing) == 1:
         return InvalidInputError(
             "The index names a shard that is not in the folder",
@@ -191,6 +185,17 @@ def _missing_shards(
         found="no such files",
         todo="Download the missing shards",
     )
+
+
+def _described(names: Sequence[str], config: Mapping[str, Any]) -> str:
+    """Return how many tensors these are, how many of them are an MTP module's, and one of them."""
+    modules = mtp_modules(names, main_layers(config))
+    of_mtp = sum(len(module.tensors) for module in modules)
+    count = f"{len(names)} tensor{'' if len(names) == 1 else 's'}"
+    if not of_mtp:
+        return f"{count}, such as {names[0]}"
+    share = "all" if of_mtp == len(names) else f"{of_mtp}"
+    return f"{count}, {share} of the MTP module, such as {next(iter(modules)).tensors[0]}"
 
 
 def _is_plain_file_name(name: object) -> bool:
@@ -215,6 +220,7 @@ def _check_index(
     weight_map: dict[str, str],
     files_of: dict[str, str],
     unindexed: Collection[str],
+    config: Mapping[str, Any],
 ) -> None:
     """Check that index and shards name the same tensors in the same files, but for the shards that
     it need not name."""
@@ -222,24 +228,28 @@ def _check_index(
         files_of = {name: file for name, file in files_of.items() if file not in unindexed}
     if files_of == weight_map:
         return
-    for name, file_name in files_of.items():
-        if weight_map.get(name) != file_name:
-            raise InvalidInputError(
-                f"Tensor {name} is in a shard but the index does not say so",
-                where=source.path / file_name,
-                expected=f"an index entry that names {file_name}",
-                found=f"{weight_map[name]}" if name in weight_map else "no index entry",
-                todo="A loader that follows the index would lose it: write the index again",
-            )
-    for name, file_name in weight_map.items():
-        if name not in files_of:
-            raise InvalidInputError(
-                f"The index names tensor {name}, which its shard does not hold",
-                where=source.path / file_name,
-                expected=f"{name} in this file",
-                found="no such tensor",
-                todo="Download the shard again, or write the index again",
-            )
+    if strange := [name for name, file in files_of.items() if weight_map.get(name) != file]:
+        name = strange[0]
+        file_name, listed = files_of[name], weight_map.get(name, "no index entry")
+        raise InvalidInputError(
+            f"Tensor {name} is in a shard but the index does not say so",
+            where=source.path / file_name,
+            expected=f"an index entry that names {file_name}",
+            found=listed + _of_several("so are", strange, config),
+            todo="A loader that follows the index would lose it: write the index again",
+        )
+    lost = [name for name in weight_map if name not in files_of]
+    raise InvalidInputError(
+        f"The index names tensor {lost[0]}, which its shard does not hold",
+        where=source.path / weight_map[lost[0]],
+        expected=f"{lost[0]} in this file",
+        found="no such tensor" + _of_several("so it is with", lost, config),
+        todo="Download the shard again, or write the index again",
+    )
+
+
+def _of_several(words: str, names: Sequence[str], config: Mapping[str, Any]) -> str:
+    return f"; {words} {_described(names, config)}" if len(names) > 1 else ""
 
 
 def _repeated(
@@ -274,12 +284,21 @@ def _check_no_stray_shard(
     for shard in beside:
         names = [tensor.name for tensor in shard.tensors]
         of_mtp = sum(len(module.tensors) for module in mtp_modules(names, main_layers(config)))
-        stale = any(name in weight_map for name in names)
-        if shard.path.name != MTP_NAME and (stale or not names or of_mtp < len(names)):
+        if shard.path.name == MTP_NAME:
+            continue
+        if elsewhere := [name for name in names if name in weight_map]:
+            raise InvalidInputError(
+                "The index puts tensors of a shard in another, which does not hold them",
+                where=shard.path,
+                expected=f"an index that puts {_described(elsewhere, config)}, in this file",
+                found=f"{weight_map[elsewhere[0]]} in the index, which does not name this file",
+                todo="Write the index again, or download the files of one revision",
+            )
+        if of_mtp < len(names):
             raise InvalidInputError(
                 "A shard lies in the folder but the index does not name it",
                 where=shard.path,
                 expected=f"every *{SUFFIX} file in the index, or MTP modules alone in this one",
-                found=f"an index of {indexed} other files",
+                found=f"{_described(names, config)}, and an index of {indexed} other files",
                 todo="Remove the file if it is stale; if it holds weights, write the index again",
             )

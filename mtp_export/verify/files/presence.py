@@ -4,21 +4,15 @@ and complete, loaders find them, and what bears their names is what it says."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from mtp_checkpoints.containers.base import CONFIG_NAME, TensorInfo
+from mtp_checkpoints.containers.base import CONFIG_NAME
 from mtp_checkpoints.containers.safetensors import INDEX_NAME, whole_set
-from mtp_checkpoints.errors import MtpExportError
-from mtp_checkpoints.families.base import TensorSpec
 from mtp_checkpoints.families.other_names import other_names
 from mtp_checkpoints.families.signs import (
     Announced,
-    NamedModule,
-    OtherDraft,
-    announced,
     are_transposed,
     count_field,
     draft_class,
@@ -31,15 +25,13 @@ from mtp_checkpoints.families.signs import (
     is_transposed,
     lacks_projection,
     main_layers,
-    mtp_modules,
     other_draft,
     projection_in_main,
     sglang_adds,
 )
-from mtp_checkpoints.families.stored_names import as_weight
 from mtp_checkpoints.quantization.native import describe, quantization_of
-from mtp_checkpoints.quantization.stored import StoredModel, stored_model
-from mtp_checkpoints.quantization.tools import Tool, known_loss, tool_of
+from mtp_checkpoints.quantization.stored import StoredModel
+from mtp_checkpoints.quantization.tools import known_loss
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_export.inspection import shared_tensors
 from mtp_export.progress import counted
@@ -56,10 +48,11 @@ from mtp_export.verify.check import (
 )
 from mtp_export.verify.diagnosis.causes import presence as causes
 from mtp_export.verify.files.astray import Strange, each, with_pairs
+from mtp_export.verify.files.found import Found
 from mtp_export.verify.files.lost_experts import lost_experts
 from mtp_export.verify.files.lost_layers import lost_layers, may_have_lost
 from mtp_export.verify.files.main_shapes import shapes_as_main
-from mtp_export.verify.files.repair import graft_command, unlike_source
+from mtp_export.verify.files.repair import unlike_source
 from mtp_export.verify.files.unpaired import unpaired
 
 if TYPE_CHECKING:
@@ -84,7 +77,11 @@ def run(context: Context) -> Iterator[Item]:
     main = found.tensors.keys() - {*found.mtp_names} if found.has_main else ()
     if has_layers(main) and (name := draft_class(found.config)) is not None:
         yield failed("main model's class", causes.class_of_a_draft(name), subject=CONFIG_NAME)
-    if (lost := _lost_layers(found)) is not None:
+    if (renamed := _renamed_main(found)) is not None:
+        yield renamed
+        if found.stored is not None and found.renames(found.stored.mtp):
+            return
+    elif (lost := _lost_layers(found)) is not None:
         yield lost
         if not found.count:
             return
@@ -96,6 +93,28 @@ def run(context: Context) -> Iterator[Item]:
         yield from _copies(found)
 
 
+def _renamed_main(found: Found) -> Item | None:
+    """The main model's weights, and perhaps the module's, are there under other names."""
+    main = found.stored_part(MAIN)
+    if main is None or _is_whole(main, found.tensors):
+        return None
+    others = found.others
+    if others is None or not others.is_sure or not found.renames(main):
+        return None
+    item = verdict(f"{MAIN}: names", found.strange(causes.other_names(others, "the model")))
+    return with_pairs(item, others)
+
+
+def _is_whole(stored: StoredModel, there: Collection[str]) -> bool:
+    """Return whether all weights are there but for optional ones, without a list of 46,000."""
+    needed = (kind for kind in stored.kinds if not kind.specs[0].optional)
+    return all(
+        tensor.optional or all(name in there for name in names)
+        for kind in needed
+        for tensor, names in zip(kind.tensors, kind.names, strict=True)
+    )
+
+
 def _lost_layers(found: Found) -> Item | None:
     if not found.has_main or not may_have_lost(main_layers(found.config), found.tensors):
         return None
@@ -103,126 +122,6 @@ def _lost_layers(found: Found) -> Item | None:
 
 
 _PICKLED_MODULE = re.compile(r"(?i)(mtp|nextn).*\.(bin|pt|pth)$")
-
-
-@dataclass(frozen=True)
-class Found:
-    """The opened checkpoint: its config, tensors, and the MTP modules that their names tell."""
-
-    context: Context
-
-    @cached_property
-    def config(self) -> Mapping[str, Any]:
-        return next(iter(self.context.checkpoints.values())).config
-
-    @cached_property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return {
-            name: tensor
-            for checkpoint in self.context.checkpoints.values()
-            for name, tensor in checkpoint.tensors.items()
-        }
-
-    @property
-    def has_main(self) -> bool:
-        return MAIN in self.context.checkpoints
-
-    @cached_property
-    def mtp_names(self) -> Sequence[str]:
-        mtp = self.context.mtp
-        return () if mtp is None else tuple(mtp.tensors)
-
-    @cached_property
-    def modules(self) -> Sequence[NamedModule]:
-        """The modules by their names; those of another target's layout as one."""
-        named = mtp_modules(self.mtp_names, main_layers(self.config)) if self.has_main else []
-        if named or not self.mtp_names:
-            return named
-        return [NamedModule(None, tuple(self.mtp_names))]
-
-    @property
-    def announced(self) -> Announced | None:
-        """The modules that a config.json announces: the main model's, or that of a draft's own
-        folder, which engines read for the draft."""
-        own = self.context.mtp if self.context.options.mtp is not None else None
-        return announced(self.config) or (announced(own.config) if own is not None else None)
-
-    @property
-    def count(self) -> int:
-        """Number of modules that are there."""
-        numbered = sum(module.number is not None for module in self.modules)
-        return numbered or len(self.modules)
-
-    @property
-    def wanted_names(self) -> Mapping[str, TensorSpec]:
-        """The MTP part's weights by the names that a known family gives them; none of another."""
-        part = self.context.part(MTP)
-        if part is None or part.checkpoint is None:
-            return {}
-        try:
-            return _by_name(self.context.layout(part).stored)
-        except MtpExportError:  # config_match says why
-            return {}
-
-    @cached_property
-    def stored(self) -> StoredModel | None:
-        """The whole model of a known family as its config.json gives it; None of another."""
-        try:
-            return stored_model(self.config, self.tensors)
-        except MtpExportError:  # config_match says why
-            return None
-
-    @property
-    def wanted_anywhere(self) -> Mapping[str, TensorSpec]:
-        """All weights of a model of a known family by their names; none of another."""
-        return {} if self.stored is None else _by_name(self.stored)
-
-    @property
-    def joins(self) -> tuple[tuple[str, ...], ...]:
-        """Linears of a known family that engines join, by the last components of their names."""
-        part = self.context.part(MTP)
-        stored = self.context.layout(part).stored if part and self.wanted_names else self.stored
-        return () if stored is None else tuple(stored.family.patterns.fused)
-
-    @property
-    def astray(self) -> list[str]:
-        """The MTP part's tensors that no engine looks for, and those that are missing."""
-        part = self.context.part(MTP)
-        if not self.wanted_names or part is None or part.checkpoint is None:
-            return []
-        there, wanted = part.checkpoint.tensors, self.context.layout(part).stored.tensors
-        return sorted(there.keys() - wanted.keys()) + sorted(wanted.keys() - there.keys())
-
-    @property
-    def modules_lost(self) -> list[str]:
-        """The modules of a known family of which no tensor is there."""
-        part = self.context.part(MTP)
-        if not self.wanted_names or part is None:
-            return []
-        names = [module.name for module in self.context.layout(part).stored.family.mtp]
-        return [o for o in names if not any(name.startswith(f"{o}.") for name in self.mtp_names)]
-
-    @property
-    def module_names(self) -> list[str]:
-        """The names of the modules that config.json announces, of a known family."""
-        return [] if self.stored is None else [module.name for module in self.stored.family.mtp]
-
-    @property
-    def draft_beside(self) -> OtherDraft | None:
-        """The draft of another kind among the main model's tensors."""
-        return other_draft({}, self.tensors)
-
-    @cached_property
-    def tool(self) -> Tool | None:
-        return tool_of(self.config, self.context.files.names())
-
-    @property
-    def repair(self) -> str:
-        return graft_command(self.context)
-
-
-def _by_name(stored: StoredModel) -> dict[str, TensorSpec]:
-    return {as_weight(one.tensors[0].name): one.weight for one in stored.weights.values()}
 
 
 def _writer(found: Found) -> Item:
@@ -268,15 +167,10 @@ def _none_there(name: str, found: Found, wanted: Announced) -> Item:
     if folder is not None:
         words = causes.not_in_folder(str(folder), str(wanted))
         return failed(name, words, figure=figure, subject=str(folder), repair=found.repair)
-    if (others := other_names(found.wanted_anywhere, found.tensors, found.joins)) is not None:
-        every = set() if found.stored is None else {*found.stored.tensors}
-        names = [*sorted(found.tensors.keys() - every), *sorted(every - found.tensors.keys())]
-        main = (
-            found.stored is not None and {*others.pairs.values()} & found.stored.main.tensors.keys()
-        )
-        words = causes.other_names(others, "the model" if main else "the module")
-        item = verdict(name, each(names, words))
-        return with_pairs(replace(item, figure=figure, repair=found.repair), others)
+    if found.stored is not None and found.others and found.renames(found.stored.mtp):
+        item = verdict(name, found.strange(causes.other_names(found.others)))
+        item = replace(item, figure=figure, repair=found.repair)
+        return with_pairs(item, found.others)
     if (draft := found.draft_beside) is not None:
         words = causes.lost_beside(str(wanted), draft.kind, draft.sign)
         return failed(name, words, figure=figure, subject="config.json", repair=found.repair)

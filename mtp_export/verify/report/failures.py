@@ -268,8 +268,8 @@ def _are_among(own: set[str], subjects: set[str]) -> bool:
     modules = {other.rpartition(".")[0] for other in subjects}
     in_layers = {end for module in modules for end in _ends(module)}
     return all(
-        any(one in in_layers for one in _beginnings(name.removeprefix(_ENGINES_LAYER)))
-        if name.startswith(_ENGINES_LAYER)
+        any(one in in_layers for one in _beginnings(name.partition(_ENGINES_LAYER)[2]))
+        if _ENGINES_LAYER in name
         else any(one in modules for one in _beginnings(name))
         for name in own
     )

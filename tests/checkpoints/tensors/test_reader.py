@@ -24,6 +24,7 @@ from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_checkpoints.tensors.tensor_reader import read_rows
 
 INDEX = "model.safetensors.index.json"
+ONE = "one.safetensors"
 CONFIG = b'{"model_type": "x"}'
 TENSORS = {
     "one.safetensors": {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(2.5)},
@@ -228,7 +229,7 @@ def test_a_shard_that_the_index_does_not_name(folder: Path) -> None:
     assert error.what == "A shard lies in the folder but the index does not name it"
     assert (error.where, error.found) == (
         folder / "three.safetensors",
-        "an index of 2 other files",
+        "1 tensor, such as e, and an index of 2 other files",
     )
     assert str(error.expected).startswith("every *.safetensors file in the index, or MTP modules")
     assert str(error.todo).startswith("Remove the file")
@@ -303,7 +304,7 @@ def test_a_file_of_mtp_modules_need_not_be_in_the_index(
 
 
 @pytest.mark.parametrize(
-    "tensors", [{}, {"m": torch.ones(2)}, LAYER | {"model.layers.1.a": torch.ones(2)}]
+    "tensors", [{"m": torch.ones(2)}, LAYER | {"model.layers.1.a": torch.ones(2)}]
 )
 def test_a_file_of_others_must_be_in_the_index(
     tensors: dict[str, torch.Tensor], folder: Path
@@ -313,7 +314,44 @@ def test_a_file_of_others_must_be_in_the_index(
     error = refusal(folder)
     assert error.where == folder / "other.safetensors"
     assert error.what == "A shard lies in the folder but the index does not name it"
-    assert error.found == "an index of 2 other files"
+    assert str(error.found).endswith(", and an index of 2 other files")
+    assert ("1 of the MTP module, such as model.layers.2." in str(error.found)) == (
+        len(tensors) > 1
+    )
+
+
+def test_a_file_without_tensors_that_the_index_does_not_name(folder: Path) -> None:
+    """A save of one shard after another leaves it where a filter dropped all of one's tensors."""
+    save_file({}, folder / "other.safetensors")
+    found = Checkpoint.open(folder)
+    assert found.unindexed == ()
+    assert {shard.path.name for shard in found.shards} == {"one.safetensors", "two.safetensors"}
+
+
+def test_tensors_that_the_index_puts_in_another_file(folder: Path) -> None:
+    """An index of an earlier upload: its files are those of another split."""
+    (folder / "config.json").write_text('{"num_hidden_layers": 2}')
+    save_file(LAYER, folder / "three.safetensors")
+    edit_json(folder / INDEX, lambda index: index["weight_map"].update(dict.fromkeys(LAYER, ONE)))
+    error = refusal(folder)
+    assert error.what == "The index puts tensors of a shard in another, which does not hold them"
+    assert error.where == folder / "three.safetensors"
+    assert f"puts {len(LAYER)} tensor" in str(error.expected)
+    assert "all of the MTP module, such as model.layers.2." in str(error.expected)
+    assert str(error.found).startswith(f"{ONE} in the index")
+
+
+def test_modules_that_the_index_puts_in_another_file(folder: Path) -> None:
+    (folder / "config.json").write_text('{"num_hidden_layers": 2}')
+    tensors = {f"model.layers.2.{name}": torch.ones(2) for name in ("eh_proj.weight", "enorm")}
+    save_file(TENSORS[ONE] | tensors, folder / ONE)
+    wrong = dict.fromkeys(tensors, "two.safetensors")
+    edit_json(folder / INDEX, lambda index: index.update(weight_map=index["weight_map"] | wrong))
+    error = refusal(folder)
+    assert error.where == folder / ONE
+    assert str(error.found).startswith(
+        "two.safetensors; so are 2 tensors, all of the MTP module, such as model.layers.2."
+    )
 
 
 def test_a_stale_file_of_mtp_modules(folder: Path) -> None:

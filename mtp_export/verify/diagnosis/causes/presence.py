@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from mtp_checkpoints.families.other_names import InPlace, OtherNames
+from mtp_checkpoints.families.other_names import InPlace, OtherNames, Renamed
 from mtp_checkpoints.families.stored_names import as_any_expert
 from mtp_export.progress import shortened
 
@@ -167,6 +168,9 @@ def other_names(found: OtherNames, of: str = "the module") -> str:
 
 
 def _by_beginnings(found: OtherNames) -> Iterator[str]:
+    if words := _by_numbers(found.beginnings):
+        yield words
+        return
     for one in found.beginnings:
         those = "them" if one.count == len(found.pairs) else f"{one.count:,}"
         if not one.wanted:
@@ -175,6 +179,28 @@ def _by_beginnings(found: OtherNames) -> Iterator[str]:
             yield f"engines look for {those} with {one.wanted}. before each"
         else:
             yield f"{one.count:,} begin with {one.found}, where engines look for {one.wanted}"
+
+
+_NUMBERED = re.compile(r"(.+\.)(\d{1,6})", re.ASCII)
+_SEVERAL = 3  # layers of which a rule is said
+
+
+def _by_numbers(beginnings: Sequence[Renamed]) -> str:
+    """Return what is said of layers that all lie as far behind or before their own numbers."""
+    shifts = set[tuple[str, str, int]]()
+    for one in beginnings:
+        wanted, found = _NUMBERED.fullmatch(one.wanted), _NUMBERED.fullmatch(one.found)
+        if wanted is None or found is None:
+            return ""
+        shifts.add((wanted[1], found[1], int(found[2]) - int(wanted[2])))
+    if len(beginnings) < _SEVERAL or len(shifts) > 1 or any(w != f for w, f, _ in shifts):
+        return ""
+    (_, _, by), first, last = *shifts, beginnings[0], beginnings[-1]
+    return (
+        f"layers have numbers that are too {'high' if by > 0 else 'low'} by {abs(by)}, from"
+        f" {first.found}, where engines look for {first.wanted}, to {last.found}, where they look"
+        f" for {last.wanted}"
+    )
 
 
 def _inside(one: InPlace) -> str:

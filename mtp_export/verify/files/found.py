@@ -1,0 +1,176 @@
+"""A checkpoint of others as its headers tell it: config, tensors, and the MTP modules that are
+there, announced and wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from mtp_checkpoints.containers.base import TensorInfo
+from mtp_checkpoints.errors import MtpExportError
+from mtp_checkpoints.families.base import TensorSpec
+from mtp_checkpoints.families.other_names import OtherNames, other_names
+from mtp_checkpoints.families.signs import (
+    Announced,
+    NamedModule,
+    OtherDraft,
+    announced,
+    main_layers,
+    mtp_modules,
+    other_draft,
+)
+from mtp_checkpoints.families.stored_names import as_weight
+from mtp_checkpoints.quantization.stored import StoredModel, stored_model
+from mtp_checkpoints.quantization.tools import Tool, tool_of
+from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
+from mtp_export.verify.check import Problem
+from mtp_export.verify.files.astray import each
+from mtp_export.verify.files.repair import graft_command
+
+if TYPE_CHECKING:
+    from mtp_export.verify.context import Context
+
+
+@dataclass(frozen=True)
+class Found:
+    """The opened checkpoint: its config, tensors, and the MTP modules that their names tell."""
+
+    context: Context
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        return next(iter(self.context.checkpoints.values())).config
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return {
+            name: tensor
+            for checkpoint in self.context.checkpoints.values()
+            for name, tensor in checkpoint.tensors.items()
+        }
+
+    @property
+    def has_main(self) -> bool:
+        return MAIN in self.context.checkpoints
+
+    @cached_property
+    def mtp_names(self) -> Sequence[str]:
+        mtp = self.context.mtp
+        return () if mtp is None else tuple(mtp.tensors)
+
+    @cached_property
+    def modules(self) -> Sequence[NamedModule]:
+        """The modules by their names; those of another target's layout as one."""
+        named = mtp_modules(self.mtp_names, main_layers(self.config)) if self.has_main else []
+        if named or not self.mtp_names:
+            return named
+        return [NamedModule(None, tuple(self.mtp_names))]
+
+    @property
+    def announced(self) -> Announced | None:
+        """The modules that a config.json announces: the main model's, or that of a draft's own
+        folder, which engines read for the draft."""
+        own = self.context.mtp if self.context.options.mtp is not None else None
+        return announced(self.config) or (announced(own.config) if own is not None else None)
+
+    @property
+    def count(self) -> int:
+        """Number of modules that are there."""
+        numbered = sum(module.number is not None for module in self.modules)
+        return numbered or len(self.modules)
+
+    @property
+    def wanted_names(self) -> Mapping[str, TensorSpec]:
+        """The MTP part's weights by the names that a known family gives them; none of another."""
+        stored = self.stored_part(MTP)
+        return {} if stored is None else _by_name(stored)
+
+    def stored_part(self, name: str) -> StoredModel | None:
+        """A part of a known family as its config.json gives it; None of another."""
+        part = self.context.part(name)
+        if part is None or part.checkpoint is None:
+            return None
+        try:
+            return self.context.layout(part).stored
+        except MtpExportError:  # config_match says why
+            return None
+
+    @cached_property
+    def stored(self) -> StoredModel | None:
+        """The whole model of a known family as its config.json gives it; None of another."""
+        try:
+            return stored_model(self.config, self.tensors)
+        except MtpExportError:  # config_match says why
+            return None
+
+    @property
+    def wanted_anywhere(self) -> Mapping[str, TensorSpec]:
+        """All weights of a model of a known family by their names; none of another."""
+        return {} if self.stored is None else _by_name(self.stored)
+
+    @property
+    def joins(self) -> tuple[tuple[str, ...], ...]:
+        """Linears of a known family that engines join, by the last components of their names."""
+        part = self.context.part(MTP)
+        stored = self.context.layout(part).stored if part and self.wanted_names else self.stored
+        return () if stored is None else tuple(stored.family.patterns.fused)
+
+    @property
+    def astray(self) -> list[str]:
+        """The MTP part's tensors that no engine looks for, and those that are missing."""
+        part = self.context.part(MTP)
+        if not self.wanted_names or part is None or part.checkpoint is None:
+            return []
+        there, wanted = part.checkpoint.tensors, self.context.layout(part).stored.tensors
+        return sorted(there.keys() - wanted.keys()) + sorted(wanted.keys() - there.keys())
+
+    @property
+    def modules_lost(self) -> list[str]:
+        """The modules of a known family of which no tensor is there."""
+        part = self.context.part(MTP)
+        if not self.wanted_names or part is None:
+            return []
+        names = [module.name for module in self.context.layout(part).stored.family.mtp]
+        return [o for o in names if not any(name.startswith(f"{o}.") for name in self.mtp_names)]
+
+    @property
+    def module_names(self) -> list[str]:
+        """The names of the modules that config.json announces, of a known family."""
+        return [] if self.stored is None else [module.name for module in self.stored.family.mtp]
+
+    @cached_property
+    def others(self) -> OtherNames | None:
+        """The whole model's weights that are there under other names."""
+        return other_names(self.wanted_anywhere, self.tensors, self.joins)
+
+    def renames(self, stored: StoredModel) -> bool:
+        """Return whether weights of a part of the model are there under other names."""
+        return self.others is not None and not stored.tensors.keys().isdisjoint(
+            self.others.pairs.values()
+        )
+
+    def strange(self, words: str) -> list[Problem]:
+        """The same words for every tensor of the whole model that no engine looks for, and for
+        every one that is missing."""
+        every = set() if self.stored is None else self.stored.tensors.keys()
+        there = self.tensors.keys()
+        return each([*sorted(there - every), *sorted(every - there)], words)
+
+    @property
+    def draft_beside(self) -> OtherDraft | None:
+        """The draft of another kind among the main model's tensors."""
+        return other_draft({}, self.tensors)
+
+    @cached_property
+    def tool(self) -> Tool | None:
+        return tool_of(self.config, self.context.files.names())
+
+    @property
+    def repair(self) -> str:
+        return graft_command(self.context)
+
+
+def _by_name(stored: StoredModel) -> dict[str, TensorSpec]:
+    return {as_weight(one.tensors[0].name): one.weight for one in stored.weights.values()}
