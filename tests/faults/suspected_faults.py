@@ -237,7 +237,7 @@ SUSPECTED_LAYER_FAULTS: tuple[Fault, ...] = (
           "likelihood", "the taps of conv1d of layer 1 stand for a token earlier", **_qwen),
     Fault("rows of one expert of a main layer by turns",
           partial(changed, "main", "model.layers.2.mlp.experts.7.down_proj.weight", rows_by_turns),
-          "likelihood", "expert 7 of layer 2 does harm", **_glm),
+          "likelihood", "down_proj of expert 7 of layer 2 has its rows interleaved", **_glm),
     Fault("last norm of the main model plus one",
           partial(changed, "main", "model.norm.weight", lambda w: w + 1),
           "likelihood", "model.norm) has 1 too much", **_glm),

@@ -715,7 +715,7 @@ DAMAGED = (
         glm(),
         damages.experts_reordered,
         "run",
-        (r"or the experts, are in reverse order",),
+        (r"or its experts come in reverse order",),
     ),
     Folder(
         "gate and up exchanged in every expert",

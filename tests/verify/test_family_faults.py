@@ -115,8 +115,13 @@ def faults_of(model_type: str) -> list[Fault]:
         found.append(fault("head of another", other, "ledger", "of another checkpoint"))
     return [
         *found,
-        *(_of_gated_delta_nets(family, fault) if model_type.startswith("qwen3") else ()),
+        *(_of_gated_delta_nets(family, fault) if _has_delta_nets(model_type, family) else ()),
     ]
+
+
+def _has_delta_nets(model_type: str, family: ModelSpec) -> bool:
+    has_decay = any(name.endswith(".A_log") for name in family.tensors)
+    return model_type.startswith("qwen3") and has_decay
 
 
 def _of_gated_delta_nets(family: ModelSpec, fault: Callable[..., Fault]) -> list[Fault]:
