@@ -21,8 +21,10 @@ from mtp_export.progress import shortened
 WHOLE_CHECK = "all of it"  # the item of a check that did not run at all
 MTP_MODULE = "the MTP module"  # the subject of a failure that is no single tensor's
 LEFT_OUT = "left_out"  # in the data of what the options leave out
-LACKS = "lacks"  # in the data of a failure: what lists of quantization_config lack, in words
-TO_ADD = "to_add"  # the same by lists, whole: what is to be added for all engines
+TO_ADD = "to_add"  # in the data of a failure: what lists of quantization_config lack
+TO_TAKE = "to_take"  # the entries that are too many in them
+CORRECTED = "corrected"  # the place in a config where the repair is written: all that is wrong
+LISTS = "lists"  # what is written there, whole
 UNFINISHED = "unfinished"  # in the data of a bundle whose run has not ended: its repair goes on
 KNOWS_MORE = "knows_more"  # in the data of a failure whose words replace an earlier check's
 EQUAL = "equal_causes"  # in the data of a failure: how many causes explain it equally
@@ -98,7 +100,8 @@ class Item:
     figure is what was measured and bound what it was compared with, both as shown to people.
     subject names the tensor, file or prompt that a failure is about. cause says in words what is
     likely wrong (on a failure) or why nothing was tested. repair is a command that mends a failure,
-    where one does. data is for machines and plots: numbers, strings, lists and dicts alone.
+    or the fields of a config that do, where one does. data is for machines and plots: numbers,
+    strings, lists and dicts alone.
     """
 
     name: str

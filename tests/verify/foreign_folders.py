@@ -248,7 +248,7 @@ DAMAGED = (
     Folder(
         "AWQ of which nothing is left out",
         unquantized("awq"),
-        words=(r"24 matrices", r"layers\.3\.mlp\.experts to modules_to_not_convert"),
+        words=(r"24 matrices", r"add model\.layers\.3\.mlp\.experts, .* to modules_to_not_convert"),
     ),
     Folder(
         "GPTQ, whose experts SGLang quantizes whatever is left out",
@@ -316,7 +316,8 @@ DAMAGED = (
         unquantized("awq", "model.layers.2."),
         words=(
             r"of the main model, .*layers\.2.*\(model\.layers\.2\. in modules_to_not_convert\)",
-            "add model.layers.3 to modules_to_not_convert",
+            r"take model\.layers\.2\. out of modules_to_not_convert",
+            r"and add model\.layers\.3, .* to it",
             _without("graft"),
         ),
     ),
@@ -325,7 +326,7 @@ DAMAGED = (
         unquantized("awq", "model.layers.2.self_attn.q_proj"),
         words=(
             r"layers\.2\.self_attn\.q_proj and .* different formats",
-            "add model.layers.3 to modules_to_not_convert",
+            "add model.layers.3, .* to modules_to_not_convert",
             _without("no weight is quantized"),
         ),
     ),

@@ -17,10 +17,12 @@ from decoded_mains import BITSANDBYTES_NF4, nf4
 from faults.small_model import family_config, write_dense
 from mtp_checkpoints.families import family_of
 from mtp_checkpoints.quantization.method import QuantConfig
+from mtp_checkpoints.quantization.methods import METHODS as METHODS_READ
 from mtp_checkpoints.quantization.methods import quant_config_of
+from mtp_checkpoints.quantization.native import method_of
 from mtp_checkpoints.quantization.stored import stored_model
 from mtp_export.verify.diagnosis.causes.files import not_left_out
-from mtp_export.verify.files import left_out
+from mtp_export.verify.files import list_entries
 from mtp_export.verify.files.left_out import ListedDraft
 from quantized_by_others import LINEAR, METHODS, unquantized
 from verify import foreign_sources
@@ -37,21 +39,18 @@ from verify.foreign import (
     rewritten,
 )
 from verify.foreign_folders import listed
+from verify.foreign_sources import Checkpoint
 from verify.test_foreign_checkpoints import failures, verified
 
 ITEM = "mtp: left out of quantization as stored"
 OF_VLLM, OF_SGLANG = (f"mtp: precision as {engine} reads it" for engine in ("vLLM", "SGLang"))
-ADVISED = (
-    *("awq, symmetric", "gptq", "gptq v2", "auto-round", "compressed-tensors, int4"),
-    *("compressed-tensors, fp8", "fp8", "modelopt nvfp4"),
-)
 GATES = ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b")
 # The key to add to, and the entry, of an unquantized MTP layer under each method.
 LACKS = {
     "auto-round": r"^model\.layers\.3(\..*)?$ to extra_config",
-    "compressed-tensors, int8": r"re:model.layers.3(\..*)?$ to ignore",
-    "fp8": "model.layers.3.self_attn.q_proj, model.layers.3.self_attn.k_proj and 6 more",
-    "modelopt fp8, in a file": "model.layers.3* to exclude_modules",
+    "compressed-tensors, int8": r"re:model.layers.3(\..*)?$, re:model.decoder(\..*)?$ to ignore",
+    "fp8": "model.layers.3.self_attn.q_proj, model.layers.3.self_attn.k_proj and 14 more",
+    "modelopt fp8, in a file": "model.layers.3*, model.decoder* to exclude_modules",
 }
 
 
@@ -65,28 +64,95 @@ def test_the_entry_that_lacks_is_named(tmp_path: Path, method: str) -> None:
     assert f"add {LACKS[method]}" in items[item]["cause"]
 
 
-@pytest.mark.parametrize("method", ADVISED)
-def test_what_is_advised_mends_it_for_every_engine(method: str, tmp_path: Path) -> None:
-    """Each by its own reading of the list with all that is to be added; SGLang takes no GPTQ
-    experts that are unquantized."""
-    folder = quantized(GLM, tmp_path / "main", method)
-    _, items = verified(folder)
-    advised = [item["data"]["to_add"] for item in items.values() if "to_add" in item["data"]]
-    assert len(advised) <= 2
+def _left_out(checkpoint: Checkpoint, *modules: str) -> Checkpoint:
+    """Leave modules out as the checkpoint's method does."""
+    own = {"quant_method": "modelopt", **checkpoint.quantization}
+    leave_out = METHODS_READ[method_of(own)].leave_out
+    assert leave_out is not None
+    lists = leave_out(own, modules)
+    if checkpoint.config_file is not None:
+        checkpoint.quantization["exclude_modules"] = lists["ignore"]
+    else:
+        checkpoint.config["quantization_config"] = lists
+    return checkpoint
 
-    def add(fields: Config) -> None:
-        for to_add in advised:
-            for key, entries in to_add.items():
-                own = fields["quantization_config"].get(key) or type(entries)()
-                both = {**entries, **own} if isinstance(own, dict) else [*own, *entries]
-                fields["quantization_config"][key] = both
 
-    edit_json(folder / "config.json", add)
-    _, items = verified(folder)
-    left = failures(items)
-    if left == {OF_SGLANG} and "SGLang builds every expert of a GPTQ" in items[OF_SGLANG]["cause"]:
-        left = set()
-    assert left == set() and advised
+def _unlisted(method: str) -> Checkpoint:
+    """The MTP layer is stored unquantized, and another one is listed."""
+    return _left_out(foreign_sources.quantized(GLM, method, "unquantized"), "model.layers.4")
+
+
+def _but_one(method: str) -> Checkpoint:
+    checkpoint = foreign_sources.quantized(GLM, method, "unquantized")
+    modules = foreign_sources.modules(checkpoint)
+    return _left_out(checkpoint, *(one for one in modules if "o_proj" not in one))
+
+
+def _listed_twice(method: str) -> Checkpoint:
+    """The MTP layer is quantized, and listed as a whole and by its linears."""
+    checkpoint = foreign_sources.quantized(GLM, method, "quantized")
+    modules = foreign_sources.modules(foreign_sources.quantized(GLM, method, "unquantized"))
+    return _left_out(checkpoint, "model.layers.3", "model.decoder", *modules)
+
+
+def _experts_alone(method: str) -> Checkpoint:
+    """The whole MTP layer is listed, and its experts alone are stored unquantized."""
+    checkpoint = foreign_sources.quantized(GLM, method, "quantized")
+    plain = foreign_sources.quantized(GLM, method, "unquantized").tensors
+    experts = f"{GLM_MTP}mlp.experts."
+    kept = {name: one for name, one in checkpoint.tensors.items() if not name.startswith(experts)}
+    checkpoint.tensors = kept | {n: one for n, one in plain.items() if n.startswith(experts)}
+    return _left_out(checkpoint, "model.layers.3", "model.decoder")
+
+
+def _main_too(method: str) -> Checkpoint:
+    checkpoint = foreign_sources.quantized(GLM, method, "quantized")
+    layers = (f"model.layers.{layer}.self_attn" for layer in range(4))
+    return _left_out(checkpoint, *layers, "model.decoder.self_attn")
+
+
+DAMAGES = (_unlisted, _but_one, _listed_twice, _experts_alone, _main_too)
+SHORT = {("compressed-tensors, int4", _experts_alone), ("auto-round", _listed_twice)} | {
+    *(("gptq", _main_too), ("fp8", _but_one), ("awq, experts alone", _unlisted)),
+    ("modelopt fp8, in a file", _experts_alone),
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "damage"),
+    [
+        pytest.param(
+            *(method, damage), marks=[] if (method, damage) in SHORT else [pytest.mark.nightly]
+        )
+        for method in METHODS
+        for damage in DAMAGES
+    ],
+)
+def test_the_lists_that_are_advised_mend_it_for_every_engine(
+    method: str, damage: Callable[[str], Checkpoint], tmp_path: Path
+) -> None:
+    """Written as they are said, level files passes, but where an engine reads no such draft."""
+    damage(method).save(tmp_path / "checkpoint")
+    _, items = verified(tmp_path / "checkpoint")
+    failed = [item for item in items.values() if item["status"] == "fail"]
+    mended = [item for item in failed if "lists" in item["data"]]
+    assert all("graft" not in item["repair"] for item in mended)
+    if not mended:
+        assert all(any(words in one["cause"] for words in UNREAD) for one in failed)
+        return
+    file = mended[0]["data"]["corrected"].split()[-1]
+
+    def write(fields: Config) -> None:
+        own = fields.get("quantization") or fields["quantization_config"]
+        own |= mended[0]["data"]["lists"]
+
+    edit_json(tmp_path / "checkpoint" / file, write)
+    _, items = verified(tmp_path / "checkpoint")
+    assert all(any(words in items[one]["cause"] for words in UNREAD) for one in failures(items))
+
+
+# What no list mends for SGLang.
+UNREAD = ("SGLang builds every expert of a GPTQ", "SGLang builds every draft unquantized beside")
 
 
 def test_a_projection_beside_the_layers_is_added_at_once(tmp_path: Path) -> None:
@@ -108,8 +174,9 @@ def test_a_projection_beside_the_layers_is_added_at_once(tmp_path: Path) -> None
         return found
 
     _, items = verified(rewritten(source, tmp_path / "beside", codes, config))
-    added = r"add re:mtp.fc(\..*)?$, re:mtp.layers.0(\..*)?$ to ignore"
-    assert items[ITEM]["status"] == "fail" and added in items[ITEM]["cause"]
+    assert items[ITEM]["status"] == "fail" and "graft" not in items[ITEM]["repair"]
+    lists = items[ITEM]["data"]["lists"]["ignore"]
+    assert {r"re:mtp.fc(\..*)?$", r"re:mtp.layers.0(\..*)?$"} <= {*lists}
 
 
 def test_what_no_engine_was_tried_with_fails_for_none(tmp_path: Path) -> None:
@@ -130,12 +197,12 @@ def test_what_every_engine_lacks_is_named_at_once(tmp_path: Path) -> None:
     folder = quantized(GLM, tmp_path / "lacks", "compressed-tensors, int4", listed)
     _, items = verified(folder)
     cause = items[ITEM]["cause"]
-    entries = re.findall(r"add (\S+) to ignore", cause)
-    assert entries == [r"re:model.layers.3(\..*)?$", r"re:model.decoder(\..*)?$"]
-    assert "For SGLang add" in cause and "matches no module" not in cause
-    assert "For SGLang add" in items[ITEM]["data"]["problems"][0]["words"]  # which are printed
+    entries = re.findall(r"add (\S+), (\S+) to ignore", cause)[0]
+    assert entries == (r"re:model.layers.3(\..*)?$", r"re:model.decoder(\..*)?$")
+    assert "SGLang's name of the draft's layer" in cause and "matches no module" not in cause
+    assert cause == items[ITEM]["data"]["problems"][0]["words"]  # which are printed
     _, items = verified(folder, "--engine", "vllm")
-    assert "For SGLang" not in items[ITEM]["cause"]
+    assert "SGLang" not in items[ITEM]["cause"]
     listed = listed_as("model.layers.3.mlp.gate", *entries)
     mended = quantized(GLM, tmp_path / "mended", "compressed-tensors, int4", listed)
     assert verified(mended)[0].code == 0
@@ -144,7 +211,7 @@ def test_what_every_engine_lacks_is_named_at_once(tmp_path: Path) -> None:
 GATES = ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b")
 # The key to add to, and the entry, of an unquantized MTP layer whose linears vLLM finds itself.
 EXPERTS_LACK = {
-    "awq": "model.layers.3.mlp.experts to modules_to_not_convert",
+    "awq": "model.layers.3.mlp.experts, model.layers.3.self_attn.q_proj and ",
     "gptq": r"-:model\.layers\.3\.mlp\.experts(\..*)?$ to dynamic",
 }
 
@@ -332,14 +399,15 @@ def test_a_list_of_hundreds_of_entries_is_read_once_for_all_modules(
         read.append(one)
         return quant_config_of(one)
 
-    monkeypatch.setattr(left_out, "quant_config_of", counting)
+    monkeypatch.setattr(list_entries, "quant_config_of", counting)
     draft = ListedDraft(stored, {}, quantization, ("model.layers.3",))
     linears = [one for one in stored.weights.values() if one.weight.is_linear_weight]
     assert len(linears) > 20
     assert {draft._to_blame(one) for one in linears} == {f"{entry} in ignore"}
-    assert len(read) == len(others) + 4  # with two texts beside the list
-    both = method | {"ignore": [entry, "re:.*3.*"]}
-    assert ListedDraft(stored, {}, both, ())._to_blame(linears[0]) == ""
+    assert len(read) == len(others) + 3  # without the list, and without the one
+    both = method | {"ignore": [entry, "re:.*3.*", "lm_head"]}
+    words = f"{entry} in ignore and re:.*3.* in ignore"
+    assert ListedDraft(stored, {}, both, ())._to_blame(linears[0]) == words
 
 
 def test_experts_that_are_listed_one_by_one_are_named(tmp_path: Path) -> None:
@@ -355,7 +423,8 @@ BLAMED: dict[str, tuple[str, dict[str, Any], str]] = {
     "blocks": (
         "auto-round",
         {"block_name_to_quantize": "model.layers.0,model.layers.1,model.layers.2"},
-        r"\(model.layers.0,model.layers.1,model.layers.2 in block_name_to_quantize\).* without it",
+        r"\(model.layers.0,model.layers.1,model.layers.2 in block_name_to_quantize\), so that they"
+        r" are built unquantized: take \S+ out of block_name_to_quantize",
     ),
     "targets": (
         "compressed-tensors, int4",
@@ -432,7 +501,8 @@ def test_fused_experts_are_listed_by_one_name(tmp_path: Path) -> None:
 
 
 def test_a_pattern_of_all_experts_is_no_single_one() -> None:
-    words = [not_left_out(1, "m", "", [f"re:mtp.0.experts.{last}"]) for last in ("*", "0.up_proj")]
+    lists = [[f"re:mtp.0.experts.{last}"] for last in ("*", "0.up_proj")]
+    words = [not_left_out(1, "m", "the MTP module", one) for one in lists]
     assert ["all experts of a layer are one" in one for one in words] == [False, True]
 
 

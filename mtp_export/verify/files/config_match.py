@@ -3,9 +3,9 @@ will take it for, and nothing else."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mtp_checkpoints.containers.base import CONFIG_NAME
 from mtp_checkpoints.errors import MtpExportError, UnsupportedError
@@ -22,9 +22,8 @@ from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_checkpoints.tensors.untied_head import TIED, UNTIED_HEAD
 from mtp_export.progress import counted
 from mtp_export.verify.check import (
-    ENGINE,
-    LACKS,
     TO_ADD,
+    TO_TAKE,
     Item,
     Problem,
     Status,
@@ -34,6 +33,7 @@ from mtp_export.verify.check import (
 )
 from mtp_export.verify.diagnosis.causes import files as causes
 from mtp_export.verify.evidence.parts import Part, PartLayout
+from mtp_export.verify.files.corrected import with_correction
 from mtp_export.verify.files.described import (
     misdescribed,
     misdescribed_by_a_field,
@@ -41,7 +41,7 @@ from mtp_export.verify.files.described import (
     quantized_by_config_alone,
     undecoded_main,
 )
-from mtp_export.verify.files.engine_readings import draft_items, with_lacks
+from mtp_export.verify.files.engine_readings import draft_items, with_lists
 from mtp_export.verify.files.left_out import ListedDraft
 from mtp_export.verify.files.repair import graft_command
 from mtp_export.verify.files.tensor_problems import sorted_out
@@ -54,6 +54,10 @@ def run(context: Context) -> Iterator[Item]:
     """Each part compared with its own config, and the draft as its engines will read it."""
     if context.is_bundle:
         yield _advertised(context)
+    yield from with_correction(context, [*_items(context)], _items)
+
+
+def _items(context: Context) -> Iterator[Item]:
     wrong = misdescribed_by_config(context) or quantized_by_config_alone(context)
     if wrong is not None:
         yield wrong  # which all below would repeat
@@ -87,44 +91,10 @@ def run(context: Context) -> Iterator[Item]:
 
 
 def _left_out_by_engines(context: Context, layout: PartLayout, found: Item) -> Iterator[Item]:
-    """The failure of the released names, with what lists lack by an engine's own, or, where one
-    finds the draft in order by these, what each engine finds."""
+    """The failure of the released names, or, where an engine finds the draft in order by its own,
+    what each engine finds."""
     items = [*draft_items(context, layout)]
-    if any(item.status is Status.PASS for item in items):
-        yield from items
-        return
-    own = found.data.get(LACKS)
-    if not own:
-        yield found
-        return
-    titles = {engine.name: engine.title for engine in context.target.engines}
-    words, to_add = list[str](), dict(found.data[TO_ADD])
-    for item in (one for one in items if ENGINE in one.data):
-        lacks, title = item.data.get(LACKS), titles[item.data[ENGINE]]
-        if lacks is None and item.status is Status.FAIL:
-            words.append(causes.refused_by_engine(title, item.cause))
-        elif lacks not in (None, own):
-            words.append(causes.lacks_for_engine(title, lacks))
-            to_add = _with_more(to_add, item.data[TO_ADD])
-    yield _saying_more(found, "".join(dict.fromkeys(words)), to_add)
-
-
-def _with_more(entries: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Entries of lists and objects with others of the same."""
-    result = dict(entries)
-    for key, value in more.items():
-        own = result.get(key) or type(value)()
-        both = {**own, **value} if isinstance(value, dict) else [*dict.fromkeys([*own, *value])]
-        result[key] = both
-    return result
-
-
-def _saying_more(found: Item, words: str, to_add: Mapping[str, Any]) -> Item:
-    """The item with more words behind those on what lacks, which are its first."""
-    first, *others = found.data["problems"]
-    problems = [{**first, "words": f"{first['words']}{words}"}, *others]
-    cause = found.cause.replace(first["words"], problems[0]["words"], 1)
-    return replace(found, cause=cause, data={**found.data, "problems": problems, TO_ADD: to_add})
+    yield from items if any(item.status is Status.PASS for item in items) else [found]
 
 
 def _not_followed(context: Context, part: Part, error: MtpExportError) -> Item:
@@ -165,17 +135,20 @@ def _part_items(layout: PartLayout, *, of_main: bool) -> Iterator[Item]:
     leaves out what is quantized, its entry is named in place of the weights."""
     tensors, stored = layout.checkpoint.tensors, layout.stored
     presence, precision = _sorted_out(layout)
+    data = {}
     if of_main and precision:
         names = [stored.weight_of[problem.subject].weight.name for problem in precision]
         listed = ListedDraft(stored, tensors, stored.quantization, (), "the main model")
-        precision = listed.wrongly_left_out(names) or precision
+        if by_lists := listed.by_lists(names):
+            precision, data = by_lists, {TO_ADD: listed.to_add, TO_TAKE: listed.to_take}
     others = _of_other_layers(layout, presence) if of_main and presence else presence
     if presence and not others:
         yield not_tested(f"{layout.name}: tensors", causes.OF_MODULE_COUNTED_AS_MAIN)
     else:
         yield _tensors_item(layout, others)
     weights = counted(len(layout.stored.specs), "weight")
-    yield verdict(f"{layout.name}: precision on disk", precision, weights)
+    item = verdict(f"{layout.name}: precision on disk", precision, weights)
+    yield replace(item, data={**item.data, **data})
 
 
 def _sorted_out(layout: PartLayout) -> tuple[list[Problem], list[Problem]]:
@@ -211,6 +184,6 @@ def _left_out(layout: PartLayout, repair: str) -> Item:
     )
     figure = counted(len(stored.weights), "weight")
     problems = listed.problems()
-    item = with_lacks(verdict("mtp: left out of quantization as stored", problems, figure), listed)
+    item = with_lists(verdict("mtp: left out of quantization as stored", problems, figure), listed)
     # A graft reads a main model by the same quantization_config, which then is what lacks.
     return replace(item, repair=repair) if problems and stored.quantization else item

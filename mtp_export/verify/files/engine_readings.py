@@ -29,9 +29,9 @@ from mtp_export.schemes import SCHEMES
 from mtp_export.schemes.scheme import GRAFTED
 from mtp_export.verify.check import (
     ENGINE,
-    LACKS,
     LEFT_OUT,
     TO_ADD,
+    TO_TAKE,
     Item,
     Problem,
     failed,
@@ -41,12 +41,13 @@ from mtp_export.verify.check import (
 from mtp_export.verify.diagnosis.causes import files as causes
 from mtp_export.verify.evidence.parts import PartLayout
 from mtp_export.verify.files.described import undecoded_main
-from mtp_export.verify.files.left_out import ListedDraft
+from mtp_export.verify.files.left_out import ListedDraft, lacking
 from mtp_export.verify.files.tensor_problems import COPIED, sorted_out
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
 
+_EXCLUDE = "exclude"  # Quark's list
 _NVFP4_OF_MODELOPT = {NvFp4.storage, NvFp4A16.storage}  # beside which drafts are unquantized
 
 
@@ -118,11 +119,10 @@ def _storages_of_main(context: Context) -> set[str]:
     return {kind.format.storage for kinds in mains for kind in kinds} | titles
 
 
-def with_lacks(item: Item, listed: ListedDraft) -> Item:
-    """The item with the entries that a list lacks, for machines and for other items."""
-    if not (lacks := listed.lacks):
-        return item
-    return replace(item, data={**item.data, LACKS: lacks, TO_ADD: listed.to_add})
+def with_lists(item: Item, listed: ListedDraft) -> Item:
+    """The item with the entries that lists lack, and that are too many."""
+    data = {TO_ADD: listed.to_add, TO_TAKE: listed.to_take}
+    return replace(item, data={**item.data, **{key: one for key, one in data.items() if one}})
 
 
 def _readers(context: Context, family: ModelSpec) -> list[Engine]:
@@ -169,9 +169,12 @@ def _as_read(name: str, layout: PartLayout, config: Any, reading: DraftReading) 
             config = json.loads(rename(json.dumps(config)))
             reason = f"{reason}, with {layers[0]} in them replaced as it is written"
         tensors = {rename(key): tensor for key, tensor in tensors.items()}
-    refused = [*_refused(layout, reading), *_built_quantized(layout, config, reading)]
-    if refused:
-        return verdict(name, refused, counted(len(specs), "weight"))
+    refused, built = _refused(layout, reading), [*_built_quantized(layout, config, reading)]
+    if refused or built:
+        problems = [*refused, *(problem for problem, _ in built)]
+        item = verdict(name, problems, counted(len(specs), "weight"))
+        to_add = lacking(config, layout.stored.quantization, [module for _, module in built])
+        return replace(item, data={**item.data, TO_ADD: to_add})
     try:
         read = layout.stored.reread(config, rename)
     except MtpExportError as error:
@@ -188,20 +191,26 @@ def _as_read(name: str, layout: PartLayout, config: Any, reading: DraftReading) 
         problems = [
             Problem(one.subject, causes.misread_by_engine(reason, one.words)) for one in problems
         ]
-        return with_lacks(verdict(name, problems, counted(len(specs), "weight")), listed)
+        return with_lists(verdict(name, problems, counted(len(specs), "weight")), listed)
     absent = {rename(name) for name in layout.stored.tensors.keys() - layout.checkpoint.tensors}
     problems = _differing(tensors, read, absent, linears_alone=keeps_patterns)
-    problems = problems or [*_built_projections(layout, config, reading)]
+    to_add = {}
+    if not problems and (built := [*_built_projections(layout, config, reading)]):
+        problems, to_add = [one for one, _ in built], {_EXCLUDE: [module for _, module in built]}
     if problems:  # the reason once, before all of them
         first = problems[0]
         words = causes.misread_by_engine(reason, first.words)
         problems[0] = Problem(first.subject, words)
-    return verdict(name, problems, counted(len(specs), "weight"))
+    item = verdict(name, problems, counted(len(specs), "weight"))
+    return replace(item, data={**item.data, TO_ADD: to_add}) if to_add else item
 
 
-def _built_quantized(layout: PartLayout, config: Any, reading: DraftReading) -> Iterator[Problem]:
+def _built_quantized(
+    layout: PartLayout, config: Any, reading: DraftReading
+) -> Iterator[tuple[Problem, str]]:
     """Yield what is stored unquantized and is no matrix that a list is asked for, and that an
-    engine builds quantized: fused experts, and the projection of a module of names of its own."""
+    engine builds quantized, each with its module: fused experts, and the projection of a module of
+    names of its own."""
     if not config:
         return
     tensors, known = layout.checkpoint.tensors, quant_config_of(config)
@@ -214,11 +223,14 @@ def _built_quantized(layout: PartLayout, config: Any, reading: DraftReading) -> 
             continue
         if role is Role.ROUTED_EXPERT or built.storage not in _NVFP4_OF_MODELOPT:
             words = causes.built_quantized(name.removesuffix(".weight"), str(built.storage))
-            yield Problem(name, words)
+            yield Problem(name, words), module
 
 
-def _built_projections(layout: PartLayout, config: Any, reading: DraftReading) -> Iterator[Problem]:
-    """Yield unquantized projections that an engine's own class of this draft builds quantized."""
+def _built_projections(
+    layout: PartLayout, config: Any, reading: DraftReading
+) -> Iterator[tuple[Problem, str]]:
+    """Yield unquantized projections that an engine's own class of this draft builds quantized, each
+    with the module that the engine has."""
     class_of = reading.by_class.get(method_of(config))
     known = None if class_of is None else class_of(layout.checkpoint.config)
     if known is None or not known.projection:
@@ -227,8 +239,8 @@ def _built_projections(layout: PartLayout, config: Any, reading: DraftReading) -
     for module in (one.modules.projection for one in layout.stored.family.mtp):
         tensor = layout.checkpoint.tensors.get(weight_name(module)) if module else None
         if built is not None and tensor is not None and tensor.dtype in FLOATS:
-            words = causes.projection_built(known.projection, str(built.storage), "exclude")
-            yield Problem(tensor.name, words)
+            words = causes.projection_built(known.projection, str(built.storage), _EXCLUDE)
+            yield Problem(tensor.name, words), known.projection
 
 
 def _asked_as_others(family: ModelSpec, reading: DraftReading) -> Iterator[tuple[str, str, Role]]:

@@ -4,7 +4,7 @@ modules are stored: which modules it lacks, or which entry is one too many."""
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -13,7 +13,7 @@ from typing import Any
 from mtp_checkpoints.containers.base import CONFIG_NAME, TensorInfo
 from mtp_checkpoints.errors import MtpExportError
 from mtp_checkpoints.families.base import FLOATS, Role
-from mtp_checkpoints.formats import UNQUANTIZED, WeightFormat
+from mtp_checkpoints.formats import UNQUANTIZED
 from mtp_checkpoints.formats.base import SCALES_OF_CODES
 from mtp_checkpoints.quantization.method import QuantConfig, modules_of
 from mtp_checkpoints.quantization.methods import METHODS, quant_config_of
@@ -21,10 +21,10 @@ from mtp_checkpoints.quantization.native import method_of
 from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight
 from mtp_export.verify.check import Problem
 from mtp_export.verify.diagnosis.causes import files as causes
+from mtp_export.verify.files.list_entries import ListEntries, format_by, read, without
 
-_GROUPS, _METHOD = "config_groups", "quant_method"
+_GROUPS = "config_groups"
 _SHOWN = 300  # characters of an entry
-_NAMED = 6  # entries that are added and named one by one
 _ASKED = 200_000  # entries times modules
 _LOOKED_INTO = 20  # entries of a list that are for the module and may act on nothing
 _MTP_WORD = re.compile("mtp|nextn")
@@ -46,30 +46,39 @@ class ListedDraft:
     def problems(self) -> list[Problem]:
         """Modules that the list lacks, in one problem, those that it has too many, by entry, and
         projections that are quantized where no loader of the method reads them so."""
-        quantized, projections = [], []
-        method = METHODS.get(method_of(self.quantization))
-        packs = method is not None and method.packs_projections
-        for weight in self._matrices:
-            plain = self._is_plain(weight)
-            if weight.weight.role is Role.MTP_PROJECTION and not packs:
-                projections += [weight] if plain is False else []
-            elif plain is False and weight.format is UNQUANTIZED:
-                quantized.append(weight)
-        found = [*self._lacking(), *self._too_many(quantized)]
+        found = [*self._lacking(), *self._too_many(self._wrongly_plain)]
         return found + [
             Problem(weight.tensors[0].name, causes.projection_quantized(weight.weight.module))
-            for weight in projections
+            for weight in self._matrices
+            if self._is_unread(weight) and self._is_plain(weight) is False
         ]
 
-    def wrongly_left_out(self, names: Collection[str]) -> list[Problem]:
-        """Of weights by name, those that are stored quantized and left out, by entry; none where
-        another is among them, or where they are too many to ask each entry for."""
-        weights = [self.described.weights[name] for name in names]
-        few = len(weights) * len(self._listed) <= _ASKED
-        alike = few and all(
-            self._is_plain(one) is False and one.format is UNQUANTIZED for one in weights
-        )
-        return [*self._too_many(weights)] if alike else []
+    def by_lists(self, names: Collection[str]) -> list[Problem]:
+        """The same of weights by name, where lists explain all of them; none where they do not, or
+        where they are too many to ask each entry for."""
+        plain = [one for one in self._wrongly_plain if one.weight.name in names]
+        own = {one.weight.name for one in (*plain, *self._unquantized)}
+        few = len(plain) * len(self._listed.entries) <= _ASKED
+        if not few or not own.issuperset(names):
+            return []
+        return [*self._lacking(), *self._too_many(plain)]
+
+    @cached_property
+    def _wrongly_plain(self) -> list[StoredWeight]:
+        """The matrices that an engine would build unquantized and that are not."""
+        return [
+            weight
+            for weight in self._matrices
+            if weight.format is UNQUANTIZED
+            and not self._is_unread(weight)
+            and self._is_plain(weight) is False
+        ]
+
+    def _is_unread(self, weight: StoredWeight) -> bool:
+        """True for a projection whose codes no loader of the method reads."""
+        method = METHODS.get(method_of(self.quantization))
+        packs = method is not None and method.packs_projections
+        return weight.weight.role is Role.MTP_PROJECTION and not packs
 
     def _is_plain(self, weight: StoredWeight) -> bool | None:
         """True for a matrix that is stored unquantized, None for one that is there in no form, or
@@ -88,23 +97,20 @@ class ListedDraft:
     def to_add(self) -> dict[str, Any]:
         """The entries that are to be added, by their lists and objects; none where nothing lacks,
         or no list can leave it out."""
-        with_them = self._with_them
-        if with_them is None:
+        if not self._unquantized:
             return {}
-        old = {*_entries(self.quantization)}
-        method, written = METHODS[method_of(self.quantization)], self._as_written
-        if method.leave_out is not None and (beside := [*self._projections]):
-            old -= {*_entries(method.leave_out(written, beside))} - {*_entries(written)}
-        named = method.key_of or (lambda _, key: key)
-        return {named(written, key): entries for key, entries in _added(old, with_them)}
+        modules = self._to_leave_out(self._unquantized)
+        return lacking(self.quantization, self._as_written, modules, [*self._projections])
 
     @property
-    def lacks(self) -> str:
-        """The same in words."""
-        keys = dict[tuple[str, ...], list[str]]()
-        for key, entries in self.to_add.items():
-            keys.setdefault(tuple(entries), []).append(key)
-        return ", ".join(causes.entries_to(names, own, _NAMED) for names, own in keys.items())
+    def to_take(self) -> dict[str, list[Any]]:
+        """The entries that leave out what is stored quantized, by their lists and objects."""
+        found = dict[str, list[Any]]()
+        linears = [(_module_of(one), one.weight.role) for one in self._wrongly_plain]
+        for entry in {one: None for linear in linears for one in self._listed.to_blame(*linear)}:
+            if entry.own not in found.setdefault(entry.key, []):
+                found[entry.key].append(entry.own)
+        return found
 
     @property
     def _as_written(self) -> Any:
@@ -142,7 +148,7 @@ class ListedDraft:
         if not weights:
             return
         idle = [] if self._with_them is None else [*self._idle(self._with_them)]
-        words = causes.not_left_out(len(weights), _module_of(weights[0]), self.lacks, idle)
+        words = causes.not_left_out(len(weights), _module_of(weights[0]), self.part, idle)
         yield Problem(weights[0].tensors[0].name, words)
 
     def _idle(self, with_them: Mapping[str, Any]) -> Iterator[str]:
@@ -168,7 +174,7 @@ class ListedDraft:
         """True for an entry without which a matrix of the module has another format."""
         try:
             own = quant_config_of(self.quantization)
-            less = quant_config_of(_without(self.quantization, key, entry))
+            less = quant_config_of(without(self.quantization, key, entry))
             modules = {_module_of(w): w.weight.role for w in self.described.weights.values()}
             return any(own.format_of(m, r) != less.format_of(m, r) for m, r in modules.items())
         except MtpExportError:
@@ -189,7 +195,7 @@ class ListedDraft:
     @property
     def _projections(self) -> Iterator[str]:
         """Unquantized projections outside the layers that the config does not leave out."""
-        config, layers = _read(self._as_written), tuple(f"{one}." for one in self.layers)
+        config, layers = read(self._as_written), tuple(f"{one}." for one in self.layers)
         for weight in self._matrices:
             module = _module_of(weight)
             if weight.weight.role is not Role.MTP_PROJECTION or module.startswith(layers):
@@ -218,15 +224,11 @@ class ListedDraft:
             yield Problem(name if self._as_written else CONFIG_NAME, words)
 
     def _to_blame(self, weight: StoredWeight) -> str:
-        """The entry without which a module would be quantized; "" where no single one is.
-
-        A list may have hundreds of entries: those that leave the module out by themselves are tried
-        alone, and each config is read once for all modules.
-        """
-        for entry in self._listed:
-            if entry.may_leave_out(weight) and entry.is_to_blame_for(weight):
-                return entry.text
-        return causes.NO_TARGET if _format_of(self._of_every_linear, weight) else ""
+        """The entries to blame in words, "" where none is."""
+        module, role = _module_of(weight), weight.weight.role
+        if blamed := self._listed.to_blame(module, role):
+            return " and ".join(one.text for one in blamed)
+        return causes.NO_TARGET if format_by(self._of_every_linear, module, role) else ""
 
     @cached_property
     def _of_every_linear(self) -> QuantConfig | None:
@@ -234,7 +236,7 @@ class ListedDraft:
         groups = self.quantization.get(_GROUPS) if isinstance(self.quantization, dict) else None
         if not isinstance(groups, dict):
             return None
-        return _read(
+        return read(
             {
                 **self.quantization,
                 _GROUPS: {name: {**one, "targets": ["Linear"]} for name, one in groups.items()},
@@ -242,72 +244,27 @@ class ListedDraft:
         )
 
     @cached_property
-    def _listed(self) -> list[_Entry]:
-        fields = self.quantization.items() if isinstance(self.quantization, dict) else ()
-        return [
-            _Entry(self.quantization, key, entry)
-            for key, value in fields
-            for entry in (value if isinstance(value, list | dict) else [value])
-            if isinstance(value, list | dict | str | bool) and key != _METHOD
-        ]
+    def _listed(self) -> ListEntries:
+        return ListEntries.of(self.quantization, self._as_written)
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """One entry of a list or object in a quantization_config, or the only value of a key."""
-
-    quantization: Mapping[str, Any]
-    key: str
-    entry: Any
-
-    @property
-    def text(self) -> str:
-        is_false = self.entry is False and self.quantization[self.key] is False
-        return f"{self.key} false" if is_false else f"{self.entry} in {self.key}"
-
-    def may_leave_out(self, weight: StoredWeight) -> bool:
-        """False for an entry of a list that does not leave a module out by itself."""
-        return not isinstance(self.quantization[self.key], list) or (
-            _format_of(self._alone, weight) is None
-        )
-
-    def is_to_blame_for(self, weight: StoredWeight) -> bool:
-        """True for an entry without which a module would be quantized."""
-        return self._without is not None and _format_of(self._without, weight) is not None
-
-    @cached_property
-    def _alone(self) -> QuantConfig | None:
-        return _read({**self.quantization, self.key: [self.entry]})
-
-    @cached_property
-    def _without(self) -> QuantConfig | None:
-        return _read(_without(self.quantization, self.key, self.entry))
-
-
-def _without(quantization: Mapping[str, Any], key: str, entry: object) -> dict[str, Any]:
-    """Return a quantization_config without an entry of a key."""
-    value = quantization[key]
-    if isinstance(value, str | bool):
-        return {name: one for name, one in quantization.items() if name != key}
-    rest: Any = [one for one in value if one != entry]
-    if isinstance(value, dict):
-        rest = {name: value[name] for name in rest}
-    return {**quantization, key: rest}
-
-
-def _read(quantization: Mapping[str, Any]) -> QuantConfig | None:
-    try:
-        return quant_config_of(quantization)
-    except MtpExportError:
-        return None
-
-
-def _format_of(config: QuantConfig | None, weight: StoredWeight) -> WeightFormat | None:
-    """Return the format of a weight's linear; None where it is not quantized, or none is told."""
-    try:
-        return None if config is None else config.format_of(_module_of(weight), weight.weight.role)
-    except MtpExportError:
-        return None
+def lacking(
+    quantization: Any,
+    written: Any,
+    modules: Sequence[str],
+    beside: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Return the entries that leave modules out, by their lists and objects, where an engine reads
+    a quantization_config that is written otherwise; none where no list can. beside: those of them
+    that are named even so where the engine has them left out."""
+    if not modules or (method := METHODS[method_of(quantization)]).leave_out is None:
+        return {}
+    old = {*_entries(quantization)}
+    if beside:
+        old -= {*_entries(method.leave_out(written, beside))} - {*_entries(written)}
+    named = method.key_of or (lambda _, key: key)
+    added = _added(old, method.leave_out(quantization, modules))
+    return {named(written, key): entries for key, entries in added}
 
 
 def _is_for_mtp(entry: str, first: int) -> bool:

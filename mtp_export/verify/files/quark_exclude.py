@@ -54,8 +54,8 @@ def _problems(
         layers = dict.fromkeys(".".join(module.split(".")[:3]) for module in plain)
         added = ", ".join(f"{_REGEX}{re.escape(layer)}\\." for layer in layers)
         idle = [f"{one} in {_EXCLUDE}" for one in entries if _is_glob_of(one, plain)]
-        words = causes.not_left_out(len(plain), plain[0], f"{added} to {_EXCLUDE}", idle)
-        yield Problem(CONFIG_NAME, words)
+        words = causes.not_left_out(len(plain), plain[0], "the MTP module", idle)
+        yield Problem(CONFIG_NAME, f"{words}: add {added} to {_EXCLUDE}")
     listed = [
         one for one in modules if _is_plain(one, tensors) is False and entry_for(one, entries)
     ]

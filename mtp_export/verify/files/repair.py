@@ -20,7 +20,7 @@ from mtp_export.bundle.journal import journaled
 from mtp_export.bundle.same_model import check_same_model, with_mtp_layers
 from mtp_export.bundle.shares import division_of
 from mtp_export.schemes.scheme import GRAFTED
-from mtp_export.verify.check import MTP_MODULE, UNFINISHED, Item, Status, Unknown, failed
+from mtp_export.verify.check import CORRECTED, MTP_MODULE, UNFINISHED, Item, Status, Unknown, failed
 from mtp_export.verify.diagnosis.causes.files import bundle_unfinished, shares_unfinished
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def with_repair(context: Context, item: Item, *, remake: bool) -> Item:
     """An item with its repair where it fails and has none of its own: of a bundle the command that
     makes it again, if remake; of a checkpoint the graft, where a tensor of the MTP module is at
     fault, or the module as a whole."""
-    if item.status is not Status.FAIL or item.repair:
+    if item.status is not Status.FAIL or item.repair or CORRECTED in item.data:
         return item
     if context.is_bundle:
         mends = remake and "traceback" not in item.data

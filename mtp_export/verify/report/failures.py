@@ -15,10 +15,10 @@ from mtp_checkpoints.tensors.bundle_folder import MAIN
 from mtp_export.progress import shortened
 from mtp_export.verify.check import (
     BY_TRAINING,
+    CORRECTED,
     ENGINE,
     EQUAL,
     KNOWS_MORE,
-    LACKS,
     MTP_MODULE,
     UNDONE,
     UNFINISHED,
@@ -107,10 +107,7 @@ class Cause:
         self.signs |= other.signs
         self.told |= other.told
         self.parts |= other.parts
-        if ENGINE in item.data:
-            self.words += _lacking_too(item, self.words) if is_new else []
-            return
-        if not is_new:
+        if ENGINE in item.data or not is_new:
             return
         if says_the_same:
             self.words += [] if is_known else [_likewise(report, item)]
@@ -120,14 +117,6 @@ class Cause:
             self.words += other.words
         elif (self.check, other.check) == ("ledger", "weights") or KNOWS_MORE in item.data:
             self.check, self.words = other.check, other.words
-
-
-def _lacking_too(item: Item, words: Sequence[str]) -> list[str]:
-    """Return what lists lack for one more engine, if that is something else."""
-    lacks = item.data.get(LACKS)
-    if not lacks or any(lacks in one for one in words):
-        return []
-    return [f"add {lacks} too, for {item.name.rpartition(': ')[2]}"]
 
 
 @lru_cache(maxsize=1)  # one verdict asks several times, of 91,991 tensors perhaps
@@ -250,6 +239,9 @@ def repairs(report: Report) -> dict[str, str]:
     for item in (item for cause in causes for _, item in cause.items):
         if item.repair in commands:
             title = "To finish it" if UNFINISHED in item.data else "To repair"
+            if (corrected := item.data.get(CORRECTED)) is not None:
+                titles[item.repair] = f"{title}, in {corrected}:"
+                continue
             names = unknown_words(item.repair)
             titles[item.repair] = f"{title} ({names}):" if names else f"{title}:"
     return titles

@@ -164,7 +164,11 @@ def _counts(result: CheckResult) -> str:
 
 
 def _command(command: str, width: int) -> Iterator[tuple[Text, int]]:
-    """Yield the lines of a command, each a paragraph."""
+    """Yield the lines of a command, each a paragraph, or of what is to be written in a file."""
+    if command.startswith('"'):
+        for line in command.splitlines():
+            yield Text(f"  {line}"), 4
+        return
     for line in command_lines(command, width):
         yield Text(line), 0
 

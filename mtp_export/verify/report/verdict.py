@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from mtp_checkpoints.errors import VerificationError
 from mtp_checkpoints.layouts import engine_of
 from mtp_export.progress import counted, shortened
-from mtp_export.verify.check import LEFT_OUT, Item, Status, unknown_words
+from mtp_export.verify.check import CORRECTED, LEFT_OUT, Item, Status, unknown_words
 from mtp_export.verify.report.failures import MOST_CAUSES, Cause, causes_of, repairs
 from mtp_export.verify.report.report import BUNDLE, Report
 
@@ -58,8 +58,11 @@ def raise_if_failed(report: Report, *, told: bool = False) -> None:
         error = VerificationError(what, todo=ship + one_alone if one_alone else "Do not ship it")
     elif len(failed) == 1:
         ((check, item),) = failed
-        names = unknown_words(item.repair)
-        run = f"run {item.repair}" + (f" ({names})" if names else "")
+        if (corrected := item.data.get(CORRECTED)) is not None:
+            run = f"in {corrected} write {item.repair}"
+        else:
+            names = unknown_words(item.repair)
+            run = f"run {item.repair}" + (f" ({names})" if names else "")
         error = VerificationError(
             what,
             where=report.options.bundle,

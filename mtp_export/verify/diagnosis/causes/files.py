@@ -6,9 +6,11 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
+from mtp_checkpoints.families.base import SGLANG_DRAFT
 from mtp_export.progress import counted, shortened
 
 _MOST_SHARES = 12
+_MOST_ENTRIES = 6  # of a list that are named one by one
 _SINGLE_EXPERT = re.compile(r"\.experts\\?\.\d")
 
 # --- Files and tensors compared with the manifest -------------------------------------------------
@@ -186,15 +188,13 @@ def recomputed_not_skipped(tensor: str) -> str:
     )
 
 
-def not_left_out(count: int, module: str, added: str, idle: Sequence[str]) -> str:
-    """added: the entries that config.json lacks; idle: those that are there and act on nothing."""
-    mend = f": add {added}" if added else ""
+def not_left_out(count: int, module: str, part: str, idle: Sequence[str]) -> str:
+    """idle: entries that are there and act on nothing."""
     others = f", like {len(idle) - 1} more," if len(idle) > 1 else ""
     blamed = f" ({idle[0]}{others} {_idle_words(idle[0])})" if idle else ""
     return (
-        f"{count} matrices of the MTP module, such as {module}, are stored unquantized, and"
-        f" quantization_config leaves them out nowhere{blamed}, so that they are built"
-        f" quantized{mend}"
+        f"{count} matrices of {part}, such as {module}, are stored unquantized, and"
+        f" quantization_config leaves them out nowhere{blamed}, so that they are built quantized"
     )
 
 
@@ -204,18 +204,27 @@ def _idle_words(entry: str) -> str:
     return "matches no module of it"
 
 
-def entries_to(names: Sequence[str], keys: Sequence[str], most: int) -> str:
-    """names: what the lists or objects of some keys lack; most: of which all are named."""
-    first = ", ".join(names)
-    if len(names) > most:
-        more = f"{len(names) - 2} more, each by its whole name (data.to_add of --json),"
-        first = f"{', '.join(names[:2])} and {more}"
-    return f"{first} to {' and to '.join(keys)}"
+def lists_corrected(taken: Mapping[str, Sequence[str]], added: Mapping[str, Sequence[str]]) -> str:
+    """taken, added: entries by their lists, of which --json has all."""
+    by_names = dict[tuple[str, ...], list[str]]()
+    for key, names in added.items():
+        by_names.setdefault(tuple(names), []).append(key)
+    steps = [f"take {_named(names, 'to_take')} out of {key}" for key, names in taken.items()]
+    for own, keys in by_names.items():
+        lists = "it" if keys == [*taken] else " and to ".join(keys)
+        steps.append(f"add {_named(own, 'to_add')} to {lists}")
+    words = f": {' and '.join(steps)}"
+    entries = (entry.replace("\\", "") for own in by_names for entry in own)
+    if any(SGLANG_DRAFT in entry for entry in entries):
+        words += f" ({SGLANG_DRAFT} is SGLang's name of the draft's layer)"
+    return words
 
 
-def lacks_for_engine(engine: str, lacks: str) -> str:
-    """lacks: entries by the names that the engine has, and the lists that they are added to."""
-    return f". For {engine} add {lacks} too"
+def _named(names: Sequence[str], field: str) -> str:
+    if len(names) <= _MOST_ENTRIES:
+        return ", ".join(names)
+    rest = f"{len(names) - 2} more, each by its whole name (data.{field} of --json),"
+    return f"{', '.join(names[:2])} and {rest}"
 
 
 def refused_by_engine(engine: str, why: str) -> str:
@@ -234,7 +243,7 @@ def projection_built(module: str, storage: str, field: str) -> str:
     """module: as the engine calls it, so that no entry of the checkpoint's own name acts on it."""
     return (
         f"it is stored unquantized, and the engine builds it in {storage}, as {module}, which no"
-        f" entry of {field} is for: add {module} to {field}"
+        f" entry of {field} is for"
     )
 
 
@@ -255,8 +264,6 @@ def left_out_though_quantized(
     quantization_config."""
     blame = f" ({entry})" if entry else ""
     left_out, mend = f"quantization_config leaves them out{blame}", ""
-    if entry and entry != NO_TARGET:
-        mend = ": without it they are built as they are stored"
     if not has_config:
         left_out = "config.json has no quantization_config"
         mend = ": put the one back that they were quantized with"
