@@ -19,6 +19,7 @@ from mtp_export.verify.check import (
     CheckResult,
     Item,
     Level,
+    Status,
     ended_by,
     not_tested,
 )
@@ -31,7 +32,8 @@ _OF_VALUES = (
     *("weights.value_checks", "weights.own_scales", "weights.zero_points", "weights.word_order"),
     *("weights.channel_groups", "weights.joined_numbers", "weights.mtp_values"),
     *("weights.unnamed_values", "weights.cut_off", "weights.neurons", "weights.norm_places"),
-    *("weights.query_and_key_norms", "weights.scaled_runs"),
+    *("weights.query_and_key_norms", "weights.scaled_runs", "weights.lost_bits"),
+    "weights.norm_sizes",
 )
 # In the order of a report. A new check is one file and one line here.
 CHECKS: dict[str, Check] = {
@@ -98,6 +100,10 @@ def check_result(name: str, check: Check, context: Context) -> CheckResult:
                 context.note_failures(name, items)
     of_bytes = check.level < Level.RUN  # what decoding shows, the same export would show again
     items = [with_repair(context, item, remake=of_bytes) for item in items]
+    if check.level is Level.WEIGHTS and any(item.status is Status.FAIL for item in items):
+        from mtp_export.verify.evidence.fused_names import with_fused_names
+
+        items = [with_fused_names(context.layouts, item) for item in items]
     seconds = time.monotonic() - start
     return CheckResult(name=name, title=check.title, items=tuple(items), seconds=seconds)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -168,7 +168,8 @@ class Context(OpenedPlace):
         if self.options.level < Level.WEIGHTS:
             return ()
         facts = (one for layout in self.read_layouts for one in self.walks.of(layout.name).facts)
-        zero = {tensor.name for one in facts if one.is_zero for tensor in one.weight.tensors}
+        zero = {name for one in facts for name in one.zero_tensors}
+        zero |= {name for name, own in self._fused if zero.issuperset(own)}
         zero.difference_update(*(one.tensors for one in self.unwritten_ends))
         return (*self.unwritten_ends, *holes(self.read_layouts, zero))
 
@@ -178,8 +179,13 @@ class Context(OpenedPlace):
         lost = frozenset[str]().union(*(one.tensors for one in self.unwritten))
         if not lost:
             return lost
-        fused = (single_experts(layout.stored.family) for layout in self.read_layouts)
-        return lost.union(*(own for one in fused for name, own in one.items() if name in lost))
+        return lost.union(*(own for name, own in self._fused if name in lost))
+
+    @property
+    def _fused(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """The names of fused experts, each with those of its matrices."""
+        for layout in self.read_layouts:
+            yield from single_experts(layout.stored.family).items()
 
     @cached_property
     def source_weights(self) -> SourceWeights | None:

@@ -23,6 +23,10 @@ UNCHANGED = RunGate(kl_nats=1e-6, top1=0.999, acceptance_points=0.5)
 # makes a factor of 1e3 or more.
 RMS_RANGE = (1e-6, 1e2)
 RMS_RATIO = 200.0
+# How far the root mean square of one matrix may be from the nearest of the others of its kind, as a
+# ratio, and as the square of that of the largest to the smallest of those: 15 in the trained
+# fixtures, in one o_proj of six.
+GAP_RATIO = 40.0
 # The root mean square of the MTP module's linears over that of the main layers', in the middle of
 # their kinds: 0.7 to 1.6 in the trained fixtures. Bf16 that is labelled fp16 makes more than 10.
 PART_RATIO = 8.0
@@ -43,6 +47,9 @@ MANY_NEGATIVE = 0.1
 # The smallest median of a norm that multiplies by w, in a model whose others hold the w of 1 + w:
 # training moves those too, so that few of a norm's are negative.
 MEDIAN_NORM = 0.5
+# How far the root mean square of an MTP module's norm may lie outside those of the main layers'
+# norms of its name. 1.1 in the trained fixtures.
+NORM_RATIO = 10.0
 # The share of a norm's weights that is negative in an MTP module of 1 + w, where none of any of the
 # main layers' is: those hold 1 + w. In the trained miniature it is 0.5 at most in either.
 SOME_NEGATIVE = 0.02

@@ -169,8 +169,31 @@ def test_names_that_the_same_is_said_of_are_counted_each_once() -> None:
     (one,) = causes(ledger=[verdict("c", [*norms, *experts])])
     assert one.text == (
         "a.norm is w; likewise b.norm, c.norm, d.norm and 2 more; m.experts.0.up is zero;"
-        " likewise m.experts.*.up (3)"
+        " likewise m.experts.1-3.up"
     )
+
+
+def test_of_several_layers_in_the_place_of_others_each_is_named() -> None:
+    twins = [(f"m.3.{part}", f"m.{n}.{part}") for n, part in ((1, "attn"), (2, "mlp"))]
+    problems = [
+        Problem(f"{own}.{name}", f"{own} holds the same as {other} (2 linears)")
+        for own, other in twins
+        for name in ("a", "b")
+    ]
+    (one,) = causes(ledger=[verdict("c", problems)])
+    assert one.text == "; ".join(
+        f"{own} holds the same as {other} (2 linears)" for own, other in twins
+    )
+
+
+def test_experts_that_lie_apart_are_told_by_runs_and_many_by_their_number() -> None:
+    def told(*numbers: int) -> str:
+        names = [f"m.experts.{n}.up" for n in numbers]
+        (one,) = causes(ledger=[verdict("c", [Problem(n, f"{n} is zero") for n in names])])
+        return one.text.removeprefix("m.experts.0.up is zero; likewise ")
+
+    assert told(0, 3, 4, 5, 9) == "m.experts.3-5,9.up"
+    assert told(0, 2, 4, 6, 8, 10) == "m.experts.*.up (5)"
 
 
 def test_the_source_explains_what_weights_alone_show() -> None:

@@ -70,10 +70,42 @@ def test_damage_is_found_and_mended(
     found = failures(rewritten(source, tmp_path / "damaged", damage))[item]
     assert found["subject"] == subject
     assert "mtp-export graft" in found["repair"]
+    last = "down_proj" if "down" in subject else "gate_up_proj"
+    assert f"{EXPERTS}{last}" in found["data"]["fused_in"]
+
+
+def test_experts_are_named_by_their_numbers_and_with_what_holds_them(
+    source: Path, tmp_path: Path
+) -> None:
+    def lost(stored: Tensors) -> None:
+        stored[DOWN][2:5] = 0
+
+    outcome = run_program("verify", rewritten(source, tmp_path / "zero", lost), "--level=weights")
+    told = " ".join(outcome.out.split())
+    also = f"likewise {EXPERTS}3-4.down_proj.weight (stored fused, in {DOWN})"
+    assert f"{EXPERTS}2.down_proj.weight is constant (zero)" in told and also in told, told
 
 
 def test_sound_ones_pass(source: Path, tmp_path: Path) -> None:
     assert not failures(rewritten(source, tmp_path / "good", as_is))
+
+
+def test_a_hole_over_fused_experts_is_told_with_its_bytes(source: Path, tmp_path: Path) -> None:
+    """Once, though they are judged one by one."""
+    folder = rewritten(source, tmp_path / "hole", as_is)
+    path = folder / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    header = 8 + int.from_bytes(data[:8], "little")
+    places = sorted(
+        one["data_offsets"][0]
+        for name, one in json.loads(data[8:header]).items()
+        if name.startswith(("model.layers.1.mlp", "model.layers.2.mlp.e"))
+    )
+    start, stop = header + places[0], header + places[-1] + 3000
+    data[start:stop] = bytes(stop - start)
+    path.write_bytes(data)
+    (item,) = failures(folder).values()
+    assert f"is zero from byte {start:,} of {len(data):,} to {stop:,}, " in item["cause"]
 
 
 def test_ones_at_the_end_of_a_file_that_was_not_written_are_named_once(

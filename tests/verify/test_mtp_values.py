@@ -372,3 +372,34 @@ def test_main_norms_are_blamed_alone(tmp_path: Path) -> None:
 
     (item,) = failures(rewritten(small, tmp_path / "shifted", shift)).values()
     assert item["name"] == "main: norms hold the w of 1 + w"
+
+
+def test_scattered_values_that_are_not_finite_are_placed_by_the_rows_that_have_any(
+    tmp_path: Path,
+) -> None:
+    """As memory that was never written has them."""
+
+    def scattered(stored: Tensors) -> None:
+        stored[ATTENTION][64:100:3, ::5] = torch.inf
+
+    found = failures(rewritten(GLM, tmp_path / "damaged", scattered))
+    words = found["mtp: finite values, sound scales"]["cause"]
+    assert words == f"{ATTENTION}: 312 NaN or infinite values, all in rows 64 to 97"
+
+
+def test_a_constant_is_told_with_its_sign(tmp_path: Path) -> None:
+    name = "mtp.layers.0.input_layernorm.weight"
+
+    def negative(stored: Tensors) -> None:
+        stored[name] = torch.full_like(stored[name], -1)
+
+    found = failures(rewritten(FIXTURES / "qwen3-5-tiny", tmp_path / "damaged", negative))
+    assert f"{name} is constant (-1)" in found["mtp: no constant tensor"]["cause"]
+
+
+def test_one_matrix_that_is_far_from_its_like_is_named(tmp_path: Path) -> None:
+    def larger(stored: Tensors) -> None:
+        stored[ATTENTION] = stored[ATTENTION] * 100
+
+    found = failures(rewritten(GLM, tmp_path / "larger", larger))
+    assert found["sane size of every matrix"]["subject"] == ATTENTION

@@ -13,7 +13,8 @@ from mtp_checkpoints.families.base import FLOATS
 
 CODES = ("weight_packed", "qweight")
 _BITS = (2, 3, 4, 5, 6, 8)  # of a code
-_OF_EXPERT = re.compile(r"\.experts\.\d+\.", re.ASCII)
+_OF_EXPERT = re.compile(r"\.experts\.(\d+)\.", re.ASCII)
+_MOST_RUNS = 4  # of experts' numbers that are told
 
 
 class Stored(Protocol):
@@ -45,6 +46,23 @@ def as_weight(name: str) -> str:
 def as_any_expert(name: str) -> str:
     """Return the name of a tensor with a mark in the place of its expert's number."""
     return _OF_EXPERT.sub(".experts.*.", name)
+
+
+def as_experts(names: Sequence[str]) -> str:
+    """Return one name for some tensors that are alike but for their experts' numbers: with those
+    numbers, or how many there are."""
+    if len(names) == 1:
+        return names[0]
+    runs = list[list[int]]()
+    for number in sorted({int(found[1]) for name in names if (found := _OF_EXPERT.search(name))}):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    if not 0 < len(runs) <= _MOST_RUNS:
+        return f"{as_any_expert(names[0])} ({len(names):,})"
+    told = ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
+    return _OF_EXPERT.sub(f".experts.{told}.", names[0])
 
 
 def holds(tensor: Stored, wanted: Wanted) -> bool:

@@ -68,12 +68,24 @@ def holes(layouts: Iterable[PartLayout], zero: Collection[str]) -> tuple[Unwritt
         at = 0
         while at < len(tensors):
             last = at
-            while last < len(tensors) and tensors[last].name in zero:
-                last += 1
-            if last > at and (one := _around(tensors, at, last)).is_torn:
-                found.append(one)
+            if tensors[at].name in zero:
+                last = _zeros_end(tensors, at, zero)
+                if (one := _around(tensors, at, last)).is_torn:
+                    found.append(one)
             at = max(last, at + 1)
     return tuple(found)
+
+
+def _zeros_end(tensors: Sequence[TensorInfo], first: int, zero: Collection[str]) -> int:
+    """Return the place behind a run of zero tensors: of those that nothing is known of, as parts
+    that are carried along, the bytes tell."""
+    file, last = tensors[first].file.open(), first
+    try:
+        while last < len(tensors) and (tensors[last].name in zero or _is_zero(file, tensors[last])):
+            last += 1
+    finally:
+        file.close()
+    return last
 
 
 def _by_file(layouts: Iterable[PartLayout]) -> list[list[TensorInfo]]:

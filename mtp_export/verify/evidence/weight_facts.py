@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,18 @@ class WeightFacts:
     def is_zero(self) -> bool:
         """True where every value is zero."""
         return self.statistics.is_constant and self.statistics.root_mean_square == 0
+
+    @property
+    def zero_tensors(self) -> list[str]:
+        """The names of its tensors whose bytes are zero, or of all where every value is."""
+        tensors = self.weight.tensors
+        if not self.is_zero and not self.weight.has_scales:
+            return []
+        return [
+            tensor.name
+            for tensor in tensors
+            if self.is_zero or self.checksums[tensor.name] == _checksum_of_zeros(tensor.size_bytes)
+        ]
 
 
 @dataclass(frozen=True)
@@ -192,6 +205,14 @@ def _checksums(ours: WeightStream, codes_digest: str) -> dict[str, str]:
         codes_digest = _xxh3_128(ours.whole_codes)
     names = [tensor.name for tensor in weight.tensors]
     return dict(zip(names, [codes_digest, *map(_xxh3_128, ours.others)], strict=True))
+
+
+@cache
+def _checksum_of_zeros(size_bytes: int) -> str:
+    digest = xxhash.xxh3_128()
+    for start in range(0, size_bytes, BLOCK_BYTES):
+        digest.update(bytes(min(BLOCK_BYTES, size_bytes - start)))
+    return str(digest.hexdigest())
 
 
 def _xxh3_128(tensor: torch.Tensor) -> str:

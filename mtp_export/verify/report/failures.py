@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
 from typing import Any
 
-from mtp_checkpoints.families.stored_names import as_any_expert
+from mtp_checkpoints.families.stored_names import as_any_expert, as_experts
 from mtp_checkpoints.tensors.bundle_folder import MAIN
 from mtp_export.progress import shortened
 from mtp_export.verify.check import (
@@ -18,6 +19,7 @@ from mtp_export.verify.check import (
     CORRECTED,
     ENGINE,
     EQUAL,
+    FUSED_IN,
     KNOWS_MORE,
     MTP_MODULE,
     UNDONE,
@@ -298,6 +300,8 @@ def _words(item: Item) -> str:
     if not item.cause:
         return f"{item.subject}: {item.measured}" if item.subject else item.measured
     words = "; ".join(_sentences(item)) or item.cause
+    if fused := item.data.get(FUSED_IN):
+        words += f" (stored fused, in {shortened(fused, _MOST_NAMES)})"
     return words if _says(words, item.subject) else f"{item.subject}: {words}"
 
 
@@ -319,24 +323,31 @@ def _sentences(item: Item) -> list[str]:
     shown = [sign for sign in by_sign if sign not in begun]
     lines = []
     for sign in shown[:_MOST_SENTENCES]:
-        (_, words), *others = by_sign.pop(sign).items()
-        lines.append(words)
-        if more := [name for name, own in others if own != words]:
+        problems_of = by_sign.pop(sign)
+        told = _told(problems_of)
+        lines += told
+        if more := [name for name, own in problems_of.items() if own not in told]:
             lines.append(f"likewise {_alike(more)}")
     left = sum(map(len, by_sign.values()))
     return [*lines, f"and {left:,} more"] if left else lines
 
 
+def _told(by_subject: Mapping[str, str]) -> list[str]:
+    """Return the first of some sentences by their subjects, and those of the first few that several
+    subjects share: they are of other layers or parts."""
+    first = next(iter(by_subject.values()))
+    shared = [words for words, count in Counter(by_subject.values()).items() if count > 1]
+    return list(dict.fromkeys([first, *shared[:_MOST_NAMES]]))
+
+
 def _alike(names: Sequence[str]) -> str:
-    """Return the first of some tensors, those of experts by one name, and how many more there
-    are."""
+    """Return the first of some tensors, those of experts by one name with the experts' numbers, and
+    how many more there are."""
     kinds: dict[str, list[str]] = {}
     for name in names:
         kinds.setdefault(as_any_expert(name), []).append(name)
     shown = dict(islice(kinds.items(), _MOST_NAMES))
-    words = ", ".join(
-        f"{kind} ({len(own):,})" if len(own) > 1 else own[0] for kind, own in shown.items()
-    )
+    words = ", ".join(as_experts(own) for own in shown.values())
     left = len(names) - sum(map(len, shown.values()))
     return f"{words} and {left:,} more" if left else words
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 _ROWS = 32  # of a block that is found
 _MOST = 0.5  # of a row or column of the run are of the kind; of others far fewer
 _TENTH = 0.1
+_FEW_ROWS = 8  # in which values may lie apart by chance
 _TINY = 1e-19  # whose square is zero
 _SHARES = {0.25: "a quarter", 0.5: "half", 0.75: "three quarters"}
 
@@ -91,10 +92,14 @@ def not_finite_words(wrong: torch.Tensor) -> str:
     wrong = wrong.flatten(1) if wrong.dim() > 1 else wrong[None]
     count, first = int(wrong.count_nonzero()), wrong.nonzero()[0].tolist()
     found = extent_of(wrong, *first)
-    if count < _MOST * len(found.rows) * len(found.columns) or count == 1:
-        where = f"row {first[0]}" if len(wrong) > 1 else f"element {first[1]}"
-        return causes.not_finite(count, f"the first in {where}")
-    return causes.not_finite(count, f"in {found.place}, {found.share} of it")
+    inside = wrong[found.rows.start : found.rows.stop, found.columns.start : found.columns.stop]
+    if inside.float().mean() >= _MOST and inside.sum() >= _MOST * count > _MOST:
+        return causes.not_finite(count, f"in {found.place}, {found.share} of it")
+    rows = wrong.any(1).nonzero().flatten().tolist()
+    if len(rows) > _FEW_ROWS and rows[-1] - rows[0] + 1 < len(wrong):
+        return causes.not_finite(count, f"all in {run_words('rows', range(rows[0], rows[-1] + 1))}")
+    where = f"row {first[0]}" if len(wrong) > 1 else f"element {first[1]}"
+    return causes.not_finite(count, f"the first in {where}")
 
 
 def extent_of(is_so: torch.Tensor, row: int, column: int) -> Extent:

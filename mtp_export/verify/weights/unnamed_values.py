@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import gcd, prod
+from math import gcd, inf, prod
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from mtp_export.verify.context import Context
 
 _BLOCK_ROWS = 32  # of a block of BLOCK columns: what shares a scale may be one row
+_MOST_APART = 2.0  # medians of norms of one name, of which one is 1 too large
 _MAIN_NORMS = 4  # that are read of the main model, of each kind
 _DECODED = frozenset({*FLOATS, "F8_E4M3", "F8_E5M2"})
 
@@ -175,12 +176,14 @@ def norms_as_main(
     of_main = () if context.main is None else context.main.tensors.values()
     main = _norms_by_kind(one for one in of_main if _multiplies_stream(one.name))
     for kind, norms in _norms_by_kind(tensors).items():
-        usual = [_is_centred(one) for one in main.get(kind, ())[:_MAIN_NORMS]]
+        theirs = main.get(kind, ())[:_MAIN_NORMS]
+        usual = [_is_centred(one) for one in theirs]
         if not usual or any(usual) != all(usual):
             continue
         compared += len(norms)
         for norm in norms:
-            if _lies_around_one(norm) if usual[0] else _is_centred(norm):
+            most = max(map(_median, theirs)) + _MOST_APART
+            if _lies_around_one(norm, most) if usual[0] else _is_centred(norm):
                 found[norm.name] = not usual[0]
     if len({*found.values()}) == 1:  # what was done to one was done to those like it
         centred = next(iter(found.values()))
@@ -251,10 +254,10 @@ def _negative(norm: TensorInfo) -> float:
     return float((read_rows(norm, 0, norm.shape[0]) < 0).float().mean())
 
 
-def _lies_around_one(norm: TensorInfo) -> bool:
+def _lies_around_one(norm: TensorInfo, most: float = inf) -> bool:
     """Return whether a norm is none of 1 + w: not centred, as trained ones may not be, and nearer
-    to one than to zero besides."""
-    return _median(norm) > gates.MEDIAN_NORM and not _is_centred(norm)
+    to one than to zero besides. most: the median of one that was not multiplied."""
+    return gates.MEDIAN_NORM < _median(norm) < most and not _is_centred(norm)
 
 
 def _median(norm: TensorInfo) -> float:

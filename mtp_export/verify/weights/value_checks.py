@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from mtp_export.verify.context import Context
 
 _A_PAIR = 2
+_FEW_SIZES = 4  # of which none is far from the others by chance
 # Roles whose matrices no training leaves equal, beside those of linears.
 _NOT_QUANTIZED = frozenset(
     {
@@ -66,19 +67,20 @@ def run(context: Context) -> Iterator[Item]:
             str(one.file), (one.start, one.stop, one.size), one.first, len(one.tensors)
         )
         yield failed(WRITTEN, words, subject=str(one.file))
+    written = {name: _written(context, part) for name, part in facts.items()}
     for layout in found:
-        written = _written(context, facts[layout.name])
-        folded = folded_norms(layout, written) if layout.name == MAIN else frozenset()
-        yield from _part_items(layout, written, every, folded)
+        own = written[layout.name]
+        folded = folded_norms(layout, own) if layout.name == MAIN else frozenset()
+        yield from _part_items(layout, own, every, folded)
         yield from _opaque(layout)
     if every:
-        yield _scales_alike(every)
+        yield _scales_alike([fact for part in written.values() for fact in part])
     if MAIN in facts and MTP in facts:
-        yield from _parts_alike(facts[MAIN], facts[MTP])
-        yield from in_other_formats(facts[MAIN], facts[MTP])
-        yield vectors_taken(facts[MAIN], facts[MTP])
+        yield from _parts_alike(written[MAIN], written[MTP])
+        yield from in_other_formats(written[MAIN], written[MTP])
+        yield vectors_taken(written[MAIN], written[MTP])
     if every:
-        yield _no_twins(context, facts)
+        yield _no_twins(context, written)
     yield from copies_of_tables(context, found, facts)
 
 
@@ -184,8 +186,8 @@ def _must_vary(fact: WeightFacts, every: Sequence[WeightFacts]) -> bool:
 
 
 def _constant_words(fact: WeightFacts) -> str:
-    rms = fact.statistics.root_mean_square
-    value = "zero" if rms == 0 else f"{rms:.4g}"
+    own = fact.statistics.low
+    value = "zero" if own == 0 else f"{own:.4g}"
     words = causes.router_bias_dropped if _is_router_bias(fact) else causes.never_written
     return words(fact.weight.name, value)
 
@@ -241,20 +243,37 @@ def _scales_alike(facts: Sequence[WeightFacts]) -> Item:
             kinds[_kind(spec.name)].append((fact, fact.statistics.root_mean_square))
     problems, most = [], 1.0
     usual = median(rms for alike in kinds.values() for _, rms in alike) if kinds else 1.0
+    low, high = gates.RMS_RANGE
     for alike in kinds.values():
-        middle = _middle([rms for _, rms in alike], usual)
+        sizes = sorted(rms for _, rms in alike)
+        middle = _middle(sizes, usual)
         for fact, rms in alike:
             ratio = max(rms / middle, middle / rms)
             most = max(most, ratio)
-            low, high = gates.RMS_RANGE
-            if ratio > gates.RMS_RATIO or not low <= rms <= high:
+            if ratio > gates.RMS_RATIO or _is_alone(rms, sizes):
                 problems.append(Problem(fact.weight.name, _size_words(fact, rms, middle)))
+            elif not low <= rms <= high:
+                words = causes.of_no_matrix(fact.weight.name, rms)
+                problems.append(Problem(fact.weight.name, words))
     return verdict(
         "sane size of every matrix",
         problems,
         figure=f"up to {most:.3g} times its kind's median",
         bound=f"≤ {gates.RMS_RATIO:.0f} times",
     )
+
+
+def _is_alone(size: float, sizes: Sequence[float]) -> bool:
+    """Return whether the largest or the smallest of a kind is far from all others, which are near
+    to each other. sizes: of all, in order."""
+    if len(sizes) < _FEW_SIZES:
+        return False
+    others, gap = (sizes[:-1], sizes[-1] / sizes[-2])
+    if size == sizes[0]:
+        others, gap = (sizes[1:], sizes[1] / sizes[0])
+    elif size != sizes[-1]:
+        return False
+    return gap > max(gates.GAP_RATIO, (others[-1] / others[0]) ** 2)
 
 
 def _middle(sizes: Sequence[float], usual: float) -> float:

@@ -41,6 +41,14 @@ def norms_apart(query: str, key: str, factor: float) -> str:
     )
 
 
+def norm_of_another_size(norm: str, factor: float, among: str) -> str:
+    """among: which of the main layers' it is compared with, the largest or the smallest."""
+    return (
+        f"{norm} is {factor:.3g} times as large as the {among} of the main layers' norms of its"
+        " name: it was multiplied by a number or by a tool's scales, or is another tensor"
+    )
+
+
 def cut_off(tensor: str, share: float) -> str:
     return (
         f"{share:.0%} of the elements of {tensor} are as large as the largest one: they were cut"

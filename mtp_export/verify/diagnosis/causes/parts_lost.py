@@ -61,6 +61,14 @@ def part_zero(
     return f"{place} of {tensor} are zero, {share} of it ({_sized(shape)}): {why}"
 
 
+def bits_lost(place: str, *, are_zero: bool) -> str:
+    """place: rows or columns of a tensor, or all its values. are_zero: else of one sign."""
+    return (
+        f"{place} are {'zero' if are_zero else 'of one sign'}: bits of its packed codes were lost,"
+        " as by a mask, a cast to a smaller type, or a half of each byte that was never written"
+    )
+
+
 def part_filled(tensor: str, place: str, share: str, value: float) -> str:
     """place: elements. share: of the tensor."""
     return (

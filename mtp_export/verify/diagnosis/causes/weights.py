@@ -60,6 +60,13 @@ def out_of_proportion(tensor: str, rms: float, median: float) -> str:
     )
 
 
+def of_no_matrix(tensor: str, rms: float) -> str:
+    return (
+        f"{tensor} has a root mean square of {rms:.3g}, as no trained matrix has: its scale is"
+        " inverted, left out or another tensor's, or it holds memory that was never written"
+    )
+
+
 def part_out_of_proportion(ratio: float, dtype: str) -> str:
     """dtype: that of unquantized linears, "" for quantized ones."""
     words = f"the MTP module's linears are {ratio:.3g} times as large as the main layers'"

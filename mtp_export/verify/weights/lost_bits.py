@@ -1,0 +1,81 @@
+"""Bits of packed codes that were lost: every value, or every second row or column, of one sign or
+zero, as a mask, a cast or a nibble that was never written leaves them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mtp_checkpoints.formats.base import BLOCK
+from mtp_checkpoints.tensors.bundle_folder import MTP
+from mtp_export.progress import counted
+from mtp_export.verify.check import Item, Problem, verdict
+from mtp_export.verify.diagnosis.causes import parts_lost as causes
+from mtp_export.verify.weights.extents import is_zero
+
+if TYPE_CHECKING:
+    import torch
+
+    from mtp_export.verify.context import Context
+    from mtp_export.verify.evidence.weight_facts import WeightFacts
+
+_PERIOD = 8  # of what is packed together: the nibbles of a word
+_FEW = 32  # values, which may be of one sign by chance
+
+
+def run(context: Context) -> Iterator[Item]:
+    """The quantized linears of all parts by their ranges, those of the MTP part by rows too."""
+    problems, count, unwritten = list[Problem](), 0, context.unwritten_tensors
+    for layout in context.read_layouts:
+        for fact in context.walks.of(layout.name).facts:
+            weight = fact.weight
+            names = {tensor.name for tensor in weight.tensors}
+            is_told = weight.name in context.named_tensors or not names.isdisjoint(unwritten)
+            if is_told or not weight.has_scales or not weight.stored.weight.is_linear_weight:
+                continue
+            count += 1
+            if words := _words(fact, by_rows=layout.name == MTP):
+                problems.append(Problem(weight.name, words))
+    if count:
+        yield verdict("codes with all their bits", problems, counted(count, "linear"))
+
+
+def _words(fact: WeightFacts, *, by_rows: bool) -> str:
+    """Say what is lost of a linear; "" for nothing."""
+    weight, found = fact.weight, fact.statistics
+    if not found.is_sound or found.is_constant:
+        return ""
+    if found.elements >= _FEW and (found.high <= 0 or found.low >= 0):
+        return causes.bits_lost(f"all values of {weight.name}", are_zero=False)
+    if not by_rows or len(weight.stored.weight.shape) != 2:
+        return ""
+    values = weight.encoded(0, min(BLOCK, weight.rows)).dequantize().float()
+    for axis, across in {"columns": values, "rows": values.t()}.items():
+        zero, of_one_sign = _lost(across)
+        for lost, are_zero in ((zero, True), (of_one_sign, False)):
+            if 0 < len(lost) < _PERIOD:
+                place = f"{_place(axis, lost)} of {weight.name}"
+                return causes.bits_lost(place, are_zero=are_zero)
+    return ""
+
+
+def _lost(values: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Return which of every _PERIOD columns of a matrix are zero, and which of one sign."""
+    import torch
+
+    rows, columns = values.shape
+    each = columns // _PERIOD
+    if rows * each < _FEW:
+        return [], []
+    by_place = values[:, : each * _PERIOD].reshape(-1, _PERIOD)
+    zero = is_zero(by_place).all(0)
+    of_one_sign = ((by_place <= 0).all(0) | (by_place >= 0).all(0)) & ~zero
+    return torch.nonzero(zero).flatten().tolist(), torch.nonzero(of_one_sign).flatten().tolist()
+
+
+def _place(axis: str, lost: list[int]) -> str:
+    if lost in ([0, 2, 4, 6], [1, 3, 5, 7]):
+        parity = "odd" if lost[0] else "even"
+        return f"the {parity} {axis} ({lost[0]}, {lost[1]}, {lost[2]} and so on)"
+    listed = ", ".join(map(str, lost))
+    return f"{len(lost)} of every {_PERIOD} {axis} ({listed} and so on)"

@@ -1,0 +1,73 @@
+"""Norms of a module and of one main layer beside those of the main layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from verify.foreign import FIXTURES, GLM, GLM_MTP, Tensors, rewritten
+from verify.test_mtp_values import failures
+
+QWEN = FIXTURES / "qwen3-5-tiny"
+SIZES, LAYERS = "mtp: norms as large as the main layers'", "main: norms of the layers alike"
+
+
+def changed(change: Callable[[Tensors, str], None], *names: str) -> Callable[[Tensors], None]:
+    def of(stored: Tensors) -> None:
+        for name in names:
+            change(stored, name)
+
+    return of
+
+
+@pytest.mark.parametrize("factor", [30, 1 / 30], ids=["larger", "smaller"])
+def test_a_norm_of_another_size_is_named_with_its_factor(factor: float, tmp_path: Path) -> None:
+    name = f"{GLM_MTP}self_attn.k_norm.weight"
+
+    def multiply(stored: Tensors, name: str) -> None:
+        stored[name] = stored[name] * factor
+
+    found = failures(rewritten(GLM, tmp_path / "damaged", changed(multiply, name)))
+    words = found[SIZES]["cause"]
+    told = float(words.removeprefix(f"{name} is ").partition(" ")[0])
+    assert math.isclose(told, factor, rel_tol=0.3)
+
+
+def test_a_norm_that_engines_add_one_to_is_not_one_too_large_at_twenty_times_its_size(
+    tmp_path: Path,
+) -> None:
+    name = "mtp.layers.0.input_layernorm.weight"
+
+    def multiply(stored: Tensors, name: str) -> None:
+        stored[name] = (stored[name].float() + 1) * 20 - 1
+
+    (item,) = failures(rewritten(QWEN, tmp_path / "damaged", changed(multiply, name))).values()
+    assert "times as large as the largest of the main layers'" in item["cause"]
+
+
+@pytest.mark.parametrize(
+    ("source", "by", "words"),
+    [
+        (GLM, -1, "the w of a norm that multiplies by 1 + w"),
+        (QWEN, 1, "is 1 too large: its median is"),
+        (QWEN, -1, "is 1 too small: its median is"),
+    ],
+    ids=["w less one", "w of 1 + w and one", "w of 1 + w less one"],
+)
+def test_norms_of_one_main_layer_that_are_one_off_are_named(
+    source: Path, by: int, words: str, tmp_path: Path
+) -> None:
+    layer = "model.layers.1."
+
+    def shift(stored: Tensors) -> None:
+        for name in stored:
+            if name.startswith(layer) and name.endswith("norm.weight") and ".linear" not in name:
+                stored[name] = stored[name] + by
+
+    found = failures(rewritten(source, tmp_path / "damaged", shift))
+    assert words in found[LAYERS]["cause"]
+    named = [problem["subject"] for problem in found[LAYERS]["data"]["problems"]]
+    assert named and all(name.startswith(layer) for name in named)
