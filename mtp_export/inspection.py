@@ -59,6 +59,7 @@ class Inspection:
     missing_files: tuple[str, ...]
     unindexed_files: tuple[str, ...]
     repeated_files: tuple[str, ...]
+    stray_files: tuple[str, ...]
     problems: tuple[Mismatch, ...]
     unknown: str = ""
     mtp_prefix: str = ""
@@ -83,6 +84,7 @@ class Inspection:
             "missing_files": list(self.missing_files),
             "unindexed_files": list(self.unindexed_files),
             "repeated_files": list(self.repeated_files),
+            "stray_files": list(self.stray_files),
             "problems": [vars(problem) for problem in self.problems],
             "unknown": self.unknown,
         }
@@ -135,6 +137,7 @@ def inspect(place: Place) -> Inspection:
         missing_files=_missing_files(names) if of_format is None else (),
         unindexed_files=checkpoint.unindexed,
         repeated_files=tuple(one.name for one in checkpoint.repeated),
+        stray_files=tuple(one.path.name for one in checkpoint.strays),
         problems=tuple(promised.differences(checkpoint.tensors)),
         mtp_prefix=stored.family.mtp_prefix,
     )
@@ -173,6 +176,7 @@ def _by_names(checkpoint: Checkpoint, reason: str) -> Inspection:
         missing_files=_missing_files(checkpoint.files.names()),
         unindexed_files=checkpoint.unindexed,
         repeated_files=tuple(one.name for one in checkpoint.repeated),
+        stray_files=tuple(one.path.name for one in checkpoint.strays),
         problems=(),
         unknown=reason,
     )

@@ -171,6 +171,11 @@ def remarks(plan: BundlePlan) -> list[str]:
         " was passed over."
         for one in plan.checkpoint.repeated
     ]
+    found += [
+        f"{one.path.name} is not in the source's index, and none of its tensors is named like those"
+        " of the model: it was passed over."
+        for one in plan.checkpoint.strays
+    ]
     target = target_of(plan.options.target)
     if plan.options.target == target.name:
         return found

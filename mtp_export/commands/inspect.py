@@ -110,6 +110,10 @@ def _inspection_lines(inspection: Inspection) -> list[str]:
         for name in inspection.repeated_files
     ]
     lines += [
+        f"Passed over: {name}, which the index does not name, as none of its tensors is named."
+        for name in inspection.stray_files
+    ]
+    lines += [
         f"Problem: {p.tensor}: {p.problem} (expected {p.expected}, found {p.found})."
         for p in inspection.problems[:_SHOWN_PROBLEMS]
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from verify.foreign_folders import QWEN_NAMES
 from verify.foreign_sources import GLM, quantized
 
 QWEN = FIXTURES / "qwen3-5-tiny"
+APART = "draft.safetensors"
 
 
 def complete(folder: Path) -> dict[str, Any]:
@@ -337,3 +339,34 @@ def test_a_module_of_a_model_of_more_experts_is_named(model_type: str, tmp_path:
     assert (outcome.code, item["status"]) == (7, "fail")
     assert "num_experts 8, and every layer of mtp has 16 experts, those of main 8" in item["cause"]
     assert "one is another model's" in item["cause"]
+
+
+def test_a_module_under_other_names_in_a_file_that_the_index_leaves_out(tmp_path: Path) -> None:
+    """Of which no name begins as the index's do."""
+    folder = shutil.copytree(GLM, tmp_path / "apart")
+    index = json.loads((folder / INDEX).read_text())
+    mtp: Tensors = {}
+    for file in {*index["weight_map"].values()}:
+        stored = load_file(folder / file)
+        mtp |= {name: stored.pop(name) for name in [*stored] if name.startswith(GLM_MTP)}
+        save_file(stored, folder / file, {"format": "pt"})
+    index["weight_map"] = {n: f for n, f in index["weight_map"].items() if n not in mtp}
+    (folder / INDEX).write_text(json.dumps(index))
+    save_file({n.replace(GLM_MTP, "draft."): one for n, one in mtp.items()}, folder / APART)
+    outcome = run_program("verify", folder, "--level", "files")
+    text = " ".join(outcome.out.split())
+    assert outcome.code == 7
+    assert "(44): 44 begin with draft, where engines look for model.layers.3." in text
+    assert f"They lie in {APART}, which the index does not name" in text
+
+
+def test_a_file_of_something_else_is_a_remark(tmp_path: Path) -> None:
+    folder = shutil.copytree(GLM, tmp_path / "adapter")
+    save_file({"base_model.q.lora_A.weight": torch.ones(2, 2)}, folder / APART)
+    outcome = run_program("verify", folder, "--level", "files", "--json", "--quiet")
+    assert outcome.code == 0, outcome.out
+    (files,) = (c for c in json.loads(outcome.out)["checks"] if c["name"] == "files")
+    item = {item["name"]: item for item in files["items"]}[APART]
+    assert item["figure"].startswith("1 tensor, such as base_model.q.lora_A.weight, none named")
+    shown = run_program("inspect", folder)
+    assert f"Passed over: {APART}, which the index does not name" in " ".join(shown.out.split())

@@ -85,7 +85,8 @@ class Opened:
     """Content of a checkpoint: its config, the shards, and the source of tokenizer files.
 
     unindexed are the shards that were found though the index leaves them out; without an index,
-    none. repeated are none of the shards: the index has their tensors in others.
+    none. repeated are none of the shards: the index has their tensors in others. Nor are
+    strays, which no index names either: files of something else, by all their tensors' names.
     """
 
     config: dict[str, Any]
@@ -94,6 +95,7 @@ class Opened:
     files: ByteSource
     unindexed: tuple[str, ...] = ()
     repeated: tuple[Repeated, ...] = ()
+    strays: tuple[ShardHeader, ...] = ()
 
 
 @dataclass(frozen=True)

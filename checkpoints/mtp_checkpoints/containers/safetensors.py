@@ -63,8 +63,8 @@ class Safetensors:
         repeated = tuple(
             _repeated(shards[: len(names)], shards[len(names) :], no_index=weight_map is None)
         )
-        passed_over = {one.name for one in repeated}
-        passed_over.update(one.path.name for one in shards[len(names) :] if not one.tensors)
+        strays = _strays(shards[len(names) :], weight_map, config)
+        passed_over = {*(one.name for one in repeated), *(one.path.name for one in strays)}
         shards = tuple(shard for shard in shards if shard.path.name not in passed_over)
         # Without an index, engines load every file: none is left out.
         beside = shards[len(names) :] if weight_map is not None else ()
@@ -75,7 +75,7 @@ class Safetensors:
             if weight_map is not None:
                 _check_index(source, weight_map, files_of, unindexed, config)
         digest = hashlib.sha256(raw_config).hexdigest()
-        return Opened(config, digest, shards, source, tuple(unindexed), repeated)
+        return Opened(config, digest, shards, source, tuple(unindexed), repeated, strays)
 
     def shard_name(self, number: int, count: int) -> str:
         """As on the Hub: model-00001-of-00163.safetensors."""
@@ -272,6 +272,23 @@ def _repeated(
         except RepeatedTensorsError:
             if not no_index:
                 raise
+
+
+def _strays(
+    beside: Iterable[ShardHeader], weight_map: Mapping[str, str] | None, config: Mapping[str, Any]
+) -> tuple[ShardHeader, ...]:
+    """Return the shards that an index leaves out and that hold something else: adapters, other
+    drafts, statistics of a calibration. Without an index, engines load every file."""
+    if weight_map is None:
+        return tuple(shard for shard in beside if not shard.tensors)
+    begun = {name.partition(".")[0] for name in weight_map}
+    strays = list[ShardHeader]()
+    for shard in (one for one in beside if one.path.name != MTP_NAME):
+        names = [tensor.name for tensor in shard.tensors]
+        apart = begun.isdisjoint(name.partition(".")[0] for name in names)
+        if not names or (apart and not mtp_modules(names, main_layers(config))):
+            strays.append(shard)
+    return tuple(strays)
 
 
 def _check_no_stray_shard(

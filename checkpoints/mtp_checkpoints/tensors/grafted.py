@@ -49,6 +49,7 @@ class GraftedCheckpoint(Checkpoint):
             files=host.files,
             unindexed=host.unindexed,
             repeated=host.repeated,
+            strays=host.strays,
             host=host,
             donor=donor,
             moved=taken,

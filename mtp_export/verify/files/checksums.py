@@ -83,6 +83,11 @@ def _remarks(context: Context) -> Iterator[Item]:
             f"{counted(len(one.pairs), 'tensor')} of other files again. {words}: it can be deleted"
         )
         yield measured(one.name, figure, {"tensors": len(one.pairs), "compared": one.compared})
+    opened = next(iter(context.checkpoints.values()), None)
+    for shard in opened.strays if opened is not None else ():
+        count, first = len(shard.tensors), [one.name for one in shard.tensors[:1]]
+        figure = causes.of_something_else(counted(count, "tensor"), first)
+        yield measured(shard.path.name, figure, {"tensors": count})
 
 
 def repeated_values(context: Context) -> Iterator[Item]:

@@ -3,7 +3,7 @@ there, announced and wanted."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -142,8 +142,21 @@ class Found:
 
     @cached_property
     def others(self) -> OtherNames | None:
-        """The whole model's weights that are there under other names."""
-        return other_names(self.wanted_anywhere, self.tensors, self.joins)
+        """The whole model's weights that are there under other names, in files too that an index
+        leaves out and that hold no names as the index's are."""
+        return other_names(
+            self.wanted_anywhere, {**self.tensors, **self.astray_in_files}, self.joins
+        )
+
+    @cached_property
+    def astray_in_files(self) -> Mapping[str, TensorInfo]:
+        strays = (shard for one in self.context.checkpoints.values() for shard in one.strays)
+        return {tensor.name: tensor for shard in strays for tensor in shard.tensors}
+
+    def files_of(self, names: Iterable[str]) -> list[str]:
+        """Return the files that an index leaves out and that tensors are in."""
+        strays = self.astray_in_files
+        return sorted({strays[name].path.name for name in names if name in strays})
 
     def renames(self, stored: StoredModel) -> bool:
         """Return whether weights of a part of the model are there under other names."""

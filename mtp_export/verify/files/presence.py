@@ -168,7 +168,10 @@ def _none_there(name: str, found: Found, wanted: Announced) -> Item:
         words = causes.not_in_folder(str(folder), str(wanted))
         return failed(name, words, figure=figure, subject=str(folder), repair=found.repair)
     if found.stored is not None and found.others and found.renames(found.stored.mtp):
-        item = verdict(name, found.strange(causes.other_names(found.others)))
+        words = causes.other_names(found.others)
+        for file in found.files_of(found.others.pairs):
+            words += causes.left_out_of_index(file)
+        item = verdict(name, found.strange(words))
         item = replace(item, figure=figure, repair=found.repair)
         return with_pairs(item, found.others)
     if (draft := found.draft_beside) is not None:

@@ -223,13 +223,13 @@ def test_a_tensor_of_the_index_that_no_shard_holds(folder: Path) -> None:
 
 
 def test_a_shard_that_the_index_does_not_name(folder: Path) -> None:
-    save_file({"e": torch.zeros(1)}, folder / "three.safetensors")
+    save_file({"a.e": torch.zeros(1)}, folder / "three.safetensors")
     (folder / "notes.txt").touch()
     error = refusal(folder)
     assert error.what == "A shard lies in the folder but the index does not name it"
     assert (error.where, error.found) == (
         folder / "three.safetensors",
-        "1 tensor, such as e, and an index of 2 other files",
+        "1 tensor, such as a.e, and an index of 2 other files",
     )
     assert str(error.expected).startswith("every *.safetensors file in the index, or MTP modules")
     assert str(error.todo).startswith("Remove the file")
@@ -304,7 +304,7 @@ def test_a_file_of_mtp_modules_need_not_be_in_the_index(
 
 
 @pytest.mark.parametrize(
-    "tensors", [{"m": torch.ones(2)}, LAYER | {"model.layers.1.a": torch.ones(2)}]
+    "tensors", [{"a.m": torch.ones(2)}, LAYER | {"model.layers.1.a": torch.ones(2)}]
 )
 def test_a_file_of_others_must_be_in_the_index(
     tensors: dict[str, torch.Tensor], folder: Path
@@ -320,11 +320,16 @@ def test_a_file_of_others_must_be_in_the_index(
     )
 
 
-def test_a_file_without_tensors_that_the_index_does_not_name(folder: Path) -> None:
-    """A save of one shard after another leaves it where a filter dropped all of one's tensors."""
-    save_file({}, folder / "other.safetensors")
+@pytest.mark.parametrize("tensors", [{}, {"base_model.q.lora_A.weight": torch.ones(2, 2)}])
+def test_a_file_of_something_else_beside_the_index(
+    tensors: dict[str, torch.Tensor], folder: Path
+) -> None:
+    """An adapter, or what a save of one shard after another leaves of one whose tensors a filter
+    dropped."""
+    save_file(tensors, folder / "other.safetensors")
     found = Checkpoint.open(folder)
     assert found.unindexed == ()
+    assert [shard.path.name for shard in found.strays] == ["other.safetensors"]
     assert {shard.path.name for shard in found.shards} == {"one.safetensors", "two.safetensors"}
 
 

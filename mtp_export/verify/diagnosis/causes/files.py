@@ -107,6 +107,12 @@ def repeated_alike(compared: int, total: int) -> str:
     )
 
 
+def of_something_else(tensors: str, first: Sequence[str]) -> str:
+    """first: the first tensor of a file, if it has any."""
+    named = f", such as {first[0]}, none named as the index's are" if first else ""
+    return f"{tensors}{named}: the index does not name it, and engines pass it over"
+
+
 # --- config.json compared with the releases' ------------------------------------------------------
 
 

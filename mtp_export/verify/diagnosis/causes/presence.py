@@ -167,6 +167,10 @@ def other_names(found: OtherNames, of: str = "the module") -> str:
     )
 
 
+def left_out_of_index(file: str) -> str:
+    return f". They lie in {file}, which the index does not name, so that engines pass it over"
+
+
 def _by_beginnings(found: OtherNames) -> Iterator[str]:
     if words := _by_numbers(found.beginnings):
         yield words
