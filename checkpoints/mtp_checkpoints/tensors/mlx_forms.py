@@ -15,7 +15,7 @@ from typing import Any
 
 from mtp_checkpoints.containers.base import ShardHeader, TensorInfo
 from mtp_checkpoints.containers.gguf_forms import OFFSET_NORM
-from mtp_checkpoints.containers.restored import restored
+from mtp_checkpoints.containers.restored import Restored, held, restored
 from mtp_checkpoints.dtypes import DType
 
 _MODELS = frozenset({"qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"})
@@ -66,3 +66,11 @@ def _released(shard: ShardHeader, inner: str) -> Iterator[TensorInfo]:
             yield restored(name, [tensor], OFFSET_NORM)
         else:
             yield tensor._replace(name=name)
+
+
+def mlx_file(tensor: TensorInfo) -> str:
+    """Return the name of the file by whose metadata a norm of a module was taken for one of MLX's;
+    "" for any other tensor."""
+    file = tensor.file
+    is_taken = isinstance(file, Restored) and file.form is OFFSET_NORM
+    return held(tensor)[0].path.name if is_taken and tensor.name.startswith("mtp.") else ""

@@ -17,6 +17,7 @@ from mtp_checkpoints.families.base import FLOATS
 from mtp_checkpoints.families.signs import has_layers, is_joint_projection
 from mtp_checkpoints.formats.base import BLOCK
 from mtp_checkpoints.tensors.bundle_folder import MTP
+from mtp_checkpoints.tensors.mlx_forms import mlx_file
 from mtp_checkpoints.tensors.tensor_reader import TensorReader, read_rows
 from mtp_checkpoints.weights.weight_values import PIECE_ELEMENTS
 from mtp_export.progress import ProgressCallback, counted, format_bytes
@@ -190,10 +191,11 @@ def norms_as_main(
         shifted = (one.name for one in tensors if _is_as_shifted(one, centred=centred))
         found |= dict.fromkeys(shifted, centred)
     medians = {one.name: _median(one) for one in tensors if one.name in found}
+    marked = {one.name: mlx_file(one) for one in tensors}
     problems = [
         Problem(
             norm,
-            causes.norm_off_by_one(norm, medians[norm], lower=centred)
+            causes.norm_off_by_one(norm, medians[norm], lower=centred, of_mlx=marked[norm])
             if adds_one
             else causes.norm_unlike_main(norm, centred=centred),
         )
