@@ -54,6 +54,7 @@ from mtp_checkpoints.families import (
     step3p7,
 )
 from mtp_checkpoints.families.fields import Fields
+from mtp_checkpoints.families.signs import without_null_counts
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.families.without_mtp import refuse_without_mtp
 
@@ -138,7 +139,7 @@ def family_of(config: Mapping[str, Any], names: Collection[str] = ()) -> ModelSp
     refuse_without_mtp(config, names)
     name = name_of(config)
     if name is not None:
-        return EVERY[name](Fields(config)).as_stored(names)
+        return EVERY[name](Fields(without_null_counts(config))).as_stored(names)
     raise UnsupportedError(
         "This model type is not supported",
         expected=f"model_type {' or '.join(sorted(FAMILIES))} in config.json",

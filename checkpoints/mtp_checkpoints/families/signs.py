@@ -144,7 +144,7 @@ def announced(config: Mapping[str, Any]) -> Announced | None:
             return Announced(None, f"{prefix}{_OWN_BLOCK}")
     for prefix, fields in _configs(config):
         model_type = fields.get("model_type")
-        counts = any(name in fields for name in COUNT_FIELDS)
+        counts = any(fields.get(name) is not None for name in COUNT_FIELDS)
         if isinstance(model_type, str) and model_type in USUAL_COUNTS and not counts:
             return Announced(USUAL_COUNTS[model_type], f"{prefix}model_type {model_type}")
     return None
@@ -167,8 +167,14 @@ def count_field(config: Mapping[str, Any]) -> str:
     for prefix, own in _counting(config):
         for name in COUNT_FIELDS:
             if name in own:
-                return f"{prefix}{name} {repr(own[name])[:100]}"
+                said = "null" if own[name] is None else repr(own[name])[:100]
+                return f"{prefix}{name} {said}"
     return ""
+
+
+def without_null_counts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json without the fields of its own that count MTP modules and are null."""
+    return {k: one for k, one in config.items() if one is not None or k not in COUNT_FIELDS}
 
 
 def fused_experts(tensors: Mapping[str, Sequence[int]]) -> str | None:

@@ -102,9 +102,13 @@ def _mtp(fields: Fields, layer: LayerSpec, *, is_first: bool) -> MtpSpec:
 
 
 def _kinds(fields: Fields, layers: int) -> list[str]:
-    """Return the kinds of attention of main layers and MTP layers."""
+    """Return the kinds of attention of main layers and MTP layers; a config.json that counts none
+    of these may list them still."""
     if not fields.has("layer_types"):
         return [_FULL] * layers
+    listed = fields.values["layer_types"]
+    if not mtp_count(fields) and isinstance(listed, list):
+        fields = fields.with_values(layer_types=listed[:layers])
     return list(fields.kinds("layer_types", (_SLIDING, _FULL), layers))
 
 

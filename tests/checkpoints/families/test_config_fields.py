@@ -14,6 +14,7 @@ from cases import edit_json, export, nightly_but, run_program
 from mtp_checkpoints.errors import InvalidInputError, MtpExportError, UnsupportedError
 from mtp_checkpoints.families import FAMILIES, family_of
 from mtp_checkpoints.families.contract import Hidden, MtpContract
+from mtp_checkpoints.families.signs import COUNT_FIELDS, announced
 from mtp_checkpoints.quantization.native import NATIVE_FP8
 from mtp_runtime import LLM, SamplingParams
 from mtp_runtime.models.layer_types import config_for
@@ -243,3 +244,27 @@ def test_listed_layers_of_nemotron_need_not_be_counted() -> None:
         "mtp_layers_block_type": ["attention", "moe"],
     }
     assert family_of(kept | listed).tensors == family_of(whole).tensors
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_count_of_modules_that_is_null_is_absent(name: str) -> None:
+    """Kinds of layers may be listed for modules that are gone."""
+
+    def less(fields: dict[str, Any], *, null: bool) -> dict[str, Any]:
+        own = {
+            key: less(value, null=null) if isinstance(value, dict) else value
+            for key, value in fields.items()
+            if key not in COUNT_FIELDS
+        }
+        return own | ({key: None for key in fields if key in COUNT_FIELDS} if null else {})
+
+    config = SMALL_CONFIGS[name]
+    absent, null = (less(config, null=value) for value in (False, True))
+    assert announced(null) == announced(absent)
+    assert family_of(null).mtp == family_of(absent).mtp
+
+
+def test_step_counts_no_module_and_lists_its_attention_still() -> None:
+    config = SMALL_CONFIGS["step3p5"]
+    assert len(config["layer_types"]) > config["num_hidden_layers"]
+    assert family_of(config | {"num_nextn_predict_layers": 0}).mtp == ()
