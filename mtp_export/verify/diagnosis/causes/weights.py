@@ -138,18 +138,13 @@ def norm_unlike_main(tensor: str, *, centred: bool) -> str:
     )
 
 
-def norm_off_by_one(tensor: str, median: float, *, lower: bool, of_mlx: str) -> str:
+def norm_off_by_one(tensor: str, median: float, *, lower: bool, of_mlx: str = "") -> str:
     """Of a model whose engines add 1 to norms. lower: to this one 1 is to be added besides. of_mlx:
-    the file that says of it that it is in MLX's format."""
+    the file whose metadata have it taken for one of MLX's."""
     size, why = ("large", "it holds 1 + w, and engines take it for the w of 1 + w. Take 1 from it")
     if lower:
-        size, why = "small", "1 was taken from it twice. Add 1 to it"
-        if of_mlx:
-            why = (
-                f"the metadata of {of_mlx} say that it is in MLX's format (mlx), whose norms hold"
-                " 1 + w, and this one holds w. Write the file without that format, or add 1 to its"
-                " norms"
-            )
+        why = f"the metadata of {of_mlx} say that it is in MLX's format, of 1 + w, and it holds w"
+        size, why = "small", f"{why if of_mlx else '1 was taken from it twice'}. Add 1 to it"
     return (
         f"{tensor} is 1 too {size}: its median is {median:.2f}, engines of this model add 1, and"
         f" the main layers' norms suit that: {why}"
