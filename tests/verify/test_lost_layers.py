@@ -74,7 +74,8 @@ def test_a_count_of_none_is_quoted_as_it_is(tmp_path: Path) -> None:
         config["num_nextn_predict_layers"] = 0
 
     text = told(rewritten(GLM, tmp_path / "none", config=change))
-    assert "config.json says num_nextn_predict_layers 0: engines" in text
+    assert "says num_nextn_predict_layers 0, and all tensors are stored as by 1: set" in text
+    assert "would serve without speculation" in text
 
 
 def test_an_expert_without_scales_is_told_once(tmp_path: Path) -> None:

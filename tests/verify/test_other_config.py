@@ -77,6 +77,31 @@ CASES: dict[str, tuple[str, Callable[[Config], object], str]] = {
         _fields(qk_norm=False),
         "says qk_norm false, and all tensors are stored as by true: set qk_norm to true",
     ),
+    "a part of each head": (
+        "deepseek_v32",
+        _fields(qk_rope_head_dim=16),
+        "says qk_rope_head_dim 16, and all tensors are stored as by 8",
+    ),
+    "fewer layers beside a module of another name": (
+        "qwen4_exp_text",
+        _fields(num_hidden_layers=3),
+        "says num_hidden_layers 3, and all tensors are stored as by 4",
+    ),
+    "no module of several": (
+        "step3p5",
+        _fields(num_nextn_predict_layers=0),
+        "num_nextn_predict_layers 0, and all tensors are stored as by 3.* without speculation",
+    ),
+    "no module of several layers": (
+        "nemotron_h_puzzle",
+        _fields(num_nextn_predict_layers=0),
+        "num_nextn_predict_layers 0, and all tensors are stored as by 1.* without speculation",
+    ),
+    "no module in a block": (
+        "inkling_mm_model",
+        lambda config: config["mtp_config"].update(num_nextn_predict_layers=0),
+        "mtp_config.num_nextn_predict_layers 0, and all tensors are stored as by 2",
+    ),
     "biases that are there": (
         "glm4_moe",
         _fields(attention_bias=False),

@@ -189,3 +189,19 @@ def test_a_config_that_engines_end_on_is_named(case: str, tmp_path: Path) -> Non
     assert found == {"pass" if loads else "fail"}
     said = {items[name].get("cause", "")[:37] for name in (AS_READ, AS_SGLANG_READS)}
     assert said == {"" if loads else "vLLM 0.32.0 and SGLang 0.5.23 end on "}
+
+
+def test_lost_scales_of_some_experts_leave_the_others_quantized(tmp_path: Path) -> None:
+    """Loaders find what is unquantized by its scales, and experts of a layer alike."""
+
+    def change(stored: Tensors) -> None:
+        in_fp8(stored)
+        for name in [*stored]:
+            if name.endswith("experts.1.down_proj.weight_scale"):
+                del stored[name]
+
+    source = written(tmp_path / "lost", [], change, global_quant_config=READ)
+    items = verified(source)[1]
+    found = " ".join(items[name]["cause"] for name in failures(items))
+    assert "experts.1.down_proj.weight_scale is missing" in found
+    assert "leaves them out" not in found

@@ -88,6 +88,7 @@ def other_names(
         return None
     if (layers := search.renumbered()) is not None:
         return layers
+    search.by_separators()
     search.by_beginnings()
     inside = search.by_components()
     joined = [*search.joined({_GATE_AND_UP, *joins}), *search.parted()]
@@ -172,6 +173,12 @@ class _Search:
         return OtherNames(
             self.stored_pairs(pairs), rules, [], {}, [], [], untold=[], lacking=[], is_sure=True
         )
+
+    def by_separators(self) -> None:
+        """Names with other marks between their components, as JAX's tools write them."""
+        lost = {*self.lost}
+        dotted = {as_weight(self.names[one].replace("/", ".")): one for one in self.strange}
+        self._pair({name: o for name, o in dotted.items() if name in lost and self._holds(o, name)})
 
     def by_beginnings(self) -> None:
         """Names that end alike, those first whose beginnings most have."""

@@ -18,6 +18,7 @@ COUNT_FIELDS = (
     *("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules"),
     *("num_mtp_layers", "mtp_num_layers"),
 )
+LAYER_FIELDS = ("num_hidden_layers", "num_layers")  # LongCat's is the second
 NESTED = ("text_config", "llm_config", "language_config")
 _OWN_BLOCK = "mtp_config"  # announces modules, and may count them
 # Models whose config.json has no such field, with the number that engines take.
@@ -40,10 +41,11 @@ _EXPERT_COUNTS = (
 # Numbers of more digits are none of a layer or an expert.
 _BY_NAME = re.compile(r"(?:^|\.)((?:mtp|nextn)(?:_[a-z_]+)?)\.(?:layers\.)?(?:(\d{1,6})\.)?")
 _LAYER = re.compile(
-    r"^((?:language_model\.|model\.|transformer\.|backbone\.)*layers)\.(\d{1,6})\.", re.ASCII
+    r"^((?:language_model\.|llm\.|model\.|transformer\.|backbone\.)*layers)\.(\d{1,6})\.", re.ASCII
 )
 _IN_LAYER = re.compile(r"(.*?\b(?:(?:mtp_)?layers|mtp_block|mtp)\.\d+)\.(.+)", re.ASCII)
 _FUSED_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj", ".experts.w13", ".experts.w2")
+_ENDS = (".weight", "_weight")  # of fused ones: vLLM's own names have the second
 _EXPERT = re.compile(r"^(.*\.experts)\.(\d{1,6})\.(.*)$", re.ASCII)
 # Modules that join the embedding and the hidden state, by the last component of their names.
 _PROJECTIONS = frozenset(
@@ -140,7 +142,8 @@ def announced(config: Mapping[str, Any]) -> Announced | None:
                 one = str(fields.get("model_type")) in _ONE_MODULE
                 return Announced(1 if one else count, f"{prefix}{name}")
     for prefix, fields in _configs(config):
-        if isinstance(fields.get(_OWN_BLOCK), Mapping):
+        block = fields.get(_OWN_BLOCK)
+        if isinstance(block, Mapping) and not any(name in block for name in COUNT_FIELDS):
             return Announced(None, f"{prefix}{_OWN_BLOCK}")
     for prefix, fields in _configs(config):
         model_type = fields.get("model_type")
@@ -181,14 +184,15 @@ def fused_experts(tensors: Mapping[str, Sequence[int]]) -> str | None:
     """Return the first of some tensors, by their shapes, that holds all experts of a layer; None
     where there is none."""
     for name, shape in tensors.items():
-        if len(shape) == 3 and name.removesuffix(".weight").endswith(_FUSED_EXPERTS):
+        stem = next((name.removesuffix(end) for end in _ENDS if name.endswith(end)), name)
+        if len(shape) == 3 and stem.endswith(_FUSED_EXPERTS):
             return name
     return None
 
 
 def main_layers(config: Mapping[str, Any]) -> int | None:
     """Return the number of main layers; None where config.json has no usable one."""
-    return _positive(config, "num_hidden_layers")
+    return _positive(config, *LAYER_FIELDS)
 
 
 def experts_of(config: Mapping[str, Any]) -> int | None:

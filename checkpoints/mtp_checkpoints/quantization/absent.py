@@ -9,6 +9,7 @@ from typing import Any
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families import family_of
 from mtp_checkpoints.families.base import Role, TensorSpec, weight_name
+from mtp_checkpoints.quantization.fusion_rules import EXPERTS
 from mtp_checkpoints.quantization.method import QuantConfig, modules_of
 from mtp_checkpoints.quantization.methods import METHODS, quant_config_of
 from mtp_checkpoints.quantization.native import (
@@ -101,14 +102,18 @@ def uncoded(
     quantization: Mapping[str, Any], specs: Iterable[TensorSpec], tensors: Collection[str]
 ) -> list[str]:
     """Return matrices that a config quantizes and that are stored without what its method tells
-    quantized ones by."""
+    quantized ones by: of experts, which engines read alike, those of layers where none has it."""
     known, ends = quant_config_of(quantization), METHODS[method_of(quantization)].coded_by
+    matrices = [spec for spec in specs if len(spec.shape) == 2 and spec.name in tensors]
+    coded = {
+        spec.module for spec in matrices if any(f"{spec.module}.{end}" in tensors for end in ends)
+    }
+    experts = {layer for layer, mark, _ in (m.partition(EXPERTS) for m in coded) if mark}
     return modules_of(
         spec
-        for spec in specs
-        if len(spec.shape) == 2
-        and spec.name in tensors
-        and not any(f"{spec.module}.{end}" in tensors for end in ends)
+        for spec in matrices
+        if spec.module not in coded
+        and (EXPERTS not in spec.module or spec.module.partition(EXPERTS)[0] not in experts)
         and known.format_of(spec.module, spec.role) is not None
     )
 

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_checkpoints.errors import MtpExportError
 from mtp_checkpoints.families.signs import (
+    LAYER_FIELDS,
     NESTED,
+    Announced,
     announced,
+    count_field,
     layer_numbers,
     main_layers,
     mtp_modules,
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
 
 _Config = Mapping[str, Any]
 _MOST_FIELDS, _MOST_TRIED = 4, 10  # that are changed together, and of which one is chosen
-_LAYERS, _DENSE = "num_hidden_layers", "first_k_dense_replace"
+_DENSE = "first_k_dense_replace"
 
 
 @dataclass(frozen=True)
@@ -123,19 +126,22 @@ def _of_other_counts(whole: Checkpoint, *, fewer: bool) -> Iterator[OtherConfig]
     said, wanted = main_layers(config), announced(config)
     last = max(layer_numbers(names), default=0) + 1
     modules = wanted.count or 0 if wanted is not None else 0
-    is_rest = said is not None and 0 < last - said <= modules  # of a module
+    numbered = not mtp_modules(names, None)  # modules, behind the main layers
+    is_rest = said is not None and numbered and 0 < last - said <= modules  # of a module
     if said is not None and not is_rest and projection_in_main(names, said) is None:
         lower = last - modules
         for count in dict.fromkeys((last, lower)):
             if 0 < count != said and (fewer or count > said):
-                field = next(path for path, value in _numbers(config) if path[-1] == _LAYERS)
-                yield _with(config, [(field, said, count)])
-    if wanted is None or wanted.count is None or "model_type" in wanted.field:
+                path = next(path for path, value in _numbers(config) if path[-1] in LAYER_FIELDS)
+                yield _with(config, [(path, said, count)])
+    none = Announced(0, count_field(config).partition(" ")[0])
+    field, announces = (wanted or none).field, (wanted or none).count
+    if not field or announces is None or "model_type" in field:
         return
     there = sum(one.number is not None for one in mtp_modules(names, said))
     for count in dict.fromkeys((there, 1)):  # whose layers may have numbers of their own
-        if count > wanted.count or (count < wanted.count and fewer):
-            yield _with(config, [(tuple(wanted.field.split(".")), wanted.count, count)])
+        if count > announces or (count < announces and fewer):
+            yield _with(config, [(tuple(field.split(".")), announces, count)])
 
 
 def _turned_on(config: _Config) -> Iterator[OtherConfig]:
@@ -176,24 +182,41 @@ def _of_another_size(trial: _Trial, layouts: Sequence[PartLayout]) -> OtherConfi
 
 def _changes(config: _Config, layouts: Sequence[PartLayout]) -> list[tuple[_Path, int, int]]:
     """Return other values of fields by which some size is as stored, those first that are such a
-    size, or by which most are."""
+    size, or by which most are: sizes are products of fields, or sums of such products."""
+    sizes = _other_sizes(layouts)
+    found = dict[tuple[_Path, int, int], tuple[bool, int]]()
+    heads = {1, *(value for path, value in _numbers(config) if _HEADS in path[-1])}
+    for path, value in _numbers(config):
+        if value < 1 or path[-1].endswith(_NO_SIZES):
+            continue
+        for (size, stored), count in sizes.items():
+            others = {value * stored // size} if value * stored % size == size % value == 0 else ()
+            if path[-1].endswith(_SUMMED):
+                others = {*others, *(value - (size - stored) // one for one in heads if one)}
+            for other in others:
+                if 0 < other != value:
+                    exact, explained = found.get((path, value, other), (False, 0))
+                    exact = exact or value == size
+                    found[path, value, other] = (exact, explained + count)
+    return sorted(found, key=found.__getitem__, reverse=True)
+
+
+_HEADS, _SUMMED = "heads", "_dim"
+_NO_SIZES = ("_per_tok", "_position_embeddings", "_token_id", "_layers", "_group", "topk")
+
+
+def _other_sizes(layouts: Sequence[PartLayout]) -> Mapping[tuple[int, int], int]:
+    """Sizes of values or codes with those that they are stored in, and how many are."""
     sizes = dict[tuple[int, int], int]()
     for layout in layouts:
         for one in layout.differences:
-            wanted, there = layout.stored.tensors.get(one.tensor), layout.checkpoint.tensors
-            if wanted is None or one.tensor not in there:
+            weight, there = layout.stored.weight_of.get(one.tensor), layout.checkpoint.tensors
+            if weight is None or one.tensor not in there or one.tensor != weight.tensors[0].name:
                 continue
-            for pair in zip(wanted.shape, there[one.tensor].shape, strict=False):
+            for pair in zip(weight.tensors[0].shape, there[one.tensor].shape, strict=False):
                 if pair[0] != pair[1] and min(pair) > 0:
                     sizes[pair] = sizes.get(pair, 0) + 1
-    found = dict[tuple[_Path, int, int], tuple[bool, int]]()
-    for path, value in _numbers(config):
-        for (size, stored), count in sizes.items():
-            if value > 1 and size % value == 0 and value * stored % size == 0:
-                change = (path, value, value * stored // size)
-                exact, others = found.get(change, (False, 0))
-                found[change] = (exact or value == size, others + count)
-    return sorted(found, key=found.__getitem__, reverse=True)
+    return sizes
 
 
 def _values(config: _Config, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:

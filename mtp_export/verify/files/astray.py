@@ -14,6 +14,8 @@ from mtp_export.verify.check import Item, Problem
 from mtp_export.verify.diagnosis.causes import presence as causes
 from mtp_export.verify.files.main_shapes import of_other_shapes
 
+_FLAT = "flat_param"  # of FSDP, one for all parameters of a module
+
 
 def with_pairs(item: Item, others: OtherNames | None) -> Item:
     """An item whose data has the name that each renamed tensor should have."""
@@ -37,6 +39,8 @@ class Strange:
 
     def problems(self, others: OtherNames | None) -> list[Problem]:
         """others: those that are what is missing, under other names."""
+        if (flat := next(filter(_is_flat, self.mtp), None)) is not None:
+            return each([flat, *self.names], causes.flattened(flat))
         if others is not None and others.is_sure:
             return each([*others.pairs, *self.names], causes.other_names(others))
         if kinds := of_another_kind(self.wanted, self.mtp):
@@ -47,6 +51,10 @@ class Strange:
         unlike = of_other_shapes(self.wanted, self.every, self.mtp, self.width)
         subjects = [one.subject for one in unlike]  # and all else of another model's layer
         return each([*subjects, *self.names, *self.mtp], unlike[0].words) if unlike else []
+
+
+def _is_flat(name: str) -> bool:
+    return name.rpartition(".")[2].lstrip("_") == _FLAT
 
 
 def each(names: Iterable[str], words: str) -> list[Problem]:

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mtp_checkpoints.containers.base import TensorInfo
+from mtp_checkpoints.containers.safetensors import SUFFIX
 from mtp_checkpoints.errors import MtpExportError
 from mtp_checkpoints.families.base import TensorSpec
 from mtp_checkpoints.families.other_names import OtherNames, other_names
@@ -31,6 +32,8 @@ from mtp_export.verify.files.repair import graft_command
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
+
+_MODULE_FOLDERS = (MTP, "nextn", "draft")
 
 
 @dataclass(frozen=True)
@@ -111,28 +114,34 @@ class Found:
         return {} if self.stored is None else _by_name(self.stored)
 
     @property
+    def mtp(self) -> StoredModel | None:
+        """What the MTP part of a known family is to hold; None of another."""
+        return self.stored_part(MTP) if self.wanted_names else None
+
+    @property
     def joins(self) -> tuple[tuple[str, ...], ...]:
         """Linears of a known family that engines join, by the last components of their names."""
-        part = self.context.part(MTP)
-        stored = self.context.layout(part).stored if part and self.wanted_names else self.stored
+        stored = self.mtp or self.stored
         return () if stored is None else tuple(stored.family.patterns.fused)
 
     @property
     def astray(self) -> list[str]:
         """The MTP part's tensors that no engine looks for, and those that are missing."""
-        part = self.context.part(MTP)
-        if not self.wanted_names or part is None or part.checkpoint is None:
+        if self.mtp is None or self.context.mtp is None:
             return []
-        there, wanted = part.checkpoint.tensors, self.context.layout(part).stored.tensors
+        there, wanted = self.context.mtp.tensors, self.mtp.tensors
         return sorted(there.keys() - wanted.keys()) + sorted(wanted.keys() - there.keys())
+
+    @property
+    def differing(self) -> list[str]:
+        """Those of them that matter: no copies that may be left out."""
+        wanted = {} if self.mtp is None else self.mtp.tensors
+        return [n for n in self.astray if n not in wanted or not wanted[n].optional]
 
     @property
     def modules_lost(self) -> list[str]:
         """The modules of a known family of which no tensor is there."""
-        part = self.context.part(MTP)
-        if not self.wanted_names or part is None:
-            return []
-        names = [module.name for module in self.context.layout(part).stored.family.mtp]
+        names = [] if self.mtp is None else [module.name for module in self.mtp.family.mtp]
         return [o for o in names if not any(name.startswith(f"{o}.") for name in self.mtp_names)]
 
     @property
@@ -175,6 +184,14 @@ class Found:
     def draft_beside(self) -> OtherDraft | None:
         """The draft of another kind among the main model's tensors."""
         return other_draft({}, self.tensors)
+
+    @property
+    def files_below(self) -> str:
+        """The first safetensors file in a folder of the checkpoint that is an MTP module's by its
+        name: no loader looks there. "" for none."""
+        files = self.context.files
+        below = (f"{one}/{name}" for one in _MODULE_FOLDERS for name in sorted(files.names(one)))
+        return next((name for name in below if name.endswith(SUFFIX)), "")
 
     @cached_property
     def tool(self) -> Tool | None:

@@ -29,7 +29,7 @@ def shapes_as_main(
     problems, others, count = list[Problem](), list[str](), 0
     for own, tensor in mtp.items():
         shapes = usual.get(_ending(own), set())
-        if not _is_matrix(tensor) or len(shapes) != 1:
+        if not is_matrix(tensor) or len(shapes) != 1:
             continue
         count += 1
         (wanted,), shape = shapes, tuple(tensor.shape)
@@ -51,12 +51,13 @@ def _shapes(main: Mapping[str, TensorInfo]) -> Mapping[tuple[str, ...], set[_Sha
     """Shapes of the matrices of the main layers, by the ends of their names."""
     found: dict[tuple[str, ...], set[_Shape]] = {}
     for name, tensor in main.items():
-        if _is_matrix(tensor) and has_layers((name,)):
+        if is_matrix(tensor) and has_layers((name,)):
             found.setdefault(_ending(name), set()).add(tuple(tensor.shape))
     return found
 
 
-def _is_matrix(tensor: TensorInfo) -> bool:
+def is_matrix(tensor: TensorInfo) -> bool:
+    """Return whether a tensor has an element per number, so that its shape is its matrix's."""
     return len(tensor.shape) > 1 and tensor.dtype in _STORED_WHOLE
 
 
@@ -84,9 +85,10 @@ def of_other_shapes(
         if name not in mtp:
             main.setdefault(in_layer(as_weight(name))[1], []).append(one)
     told = [n for n in unlike if any(holds(one, wanted[n]) for one in main.get(in_layer(n)[1], ()))]
-    norms = {mtp[own].shape[0] for name, own in names.items() if [*wanted[name].shape] == [width]}
-    if told and width is not None and len(norms) == 1 and width not in norms:
-        words = causes.of_another_width(norms.pop(), width)
+    norms = [mtp[own].shape[0] for name, own in names.items() if [*wanted[name].shape] == [width]]
+    is_main = told or (len(norms) > 1 and any([*one.shape] == [width] for one in every.values()))
+    if is_main and width is not None and len({*norms}) == 1 and width not in norms:
+        words = causes.of_another_width(norms[0], width)
     elif len(told) > 1:
         shapes = {name: ([*mtp[unlike[name]].shape], [*wanted[name].shape]) for name in told}
         words = causes.of_other_shapes(len(unlike), shapes)

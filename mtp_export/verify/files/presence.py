@@ -4,13 +4,13 @@ and complete, loaders find them, and what bears their names is what it says."""
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mtp_checkpoints.containers.base import CONFIG_NAME
+from mtp_checkpoints.containers.base import CONFIG_NAME, TensorInfo
 from mtp_checkpoints.containers.safetensors import INDEX_NAME, whole_set
-from mtp_checkpoints.families.other_names import other_names
+from mtp_checkpoints.families.other_names import OtherNames, other_names
 from mtp_checkpoints.families.signs import (
     Announced,
     are_transposed,
@@ -29,6 +29,7 @@ from mtp_checkpoints.families.signs import (
     projection_in_main,
     sglang_adds,
 )
+from mtp_checkpoints.quantization.fusion_rules import EXPERTS
 from mtp_checkpoints.quantization.native import describe, quantization_of
 from mtp_checkpoints.quantization.stored import StoredModel
 from mtp_checkpoints.quantization.tools import known_loss
@@ -51,7 +52,7 @@ from mtp_export.verify.files.astray import Strange, each, with_pairs
 from mtp_export.verify.files.found import Found
 from mtp_export.verify.files.lost_experts import lost_experts
 from mtp_export.verify.files.lost_layers import lost_layers, may_have_lost
-from mtp_export.verify.files.main_shapes import shapes_as_main
+from mtp_export.verify.files.main_shapes import is_matrix, shapes_as_main
 from mtp_export.verify.files.repair import unlike_source
 from mtp_export.verify.files.unpaired import unpaired
 
@@ -149,10 +150,12 @@ def _presence(found: Found) -> Item:
         return _none_there(name, found, wanted)
     if wanted.count is not None and count < wanted.count:
         lost = found.modules_lost
-        are_last = lost == found.module_names[-len(lost) :] or not lost
+        of_lost = tuple(f"{one}." for one in lost)
+        is_rest_whole = all(name.startswith(of_lost) for name in found.differing)
+        are_last = is_rest_whole and (lost == found.module_names[-len(lost) :] or not lost)
         field = count_field(found.config)
         words = causes.partly_lost(str(wanted), count, lost, field, are_last=are_last)
-        names = [n for n in found.astray if n.startswith(tuple(f"{one}." for one in lost))]
+        names = [n for n in found.astray if n.startswith(of_lost)]
         item = verdict(name, each(names or [CONFIG_NAME], words))
         return replace(item, figure=_figure(count, wanted), repair=found.repair)
     tensors = sum(len(module.tensors) for module in found.modules)
@@ -180,6 +183,8 @@ def _none_there(name: str, found: Found, wanted: Announced) -> Item:
     loss = known_loss(found.tool) if found.tool else ""
     pickled = next(filter(_PICKLED_MODULE.search, sorted(found.context.files.names())), "")
     by_hand = "" if found.repair else unlike_source(found.context) or causes.BY_HAND
+    if below := found.files_below:
+        by_hand = causes.in_a_folder(below)
     of_tool = (str(found.tool or ""), loss)
     words = causes.lost(str(wanted), found.module_names, *of_tool, pickled, by_hand)
     return failed(name, words, figure=figure, subject="config.json", repair=found.repair)
@@ -194,7 +199,10 @@ def _complete(found: Found) -> Item:
     problems: list[Problem] = []
     names = [name for module in found.modules for name in module.tensors]
     own = {name: found.tensors[name] for name in names}
-    others = other_names(found.wanted_names, own, found.joins)
+    fused = fused_experts({name: one.shape for name, one in own.items()})
+    if not any(_FIRST_EXPERT in name for name in found.wanted_names):
+        fused = None  # as the model has them
+    others = _other_names(found, own, are_fused=fused is not None)
     is_known = bool(found.wanted_names)  # of which config_match names each tensor that is missing
     if not is_known and found.has_main and lacks_projection(names):
         problems.append(Problem(names[0], causes.no_projection(names[0])))
@@ -208,19 +216,28 @@ def _complete(found: Found) -> Item:
     told = tuple(f"{problem.subject}." for problem in problems)
     of_others = ((name, words) for name, words in unpaired(own) if not name.startswith(told))
     problems += [Problem(name, words) for name, words in of_others]
-    fused = fused_experts({name: one.shape for name, one in own.items()})
-    if fused is not None and any(_FIRST_EXPERT in name for name in found.wanted_names):
-        of_experts = _below(f"{fused.partition('.experts.')[0]}.experts", astray)
+    if fused is not None:
+        of_experts = _below(f"{fused.partition(EXPERTS)[0]}{EXPERTS.rstrip('.')}", astray)
         problems[:0] = each([fused, *of_experts], causes.fused(fused))
-    part = found.context.part(MTP)
-    if others is None and part is not None and found.wanted_names:
-        stored = found.context.layout(part).stored
-        problems[:0] = lost_experts(stored, own, found.tensors.keys() - own.keys())
+    if others is None and found.mtp is not None:
+        problems[:0] = lost_experts(found.mtp, own, found.tensors.keys() - own.keys())
     width = hidden_size(found.config)
     strange = Strange(astray, found.wanted_names, found.tensors, own, width)
     problems[:0] = strange.problems(others)
     item = verdict("MTP modules complete", problems, counted(len(names), "tensor"))
     return with_pairs(replace(item, repair=found.repair), others) if problems else item
+
+
+def _other_names(
+    found: Found, own: Mapping[str, TensorInfo], *, are_fused: bool
+) -> OtherNames | None:
+    """A module's weights that are there under other names. own: its tensors. are_fused: its experts
+    are in one tensor, which is told of them."""
+    wanted = found.wanted_names
+    if are_fused:
+        wanted = {name: one for name, one in wanted.items() if EXPERTS not in name}
+        own = {name: one for name, one in own.items() if EXPERTS not in name}
+    return other_names(wanted, own, found.joins)
 
 
 def _below(module: str, names: Sequence[str]) -> list[str]:
@@ -245,7 +262,8 @@ def _transposed(found: Found, names: Sequence[str]) -> list[Problem]:
     wrong = [name for name in names if found.has_main and is_transposed(name, shapes[name], hidden)]
     if not wrong:
         return []
-    main = {name: one.shape for name, one in found.tensors.items() if name not in shapes}
+    others = ((name, one) for name, one in found.tensors.items() if name not in shapes)
+    main = {name: one.shape for name, one in others if is_matrix(one) and name.endswith(".weight")}
     if are_transposed(main, hidden):
         return [Problem(wrong[0], causes.WHOLE_IN_PADDLE_LAYOUT)]
     return [Problem(name, causes.transposed(name, list(shapes[name]))) for name in wrong]

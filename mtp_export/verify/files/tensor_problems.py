@@ -117,6 +117,8 @@ def _precision(weight: StoredWeight, stored_as: Mapping[str, TensorInfo]) -> Pro
         words = causes.stray_tensors(module, _shown(stray))
     elif stored_as.keys() == wanted.keys():
         words = causes.another_dtype_or_shape(module, stored, _promised(weight))
+        if _is_transposed(stored_as, wanted):
+            words = causes.stored_transposed(module, stored, _promised(weight))
         if weight.weight.mtp_layer is not None and weight.weight.role in COPIED:
             words += causes.COPY_NOT_NEEDED
     else:
@@ -124,6 +126,14 @@ def _precision(weight: StoredWeight, stored_as: Mapping[str, TensorInfo]) -> Pro
             module, stored=stored, storage=weight.storage, expected=_promised(weight)
         )
     return Problem(name, words)
+
+
+def _is_transposed(found: Mapping[str, TensorInfo], wanted: Mapping[str, Any]) -> bool:
+    """Return whether a matrix alone is as promised, but for rows in the place of columns."""
+    ((key, tensor), *others) = found.items()
+    shape = tuple(wanted[key].shape)
+    is_turned = tuple(tensor.shape) == (*shape[:-2], *shape[:-3:-1]) != shape
+    return not others and is_turned and tensor.dtype in wanted[key].dtypes
 
 
 def _agree(found: Mapping[str, TensorInfo], wanted: Mapping[str, Any]) -> bool:

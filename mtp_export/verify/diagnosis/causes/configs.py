@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from mtp_checkpoints.families.signs import COUNT_FIELDS
+
 
 def field_misdescribes(field: str, *, said: object, stored: object, fits: bool) -> str:
     """said: None where the field is missing. fits: the other part is stored as the field says."""
@@ -29,6 +31,8 @@ def values_misdescribe(values: Sequence[tuple[str, object, object]]) -> str:
     ((field, wrong, value),) = values
     if field.rpartition(".")[2] == "num_hidden_layers" and int(str(value)) < int(str(wrong)):
         return f"{words}, unless the last main layers were lost: then put them back"
+    if wrong == 0 and field.rpartition(".")[2] in COUNT_FIELDS:
+        return f"{words}. Engines read it there, and would serve without speculation"
     return words
 
 

@@ -175,6 +175,10 @@ def another_dtype_or_shape(module: str, stored: str, expected: str) -> str:
     return f"{module} holds {stored}, expected {expected}"
 
 
+def stored_transposed(module: str, stored: str, expected: str) -> str:
+    return f"{module} is stored transposed: it holds {stored}, expected {expected}"
+
+
 def another_storage(module: str, stored: str, storage: str, expected: str) -> str:
     return (
         f"{module} is stored as {stored}, and by quantization_config an engine expects {storage}:"

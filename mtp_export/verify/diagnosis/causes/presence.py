@@ -111,6 +111,21 @@ BY_HAND = (
 )
 
 
+def in_a_folder(file: str) -> str:
+    return (
+        f"{file} lies in a folder of its own, where no loader looks, and was not read: if it holds"
+        " the module, put it beside the other files and list its tensors in the index"
+    )
+
+
+def flattened(name: str) -> str:
+    return (
+        f"{name} has all numbers of its layer in one row, as FSDP keeps them while it trains, and"
+        " no engine looks for it: save the whole state dict again (FULL_STATE_DICT), or graft the"
+        " original's layer"
+    )
+
+
 def not_in_folder(folder: str, wanted: str) -> str:
     return (
         f"config.json announces {wanted}, and {folder}, which --mtp names, has no tensor of any:"
@@ -295,9 +310,10 @@ def no_expert(module: str, count: int, names: Sequence[str]) -> str:
 
 
 def fused(name: str) -> str:
+    by = "vLLM has them in memory" if ".experts.w" in name else "transformers 5 saves them"
     return (
-        f"{name} holds all experts in one tensor, as transformers 5 saves them, and engines look"
-        " for each by its number: save it with the released names"
+        f"{name} holds all experts in one tensor, as {by}, and engines look for each by its number:"
+        " save it with the released names"
     )
 
 

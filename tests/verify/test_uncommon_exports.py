@@ -1,0 +1,160 @@
+"""Checkpoints as trainers, engines and scripts write them: names, places and shapes are told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from cases import edit_json, run_program
+from faults.small_model import family_config, write_dense
+from verify.foreign import FIXTURES, GLM, GLM_MTP, Tensors, quantized, rewritten
+
+QWEN = FIXTURES / "qwen3-5-tiny"
+
+
+def failures(folder: Path, *options: object) -> dict[str, str]:
+    """The causes of the items that fail, by their names."""
+    outcome = run_program("verify", folder, "--level", "files", "--json", "--quiet", *options)
+    assert outcome.code == 7
+    items = [item for check in json.loads(outcome.out)["checks"] for item in check["items"]]
+    return {item["name"]: item["cause"] for item in items if item["status"] == "fail"}
+
+
+def complete(folder: Path) -> str:
+    return failures(folder)["MTP modules complete"]
+
+
+def _of_module(change: Callable[[str], str]) -> Callable[[Tensors], Tensors]:
+    return lambda stored: {
+        change(name) if name.startswith(GLM_MTP) else name: one for name, one in stored.items()
+    }
+
+
+def test_slashes_in_the_place_of_dots_are_told(tmp_path: Path) -> None:
+    change = _of_module(lambda name: name.replace(".", "/"))
+    found = failures(rewritten(GLM, tmp_path / "jax", change))["MTP modules announced and there"]
+    first = "model/layers/3/eh_proj/weight lies where engines look for model.layers.3.eh_proj"
+    assert first in found and "left it out" not in found
+
+
+def test_parameters_in_one_row_are_told(tmp_path: Path) -> None:
+    def flat(stored: Tensors) -> Tensors:
+        own = [stored.pop(name).flatten() for name in [*stored] if name.startswith(GLM_MTP)]
+        return stored | {f"{GLM_MTP}_fsdp_wrapped_module._flat_param": torch.cat(own)}
+
+    found = complete(rewritten(GLM, tmp_path / "flat", flat))
+    assert f"{GLM_MTP}_fsdp_wrapped_module._flat_param has all numbers of its layer" in found
+
+
+def test_an_engines_own_names_are_told(tmp_path: Path) -> None:
+    """Experts in one tensor, and joined linears beside them."""
+
+    def as_in_memory(stored: Tensors) -> None:
+        experts = f"{GLM_MTP}mlp.experts"
+        count = sum(name.startswith(f"{experts}.") for name in stored) // 3
+
+        def of(last: str) -> torch.Tensor:
+            names = (f"{experts}.{one}.{last}_proj.weight" for one in range(count))
+            return torch.stack([stored.pop(name) for name in names])
+
+        stored[f"{experts}.w13_weight"] = torch.cat([of("gate"), of("up")], 1)
+        stored[f"{experts}.w2_weight"] = of("down")
+        for own in ("weight", "bias"):
+            names = [f"{GLM_MTP}self_attn.{one}_proj.{own}" for one in "qkv"]
+            if names[0] in stored:
+                joined = torch.cat([stored.pop(name) for name in names])
+                stored[f"{GLM_MTP}self_attn.qkv_proj.{own}"] = joined
+
+    found = complete(rewritten(GLM, tmp_path / "state", as_in_memory))
+    assert "w13_weight holds all experts in one tensor, as vLLM has them in memory" in found
+    assert "self_attn.qkv_proj.weight joins the rows of q_proj, k_proj and v_proj" in found
+
+
+@pytest.mark.parametrize("folder", ["mtp", "draft"])
+def test_a_module_in_a_folder_below_is_told(tmp_path: Path, folder: str) -> None:
+    own: Tensors = {}
+
+    def apart(stored: Tensors) -> None:
+        own.update({name: stored.pop(name) for name in [*stored] if name.startswith(GLM_MTP)})
+
+    source = rewritten(GLM, tmp_path / "below", apart)
+    (source / folder).mkdir()
+    save_file(own, source / folder / "model.safetensors")
+    found = failures(source)["MTP modules announced and there"]
+    assert f"{folder}/model.safetensors lies in a folder of its own" in found
+
+
+def test_lost_layers_of_another_field_are_told(tmp_path: Path) -> None:
+    """LongCat's config.json counts them in `num_layers`."""
+    folder = write_dense(tmp_path / "longcat", config=family_config("longcat_flash"))
+
+    def cut(stored: Tensors) -> Tensors:
+        gone = ("model.layers.1.", "model.mtp.")
+        return {name: one for name, one in stored.items() if not name.startswith(gone)}
+
+    found = failures(rewritten(folder, tmp_path / "cut", cut))
+    words = "announces 2 main layers, and nothing is there of main layer 1 and the MTP module"
+    assert words in found["main layers announced and there"]
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_count_is_doubted_beside_whole_modules_alone(tmp_path: Path, is_whole: bool) -> None:
+    folder = write_dense(tmp_path / "step", config=family_config("step3p5"))
+    gone = ("model.layers.6.",) if is_whole else ("model.layers.6.", "model.layers.5.mlp.")
+
+    def cut(stored: Tensors) -> Tensors:
+        return {name: one for name, one in stored.items() if not name.startswith(gone)}
+
+    found = failures(rewritten(folder, tmp_path / "cut", cut))["MTP modules announced and there"]
+    assert "(model.layers.6 is missing)" in found
+    assert ("config.json counts too many" in found) == is_whole
+
+
+def test_a_class_of_drafts_is_told_beside_layers_of_any_name(tmp_path: Path) -> None:
+    folder = write_dense(tmp_path / "inkling", config=family_config("inkling_mm_model"))
+    edit_json(folder / "config.json", lambda config: config.update(architectures=["InklingMTP"]))
+    assert "name InklingMTP, the class of a draft" in failures(folder)["main model's class"]
+
+
+def test_another_width_is_told_where_no_main_layer_has_these_names(tmp_path: Path) -> None:
+    config = family_config("inkling_mm_model")
+    wide = json.loads(json.dumps(config))
+    wide["text_config"]["hidden_size"] *= 2
+    own, other = (
+        write_dense(tmp_path / name, config=one) for name, one in (("own", config), ("wide", wide))
+    )
+    theirs: Tensors = {}
+    rewritten(other, tmp_path / "read", theirs.update)
+
+    def swapped(stored: Tensors) -> Tensors:
+        return {name: theirs[name] if ".mtp." in name else one for name, one in stored.items()}
+
+    found = complete(rewritten(own, tmp_path / "swapped", swapped))
+    assert "its norms are of hidden states of 128 channels, and config.json and the main" in found
+
+
+def test_a_transposed_projection_is_told_beside_packed_linears(tmp_path: Path) -> None:
+    """Whose rows of codes and scales tell nothing of the whole checkpoint."""
+    folder = quantized(GLM, tmp_path / "packed", "awq")
+
+    def turned(stored: Tensors) -> None:
+        name = f"{GLM_MTP}eh_proj.weight"
+        stored[name] = stored[name].t().contiguous()
+
+    found = complete(rewritten(folder, tmp_path / "turned", turned))
+    assert "eh_proj.weight is stored transposed" in found and "whole checkpoint" not in found
+
+
+def test_every_transposed_linear_is_told(tmp_path: Path) -> None:
+    def turned(stored: Tensors) -> None:
+        for name, one in stored.items():
+            if name.startswith("mtp.") and one.dim() == 2 and one.shape[0] != one.shape[1]:
+                stored[name] = one.t().contiguous()
+
+    found = failures(rewritten(QWEN, tmp_path / "turned", turned))["mtp: precision on disk"]
+    assert found.count("is stored transposed: it holds") == 5 and "and " in found
