@@ -115,7 +115,7 @@ class Found:
 
     @property
     def mtp(self) -> StoredModel | None:
-        """What the MTP part of a known family is to hold; None of another."""
+        """The MTP part of a known family as its config.json gives it; None of another."""
         return self.stored_part(MTP) if self.wanted_names else None
 
     @property
