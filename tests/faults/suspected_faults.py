@@ -246,7 +246,7 @@ SUSPECTED_LAYER_FAULTS: tuple[Fault, ...] = (
           "likelihood", "model.norm) has the wrong sign", **_glm),
     Fault("last norm of a main model of 1 + w negated",
           partial(changed, "main", "model.norm.weight", torch.neg),
-          "likelihood", "model.norm) has the wrong sign", **_qwen),
+          "likelihood", "model.norm) of the main model has the wrong sign", **_qwen),
     Fault("head of the main model negated",
           partial(changed, "main", "lm_head.weight", torch.neg),
           "likelihood", "the head (lm_head) has the wrong sign", **_glm),
