@@ -312,6 +312,12 @@ DAMAGED = (
         words=("set num_hidden_layers to 3",),
     ),
     Folder(
+        "counted as a main layer, and as no module",
+        glm(),
+        damages.config(num_hidden_layers=4, num_nextn_predict_layers=0),
+        words=("set num_hidden_layers to 3, and the field that counts MTP modules to their",),
+    ),
+    Folder(
         "another layer is left out",
         unquantized("awq", "model.layers.2."),
         words=(
@@ -413,7 +419,7 @@ DAMAGED = (
         "count as text",
         glm(),
         damages.config(num_nextn_predict_layers="1"),
-        words=("says num_nextn_predict_layers '1'",),
+        words=('says num_nextn_predict_layers "1", and all tensors are stored as by 1',),
     ),
     Folder(
         "under the name of a compiled module",

@@ -150,6 +150,24 @@ def test_a_fault_is_named(fault: str, source: Path, model: GgufModel, tmp_path: 
     assert says in said, said
 
 
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"block_count": LAYERS}, f"set num_hidden_layers to {LAYERS}. These fields stand for the"),
+        ({"nextn_predict_layers": 0}, f"set num_hidden_layers to {LAYERS}, and the field that"),
+        ({"expert_count": 64}, f"set n_routed_experts to {CONFIG['n_routed_experts']}"),
+    ],
+)
+def test_keys_that_describe_another_model(
+    keys: dict[str, int], says: str, model: GgufModel, tmp_path: Path
+) -> None:
+    changed = with_keys(**{name: u32(value) for name, value in keys.items()})(model)
+    found = run_program("verify", changed.write(tmp_path / "tiny.gguf"), "--level", "files")
+    said = " ".join(found.out.split())
+    assert found.code == 7 and says in said, said
+    assert "the keys of the GGUF file" in said and "is missing" not in said
+
+
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Ours: of blocks, a file for the main model and one for the module."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import getitem
 from typing import TYPE_CHECKING, Any
 
 from mtp_checkpoints.errors import MtpExportError
@@ -19,6 +21,7 @@ from mtp_checkpoints.families.signs import (
     mtp_modules,
     projection_in_main,
 )
+from mtp_checkpoints.layouts.llama_cpp import LLAMA_CPP
 from mtp_checkpoints.quantization.fusion_rules import EXPERTS
 from mtp_checkpoints.tensors.bundle_folder import MAIN, RELEASED
 from mtp_checkpoints.tensors.untied_head import TIED
@@ -59,7 +62,7 @@ def other_config(opened: OpenedPlace) -> OtherConfig | None:
     parts = opened.parts
     checkpoints = [part.checkpoint for part in parts if part.checkpoint is not None]
     in_one_place = len({part.place for part in parts}) == 1 and len(checkpoints) == len(parts)
-    if opened.is_bundle or not in_one_place or opened.target.name != RELEASED:
+    if opened.is_bundle or not in_one_place or opened.target.name not in (RELEASED, LLAMA_CPP.name):
         return None
     layouts = opened.layouts
     if len(layouts) == len(parts) and not any(layout.differences for layout in layouts):
@@ -139,9 +142,10 @@ def _of_other_counts(whole: Checkpoint, *, fewer: bool) -> Iterator[OtherConfig]
     if not field or announces is None or "model_type" in field:
         return
     there = sum(one.number is not None for one in mtp_modules(names, said))
+    path = tuple(field.split("."))
     for count in dict.fromkeys((there, 1)):  # whose layers may have numbers of their own
         if count > announces or (count < announces and fewer):
-            yield _with(config, [(tuple(field.split(".")), announces, count)])
+            yield _with(config, [(path, reduce(getitem, path, config), count)])
 
 
 def _turned_on(config: _Config) -> Iterator[OtherConfig]:

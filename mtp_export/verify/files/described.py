@@ -11,6 +11,7 @@ from mtp_checkpoints.containers.base import CONFIG_NAME
 from mtp_checkpoints.errors import MtpExportError
 from mtp_checkpoints.families.signs import expert_count, expert_field
 from mtp_checkpoints.formats.base import BLOCK
+from mtp_checkpoints.layouts.llama_cpp import LLAMA_CPP
 from mtp_checkpoints.quantization.methods import undecoded_of
 from mtp_checkpoints.quantization.native import quantization_of, replaced_quantization
 from mtp_checkpoints.quantization.undecoded import Undecoded
@@ -66,8 +67,16 @@ def misdescribed_by_config(context: Context) -> Item | None:
     words = causes.text_part_elsewhere(other.found, other.place)
     if other.values:
         words = causes.values_misdescribe([(v.field, v.said, v.stored) for v in other.values])
+        words += of_keys(context)
     tensors = counted(sum(len(one.tensors) for one in context.checkpoints.values()), "tensor")
     return failed("config.json", words, subject=CONFIG_NAME, figure=f"{tensors} as by another one")
+
+
+def of_keys(context: Context) -> str:
+    """Return what is said of the fields of a config.json that the keys of a GGUF file stand for;
+    "" of any other."""
+    is_of_keys = context.target.name == LLAMA_CPP.name and CONFIG_NAME not in context.files.names()
+    return causes.OF_KEYS if is_of_keys else ""
 
 
 def quantized_by_config_alone(context: Context) -> Item | None:

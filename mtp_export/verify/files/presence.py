@@ -49,6 +49,7 @@ from mtp_export.verify.check import (
 )
 from mtp_export.verify.diagnosis.causes import presence as causes
 from mtp_export.verify.files.astray import Strange, each, with_pairs
+from mtp_export.verify.files.described import of_keys
 from mtp_export.verify.files.found import Found
 from mtp_export.verify.files.lost_experts import lost_experts
 from mtp_export.verify.files.lost_layers import lost_layers, may_have_lost
@@ -137,6 +138,12 @@ def _writer(found: Found) -> Item:
 def _presence(found: Found) -> Item:
     """The announced modules are there, and those that are there are announced."""
     name, wanted, count = "MTP modules announced and there", found.announced, found.count
+    counted_as_main = projection_in_main(found.tensors, main_layers(found.config))
+    if not count and counted_as_main is not None:
+        words = causes.counted_as_main(counted_as_main, is_announced=wanted is not None)
+        words += of_keys(found.context)
+        figure = "" if wanted is None else _figure(0, wanted)
+        return failed(name, words, figure=figure, subject=counted_as_main)
     if wanted is None:
         if count:
             words = causes.not_announced(count, count_field(found.config))
@@ -163,10 +170,8 @@ def _presence(found: Found) -> Item:
 
 
 def _none_there(name: str, found: Found, wanted: Announced) -> Item:
-    """No module is there: it is among the main layers, not in the folder of --mtp, or lost."""
+    """No module is there: it is not in the folder of --mtp, or lost."""
     figure, folder = _figure(0, wanted), found.context.options.mtp
-    if (projection := projection_in_main(found.tensors, main_layers(found.config))) is not None:
-        return failed(name, causes.counted_as_main(projection), figure=figure, subject=projection)
     if folder is not None:
         words = causes.not_in_folder(str(folder), str(wanted))
         return failed(name, words, figure=figure, subject=str(folder), repair=found.repair)

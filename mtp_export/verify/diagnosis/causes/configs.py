@@ -20,6 +20,12 @@ def field_misdescribes(field: str, *, said: object, stored: object, fits: bool) 
     )
 
 
+OF_KEYS = (
+    ". These fields stand for the keys of the GGUF file, which are to be corrected:"
+    " num_hidden_layers for block_count less nextn_predict_layers, which counts MTP modules"
+)
+
+
 def values_misdescribe(values: Sequence[tuple[str, object, object]]) -> str:
     """values: fields, each with what config.json says and that by which tensors are stored."""
     said = " and ".join(f"{field} {json.dumps(wrong)}" for field, wrong, _ in values)

@@ -133,14 +133,19 @@ def not_in_folder(folder: str, wanted: str) -> str:
     )
 
 
-def counted_as_main(projection: str) -> str:
+def counted_as_main(projection: str, *, is_announced: bool) -> str:
+    """is_announced: config.json counts modules too."""
     layer = projection.partition(".layers.")[2].partition(".")[0]
     return (
         f"{projection} is of an MTP module, and config.json counts its layer among the main ones:"
-        f" set num_hidden_layers to {layer}, as the original has it, unless a merge wrote a main"
+        f" set num_hidden_layers to {layer}{'' if is_announced else _AND_THE_COUNT}, as the"
+        " original has it, unless a merge wrote a main"
         " layer over the module, which --level weights tells. Engines compute the module as a main"
         " layer, and have no draft"
     )
+
+
+_AND_THE_COUNT = ", and the field that counts MTP modules to their number"
 
 
 def partly_lost(wanted: str, count: int, lost: Sequence[str], field: str, *, are_last: bool) -> str:
