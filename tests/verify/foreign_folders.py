@@ -248,7 +248,7 @@ DAMAGED = (
     Folder(
         "AWQ of which nothing is left out",
         unquantized("awq"),
-        words=(r"24 matrices", r"add model\.layers\.3\.mlp\.experts, .* to modules_to_not_convert"),
+        words=(r"24 matrices", r"add model\.layers\.3, model\.decoder to modules_to_not_convert"),
     ),
     Folder(
         "GPTQ, whose experts SGLang quantizes whatever is left out",

@@ -39,6 +39,7 @@ _FP8_LISTS = ("ignored_layers", "modules_to_not_convert")  # in vLLM's order
 _SPECIAL = re.compile(r"[*+?^$()\[\]{}|\\]")
 
 _EXPERTS = EXPERTS.rstrip(".")
+_NEVER_ASKED = (Role.ATTENTION_GATES, Role.INDEXER_HEADS)
 _OF_SGLANG = f"{SGLANG_DRAFT}."
 
 Reads = Callable[[Mapping[str, Any], Collection[str]], Config]
@@ -109,7 +110,8 @@ def sglang_reads(config: Mapping[str, Any], tensors: Collection[str]) -> Config:
             _check_quark(quantization)
             quantization = quark_of_sglang(config, quantization)
         case "bitsandbytes":
-            quantization = _with_components(quantization)
+            _check_bitsandbytes_of_sglang(config, quantization, tensors)
+            quantization = _with_components(config, quantization, tensors)
     return replaced_quantization(config, quantization)
 
 
@@ -137,12 +139,7 @@ def _check_gptq_of_vllm(quantization: Config) -> None:
 
 def _check_experts_of_sglang(config: Mapping[str, Any], tensors: Collection[str]) -> None:
     """Refuse a draft with unquantized experts: SGLang's method of experts asks no rule."""
-    experts = (
-        spec.name
-        for spec in family_of(config, tensors).mtp_tensors.values()
-        if spec.role is Role.ROUTED_EXPERT
-    )
-    if (plain := next((name for name in experts if name in tensors), None)) is not None:
+    if (plain := _plain_expert(config, tensors)) is not None:
         raise InvalidInputError(
             "SGLang builds every expert of a GPTQ model quantized, whatever dynamic says",
             expected="experts in GPTQ's int4 too",
@@ -150,6 +147,35 @@ def _check_experts_of_sglang(config: Mapping[str, Any], tensors: Collection[str]
             todo="Serve it with vLLM, or give SGLang the MTP layer in a folder of its own, whose"
             " config.json has no quantization_config: mtp-export graft makes one",
         )
+
+
+def _plain_expert(config: Mapping[str, Any], tensors: Collection[str]) -> str | None:
+    specs = family_of(config, tensors).mtp_tensors.values()
+    experts = (spec.name for spec in specs if spec.role is Role.ROUTED_EXPERT)
+    return next((name for name in experts if name in tensors), None)
+
+
+def _check_bitsandbytes_of_sglang(
+    config: Mapping[str, Any], quantization: Config, tensors: Collection[str]
+) -> None:
+    """Refuse what its class of experts does not load: it asks no list, and has no 8 bits."""
+    every = family_of(config, tensors).tensors.values()
+    if not any(spec.role is Role.ROUTED_EXPERT for spec in every):
+        return
+    if quantization.get("load_in_8bit"):
+        raise _refused("SGLang 0.5.23", "4 bits beside routed experts", "load_in_8bit")
+    plain = _plain_expert(config, tensors)
+    if plain is not None and _is_plain(plain, tensors):
+        raise _refused(
+            "SGLang 0.5.23", "experts in bitsandbytes' codes too", f"{plain}, unquantized"
+        )
+
+
+def _is_plain(name: str, tensors: Collection[str]) -> bool:
+    """Return whether a weight of bitsandbytes' has no constants beside it."""
+    return not any(
+        one in tensors for one in (f"{name}.absmax", f"{name.removesuffix('weight')}SCB")
+    )
 
 
 def _check_auto_round(engine: str, quantization: Config) -> None:
@@ -281,13 +307,27 @@ def _with_whole_patterns(quantization: Config) -> Config:
     return {**quantization, "extra_config": whole} if whole else quantization
 
 
-def _with_components(quantization: Config) -> Config:
+def _with_components(
+    config: Mapping[str, Any], quantization: Config, tensors: Collection[str]
+) -> Config:
     """Return bitsandbytes' config with entries that are no beginning of a name as one component of
-    it, wherever that is: SGLang knows neither patterns nor ends."""
+    it, wherever that is: SGLang knows neither patterns nor ends. It asks for linears that it joins
+    by the name of all of them, and for gates of attention and heads of an indexer never."""
     listed = quantization.get(SKIPPED)
-    if not isinstance(listed, list):
-        return quantization
-    names = (str(one) for one in listed)
+    family = family_of(config, tensors)
+    joined = {name: parts for parts, names in family.patterns.fused.items() for name in names}
+    parts = {part for own in joined.values() for part in own}
+    names = list[str]()
+    for entry in map(str, listed if isinstance(listed, list) else ()):
+        module, dot, last = entry.rpartition(".")
+        if last not in parts:
+            names += [f"{module}{dot}{one}" for one in (last, *joined.get(last, ()))]
+    plain = (one for one in family.tensors.values() if one.role in _NEVER_ASKED)
+    names += dict.fromkeys(
+        one.module.rpartition(".")[2]
+        for one in plain
+        if one.name in tensors and _is_plain(one.name, tensors)
+    )
     anywhere = [("" if "." in one else r"(?:.*\.)?") + re.escape(one) for one in names]
     return {**quantization, SKIPPED: anywhere}
 

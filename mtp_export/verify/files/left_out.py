@@ -181,13 +181,12 @@ class ListedDraft:
             return True
 
     def _to_leave_out(self, weights: list[StoredWeight]) -> list[str]:
-        """The MTP layers, where all that is stored of their linears is unquantized and the method
-        knows modules; else the linears. Projections beside the layers, too, which some engines
-        build as any linear."""
-        own = {weight.weight.name for weight in weights}
-        every = (one.weight for one in self.described.weights.values())
+        """The MTP layers, where all their linears are stored unquantized and the method knows
+        modules; else the linears. Projections beside the layers, too, which some engines build as
+        any linear."""
+        every = (one for one in self.described.weights.values() if one.weight.is_linear_weight)
         whole_names = METHODS[method_of(self.quantization)].whole_names
-        if not whole_names and all(s.name in own for s in every if s.is_linear_weight):
+        if self.layers and not whole_names and all(self._is_plain(one) for one in every):
             return [*self.layers, *self._projections]
         own_names = (w.weight._replace(name=w.tensors[0].name) for w in weights)
         return [*modules_of(own_names), *self._projections]

@@ -221,6 +221,11 @@ def test_sglang_renames_where_a_config_class_of_its_can() -> None:
     [
         ("mtp", "model.language_model.mtp.layers.0.mlp.up_proj", True, False),
         ("mtp", "mtp.layers.0.mlp.up_proj", True, True),
+        ("mlp.down_proj", "model.layers.3.mlp.down_proj", False, True),
+        ("down_proj", "model.layers.3.mlp.down_proj", True, True),
+        ("up_proj", "model.layers.3.mlp.up_proj", False, True),  # asked for with gate_proj
+        ("model.layers.3.mlp.up_proj", "model.layers.3.mlp.up_proj", False, True),
+        ("model.layers.3.mlp.gate_up_proj", "model.layers.3.mlp.up_proj", True, False),
         ("gate", "model.layers.3.mlp.shared_expert_gate", False, True),
         (r"model\.layers\.[34]", "model.layers.3.mlp.up_proj", False, True),
         ("model.layers.3", "model.layers.3.mlp.up_proj", True, True),
@@ -231,11 +236,31 @@ def test_sglang_renames_where_a_config_class_of_its_can() -> None:
 def test_entries_of_bitsandbytes(
     entry: str, module: str, by_sglang: bool, by_transformers: bool
 ) -> None:
-    """transformers takes patterns and ends of names, SGLang components and beginnings."""
-    listed = {"load_in_8bit": True, "llm_int8_skip_modules": [entry]}
+    """transformers takes patterns and ends of names, SGLang components and beginnings, of the names
+    of linears that it joins."""
+    listed = {"load_in_4bit": True, "llm_int8_skip_modules": [entry]}
     quantization = {"quant_method": "bitsandbytes", **listed}
     assert is_left_out(sglang_reads, quantization, module) is by_sglang
     assert is_left_out(as_it_is, quantization, module) is by_transformers
+
+
+def test_sglang_takes_no_list_for_gates_and_experts_of_bitsandbytes() -> None:
+    config = SMALL_CONFIGS["deepseek_v32"]
+    layer = f"model.layers.{config['num_hidden_layers']}"
+    heads, expert = f"{layer}.self_attn.indexer.weights_proj", f"{layer}.mlp.experts.0.up_proj"
+    quantization = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+
+    def read(*names: str, **fields: Any) -> dict[str, Any]:
+        return sglang_reads(config | {"quantization_config": quantization | fields}, names)
+
+    for names, is_plain in (((), False), ((f"{heads}.weight",), True)):
+        found = quant_config_of(read(*names)["quantization_config"])
+        assert (found.format_of(heads, Role.INDEXER_HEADS) is None) is is_plain
+    coded = (f"{expert}.weight", f"{expert}.weight.absmax")
+    assert read(*coded)
+    for refused in (lambda: read(coded[0]), lambda: read(*coded, load_in_8bit=True)):
+        with pytest.raises(UnsupportedError, match=r"SGLang 0\.5\.23 does not load"):
+            refused()
 
 
 def test_a_broken_pattern_of_bitsandbytes_is_named() -> None:
