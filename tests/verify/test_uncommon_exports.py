@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from cases import edit_json, run_program
 from faults.small_model import family_config, write_dense
-from verify.foreign import FIXTURES, GLM, GLM_MTP, Tensors, quantized, rewritten
+from verify.foreign import FIXTURES, GLM, GLM_MTP, INDEX, Tensors, quantized, rewritten
 
 QWEN = FIXTURES / "qwen3-5-tiny"
 
@@ -158,3 +158,133 @@ def test_every_transposed_linear_is_told(tmp_path: Path) -> None:
 
     found = failures(rewritten(QWEN, tmp_path / "turned", turned))["mtp: precision on disk"]
     assert found.count("is stored transposed: it holds") == 5 and "and " in found
+
+
+def test_parameters_that_were_not_gathered_are_told(tmp_path: Path) -> None:
+    def empty(stored: Tensors) -> Tensors:
+        return {n: one[:0] if n.startswith(GLM_MTP) else one for n, one in stored.items()}
+
+    found = failures(rewritten(GLM, tmp_path / "zero", empty))
+    assert "self_attn.q_proj holds nothing (" in found["mtp: precision on disk"]
+    assert "another model" not in " ".join(found.values())
+
+
+def test_one_ranks_part_of_a_layer_is_told(tmp_path: Path) -> None:
+    def half(stored: Tensors) -> None:
+        for name in [n for n in stored if n.startswith(GLM_MTP) and n.endswith("_proj.weight")]:
+            by_columns = "down_proj" in name or "o_proj" in name
+            if "eh_proj" not in name:
+                stored[name] = stored[name].chunk(2, int(by_columns))[0].contiguous()
+
+    found = complete(rewritten(GLM, tmp_path / "rank", half))
+    assert "matrices are one of 2 parts of themselves" in found and "one rank of 2" in found
+
+
+@pytest.mark.parametrize(
+    "pair", [("self_attn.q_proj", "self_attn.k_proj"), ("up_proj", "down_proj")]
+)
+def test_matrices_in_each_others_place_are_told(tmp_path: Path, pair: tuple[str, str]) -> None:
+    one, other = (f"mtp.layers.0.{'' if '.' in own else 'mlp.'}{own}.weight" for own in pair)
+
+    def exchange(stored: Tensors) -> None:
+        stored[one], stored[other] = stored[other], stored[one]
+
+    found = complete(rewritten(QWEN, tmp_path / "exchanged", exchange))
+    assert "are in each other's place by their shapes: give each" in found
+    assert one in found and other in found
+
+
+def test_numbers_in_another_shape_are_told(tmp_path: Path) -> None:
+    def flat(stored: Tensors) -> Tensors:
+        return {
+            n: one.flatten() if n.startswith("mtp.layers.") and one.dim() > 1 else one
+            for n, one in stored.items()
+        }
+
+    found = failures(rewritten(QWEN, tmp_path / "flat", flat))
+    assert found["mtp: precision on disk"].count("has its numbers in another shape") > 1
+    assert "another model" not in " ".join(found.values())
+
+
+@pytest.mark.parametrize("word", ["experts.expert_{}", "experts_{}", "expert.{}"])
+def test_experts_of_other_names_are_told(tmp_path: Path, word: str) -> None:
+    def other(name: str) -> str:
+        before, is_expert, after = name.partition("experts.")
+        number, _, last = after.partition(".")
+        named = is_expert and number.isdecimal()
+        return f"{before}{word.format(number)}.{last}" if named else name
+
+    found = complete(rewritten(GLM, tmp_path / "named", _of_module(other)))
+    assert f"{GLM_MTP}mlp.{word.format('*')}.up_proj.weight (" in found
+    assert f"lies where engines look for {GLM_MTP}mlp.experts.*.up_proj.weight" in found
+
+
+def test_keys_and_values_in_one_are_told(tmp_path: Path) -> None:
+    def joined(stored: Tensors) -> None:
+        prefix = "mtp.layers.0.self_attn."
+        both = [stored.pop(f"{prefix}{one}_proj.weight") for one in "kv"]
+        stored[f"{prefix}kv_proj.weight"] = torch.cat(both)
+
+    found = complete(rewritten(QWEN, tmp_path / "joined", joined))
+    assert "kv_proj.weight joins the rows of k_proj and v_proj" in found
+
+
+CLASSES = {
+    "no model_type": ({"model_type": None}, "config.json has no model_type"),
+    "no class": ({"architectures": None}, "config.json has no architectures"),
+    "another's class": (
+        {"architectures": ["LlamaForCausalLM"]},
+        "name LlamaForCausalLM, the class of another model than model_type glm4_moe",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CLASSES)
+def test_a_main_model_without_its_class_is_told(tmp_path: Path, case: str) -> None:
+    fields, words = CLASSES[case]
+    source = rewritten(GLM, tmp_path / "unnamed", config=lambda config: config.update(fields))
+    assert words in failures(source)["main model's class"]
+
+
+def test_code_of_its_own_has_a_class_of_any_name(tmp_path: Path) -> None:
+    fields = {"architectures": ["LlamaForCausalLM"], "auto_map": {"AutoConfig": "own.Config"}}
+    source = rewritten(GLM, tmp_path / "own", config=lambda config: config.update(fields))
+    assert run_program("verify", source, "--level", "files").code == 0
+
+
+FILES: dict[str, tuple[str, bytes, str]] = {
+    "pointer": (INDEX, b"version https://git-lfs.github.com/spec/v1\n", "a pointer of Git LFS"),
+    "page": ("config.json", b"<!DOCTYPE html><html>403</html>", "an HTML page"),
+    "page for a shard": ("model-00002-of-00002.safetensors", b"<html>" * 9, "is an HTML page"),
+    "gzip": ("model-00002-of-00002.safetensors", b"\x1f\x8b\x08" + b"5" * 90, "by gzip"),
+    "pickle": ("model-00001-of-00002.safetensors", b"PK\x03\x04" + b"5" * 90, "as torch.save"),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_another_file_in_the_place_of_one_is_told(tmp_path: Path, case: str) -> None:
+    name, content, words = FILES[case]
+    folder = write_dense(tmp_path / "files", config=family_config("mimo"))
+    (folder / name).write_bytes(content)
+    found = failures(folder)["headers and index"]
+    assert words in found and name in found
+
+
+def test_paths_in_an_index_are_told(tmp_path: Path) -> None:
+    folder = write_dense(tmp_path / "files", config=family_config("mimo"))
+    edit_json(
+        folder / INDEX,
+        lambda index: index.update(
+            weight_map={name: f"./{file}" for name, file in index["weight_map"].items()}
+        ),
+    )
+    found = failures(folder)["headers and index"]
+    assert "write the index without ./" in found and "outside the folder" not in found
+
+
+def test_a_shard_that_is_a_copy_of_another_is_told(tmp_path: Path) -> None:
+    folder = write_dense(tmp_path / "files", config=family_config("mimo"))
+    first, second = (folder / f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+    second.write_bytes(first.read_bytes())
+    found = failures(folder)["headers and index"]
+    assert "tensors that are in both" in found and "One of them is a copy of the other" in found

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from mtp_checkpoints.dtypes import DType, OutputTensor
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.sources.byte_source import ByteFile, ByteSource, OpenFile, Place
+from mtp_checkpoints.sources.file_kinds import LFS_POINTER, MOST_TELLING, kind_of_file
 
 CONFIG_NAME = "config.json"
 QUANTIZATION = "quantization_config"  # its field
@@ -151,9 +152,6 @@ class Container(Protocol):
         ...
 
 
-_LFS_POINTER = b"version https://git-lfs."
-
-
 class HeaderError(Exception):
     """A contradiction inside a header; its reader makes an InvalidInputError of it."""
 
@@ -174,18 +172,30 @@ class HeaderError(Exception):
 
 def check_no_pointer(file: OpenFile, title: str) -> None:
     """Refuse the text that Git LFS leaves in place of a large file (HeaderError)."""
-    if file.read(0, min(len(_LFS_POINTER), file.size_bytes)) == _LFS_POINTER:
+    if kind_of(file) == LFS_POINTER:
         raise HeaderError(
-            "A shard is a pointer of Git LFS, not the file that it stands for",
+            f"A shard is {LFS_POINTER}, not the file that it stands for",
             f"a {title} file: `git lfs pull` brings it, or the Hub's own client",
             f"{file.size_bytes} bytes of text",
         )
+
+
+def kind_of(file: OpenFile) -> str:
+    """Return in words what an open file is by its first bytes; "" for anything that is not known
+    by them."""
+    return kind_of_file(file.read(0, min(MOST_TELLING, file.size_bytes)))
 
 
 def check_tensor_name(name: str) -> None:
     """Refuse a name that could lead out of a folder or does not print (ValueError)."""
     if not name or name.startswith("/") or not name.isprintable() or ".." in name.split("/"):
         raise ValueError(f"unsafe tensor name {name!r}")
+
+
+_COPIED = (
+    "download both again where the original has both, with tensors of its own in each, else remove"
+    " one"
+)
 
 
 def files_of_tensors(source: ByteSource, shards: Iterable[ShardHeader]) -> dict[str, str]:
@@ -196,11 +206,16 @@ def files_of_tensors(source: ByteSource, shards: Iterable[ShardHeader]) -> dict[
         local = dict.fromkeys([tensor.name for tensor in shard.tensors], file_name)
         if not files_of.keys().isdisjoint(local):
             name = next(name for name in local if name in files_of)
+            both = sum(name in files_of for name in local)
+            more = f", of {both:,} tensors that are in both" if both > 1 else ""
+            copied = both == len(local) == sum(file == files_of[name] for file in files_of.values())
             raise InvalidInputError(
                 f"Tensor {name} is in two shards",
-                where=source.path,
-                found=f"{files_of[name]} and {file_name}",
-                todo="Remove the stale shard, or write the checkpoint again",
+                where=source.path / file_name if copied else source.path,
+                found=f"{files_of[name]} and {file_name}{more}",
+                todo=f"One of them is a copy of the other: {_COPIED}"
+                if copied
+                else "Remove the stale shard, or write the checkpoint again",
             )
         files_of |= local
     return files_of

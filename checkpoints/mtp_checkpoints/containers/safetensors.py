@@ -148,6 +148,14 @@ def _weight_map(source: ByteSource, config: Mapping[str, Any]) -> dict[str, str]
                 found=file_name,
                 todo=f"It is the index of another upload: write that of the *{SUFFIX} files",
             )
+        if isinstance(file_name, str) and _is_plain_file_name(file_name.removeprefix("./")):
+            raise InvalidInputError(
+                f"The index gives a path of the file of tensor {name}, and not its name",
+                where=path,
+                expected=f"{file_name.removeprefix('./')}",
+                found=file_name,
+                todo="Engines that compare names load no such file: write the index without ./",
+            )
         raise InvalidInputError(
             f"The index puts tensor {name} at a path outside the folder",
             where=path,

@@ -23,6 +23,7 @@ from mtp_checkpoints.containers.base import (
     TensorInfo,
     check_no_pointer,
     check_tensor_name,
+    kind_of,
 )
 from mtp_checkpoints.dtypes import DType, OutputTensor, tensor_bytes
 from mtp_checkpoints.named_tuples import rows_of
@@ -141,12 +142,14 @@ def _read_raw(file: OpenFile) -> bytes:
         raise HeaderError(
             "A shard is too short for a safetensors file",
             "at least 8 bytes",
-            f"{file.size_bytes} bytes",
+            _bytes_of(file),
         )
     header_bytes = int.from_bytes(file.read(0, _LENGTH_BYTES), "little")
     available = file.size_bytes - _LENGTH_BYTES
     check_no_pointer(file, "safetensors")
     if header_bytes > available:
+        if kind := kind_of(file):
+            raise HeaderError(f"A shard is {kind}", "a safetensors file", _bytes_of(file))
         raise HeaderError(
             "A shard's header is longer than the file",
             f"at most {available} bytes of header",
@@ -157,6 +160,10 @@ def _read_raw(file: OpenFile) -> bytes:
             "A shard's header is too long", f"at most {MAX_HEADER_BYTES} bytes", str(header_bytes)
         )
     return file.read(_LENGTH_BYTES, _LENGTH_BYTES + header_bytes)
+
+
+def _bytes_of(file: OpenFile) -> str:
+    return f"{file.size_bytes} bytes"
 
 
 def _parse_json(raw: bytes) -> dict[str, Any]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from mtp_checkpoints.families.signs import in_layer
 
 _MOST_DIGITS = 6
+_EXPERT = re.compile(r"[a-z_]*exp(?:ert)?s?_?(\d{1,6})", re.ASCII)  # of a word and its number
 
 
 def ending(name: str) -> tuple[str, ...]:
@@ -61,6 +63,8 @@ def place_of(name: str) -> Place:
     for one in name.split("."):
         if _is_number(one) and "exp" in before:
             expert = int(one)
+        elif (glued := _EXPERT.fullmatch(one)) is not None:
+            expert = int(glued[1])
         elif _is_number(one) and layer < 0:
             layer = int(one)
         before = one

@@ -91,7 +91,8 @@ def other_names(
     search.by_separators()
     search.by_beginnings()
     inside = search.by_components()
-    joined = [*search.joined({_GATE_AND_UP, *joins}), *search.parted()]
+    pairs = (own[1:] for own in joins if len(own) > _FEWEST)  # as keys and values alone
+    joined = [*search.joined({_GATE_AND_UP, *joins, *pairs}), *search.parted()]
     search.by_words()
     search.by_shapes()
     alike = search.alike()

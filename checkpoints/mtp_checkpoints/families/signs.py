@@ -364,15 +364,6 @@ def other_draft(config: Mapping[str, Any], names: Collection[str]) -> OtherDraft
     return None
 
 
-def draft_class(config: Mapping[str, Any]) -> str | None:
-    """Return the first architecture of a config.json, where it is an engine's class of MTP drafts;
-    None where it is not."""
-    architectures = config.get("architectures")
-    first = architectures[0] if isinstance(architectures, list) and architectures else None
-    return first if isinstance(first, str) and first.endswith(_DRAFT_CLASSES) else None
-
-
-_DRAFT_CLASSES = ("NextN", "MTP", "MTPModel")  # ends of names in vLLM and SGLang
 # In this order: the first word that an architecture's name holds decides.
 _KINDS_BY_ARCHITECTURE = {
     "eagle3": "EAGLE-3",

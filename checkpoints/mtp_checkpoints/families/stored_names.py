@@ -43,9 +43,12 @@ def as_weight(name: str) -> str:
     return f"{module}.weight" if last in CODES else name
 
 
+_GLUED = re.compile(r"(\.[a-z_]*exp(?:ert)?s?[._]?)\d+\.", re.ASCII)  # to a word for experts
+
+
 def as_any_expert(name: str) -> str:
     """Return the name of a tensor with a mark in the place of its expert's number."""
-    return _OF_EXPERT.sub(".experts.*.", name)
+    return _GLUED.sub(r"\1*.", name)
 
 
 def as_experts(names: Sequence[str]) -> str:

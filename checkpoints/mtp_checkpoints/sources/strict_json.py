@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.sources.byte_source import Place
+from mtp_checkpoints.sources.file_kinds import MOST_TELLING, kind_of_file
 from mtp_checkpoints.sources.local_folder import LocalFolder
 
 MAX_DEPTH = 64  # the deepest files of real checkpoints, tokenizers, have about 10
@@ -116,7 +117,7 @@ def parsed_json_object(path: Place, raw: bytes) -> dict[str, Any]:
     try:
         value = parse(raw)
     except ValueError as error:
-        raise _unparsable(path, str(error)[:200]) from None
+        raise _unparsable(path, kind_of_file(raw[:MOST_TELLING]) or str(error)[:200]) from None
     if not isinstance(value, dict):
         raise InvalidInputError(
             "A JSON file holds no object", where=path, expected="{...}", found=type(value).__name__

@@ -12,7 +12,7 @@ from mtp_checkpoints.families.other_kinds import of_another_kind
 from mtp_checkpoints.families.other_names import OtherNames
 from mtp_export.verify.check import Item, Problem
 from mtp_export.verify.diagnosis.causes import presence as causes
-from mtp_export.verify.files.main_shapes import of_other_shapes
+from mtp_export.verify.files.main_shapes import exchanged, of_other_shapes
 
 _FLAT = "flat_param"  # of FSDP, one for all parameters of a module
 
@@ -41,6 +41,8 @@ class Strange:
         """others: those that are what is missing, under other names."""
         if (flat := next(filter(_is_flat, self.mtp), None)) is not None:
             return each([flat, *self.names], causes.flattened(flat))
+        if pairs := exchanged(self.wanted, self.mtp):
+            return pairs
         if others is not None and others.is_sure:
             return each([*others.pairs, *self.names], causes.other_names(others))
         if kinds := of_another_kind(self.wanted, self.mtp):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from math import prod
 
 from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.families.base import FLOATS, Role, TensorSpec
@@ -17,6 +18,7 @@ from mtp_export.verify.files.tensor_problems import COPIED
 
 _STORED_WHOLE = frozenset({*FLOATS, "F8_E4M3", "F8_E5M2", "I8"})  # an element per number
 _COMPONENTS = 3  # of a tensor's name, that tell it in its layer
+_PAIR = 2
 _Shape = tuple[int, ...]
 
 
@@ -92,15 +94,60 @@ def of_other_shapes(
     elif len(told) > 1:
         shapes = {name: ([*mtp[unlike[name]].shape], [*wanted[name].shape]) for name in told}
         words = causes.of_other_shapes(len(unlike), shapes)
+        if (parts := _parts_of_ranks(unlike, wanted, mtp)) > 1:
+            words = causes.of_one_rank(len(unlike), parts, next(iter(shapes.items())))
     else:
         return []
     return [Problem(own, words) for own in unlike.values()]
 
 
 def _is_unlike(tensor: TensorInfo, wanted: TensorSpec) -> bool:
-    """Return whether a tensor holds another weight, and not that transposed. Of embeddings and
-    heads engines take the main model's, and routers go with the experts, whose number tells."""
-    transposed = tuple(tensor.shape) == tuple(reversed(wanted.shape))
+    """Return whether a tensor holds another weight, and neither that transposed or in another shape
+    nor nothing. Of embeddings and heads engines take the main model's, and routers go with the
+    experts, whose number tells."""
+    size = prod(tensor.shape)
+    is_whole = tensor.dtype in _STORED_WHOLE and size == prod(wanted.shape)
     return (
-        wanted.role not in (*COPIED, Role.ROUTER) and not transposed and not holds(tensor, wanted)
+        wanted.role not in (*COPIED, Role.ROUTER)
+        and size > 0
+        and not is_whole
+        and not holds(tensor, wanted)
     )
+
+
+def _parts_of_ranks(
+    unlike: Mapping[str, str], wanted: Mapping[str, TensorSpec], mtp: Mapping[str, TensorInfo]
+) -> int:
+    """Return of how many parts each matrix is one, by rows or by columns, of attention and of other
+    linears alike; 0 where that is not so of all."""
+    found = set[int]()
+    for name, own in unlike.items():
+        sizes = zip(mtp[own].shape, wanted[name].shape, strict=False)
+        axes = [divmod(whole, part) for part, whole in sizes if part != whole]
+        found.add(axes[0][0] if len(axes) == 1 and axes[0][1] == 0 else 0)
+    roles = {wanted[name].role for name in unlike}
+    is_of_all = Role.ATTENTION in roles and len(roles) > 1
+    return found.pop() if len(found) == 1 and is_of_all else 0
+
+
+def exchanged(wanted: Mapping[str, TensorSpec], mtp: Mapping[str, TensorInfo]) -> list[Problem]:
+    """The matrices of a module of linears that are in each other's place by their shapes, where all
+    others of it are as they should be. wanted and mtp: as of of_other_shapes."""
+    by_parent: dict[str, list[str]] = {}
+    for own, tensor in mtp.items():
+        name = as_weight(own)
+        if name in wanted and is_matrix(tensor) and tensor.shape != tuple(wanted[name].shape):
+            by_parent.setdefault(name.rsplit(".", 2)[0], []).append(own)
+    pairs = [
+        own
+        for own in by_parent.values()
+        if len(own) == _PAIR
+        and all(
+            tuple(mtp[one].shape) == tuple(wanted[as_weight(other)].shape)
+            for one, other in zip(own, reversed(own), strict=True)
+        )
+    ]
+    if not pairs:
+        return []
+    words = causes.in_each_others_place(pairs[0][0], pairs[0][1], len(pairs))
+    return [Problem(own, words) for pair in pairs for own in pair]

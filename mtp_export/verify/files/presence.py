@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 
 from mtp_checkpoints.containers.base import CONFIG_NAME, TensorInfo
 from mtp_checkpoints.containers.safetensors import INDEX_NAME, whole_set
+from mtp_checkpoints.families import FAMILIES
+from mtp_checkpoints.families.class_names import draft_class, foreign_class
 from mtp_checkpoints.families.other_names import OtherNames, other_names
 from mtp_checkpoints.families.signs import (
     Announced,
     are_transposed,
     count_field,
-    draft_class,
     expert_count,
     expert_gaps,
     experts_of,
@@ -30,7 +31,7 @@ from mtp_checkpoints.families.signs import (
     sglang_adds,
 )
 from mtp_checkpoints.quantization.fusion_rules import EXPERTS
-from mtp_checkpoints.quantization.native import describe, quantization_of
+from mtp_checkpoints.quantization.native import describe, is_gguf, quantization_of
 from mtp_checkpoints.quantization.stored import StoredModel
 from mtp_checkpoints.quantization.tools import known_loss
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
@@ -77,8 +78,8 @@ def run(context: Context) -> Iterator[Item]:
         yield not_tested("MTP modules", causes.another_kind(other.kind, other.sign))
         return
     main = found.tensors.keys() - {*found.mtp_names} if found.has_main else ()
-    if has_layers(main) and (name := draft_class(found.config)) is not None:
-        yield failed("main model's class", causes.class_of_a_draft(name), subject=CONFIG_NAME)
+    if has_layers(main) and (words := _unnamed(found)):
+        yield failed("main model's class", words, subject=CONFIG_NAME)
     if (renamed := _renamed_main(found)) is not None:
         yield renamed
         if found.stored is not None and found.renames(found.stored.mtp):
@@ -93,6 +94,22 @@ def run(context: Context) -> Iterator[Item]:
         yield from _shapes(found)
         yield from _indexed(context, found)
         yield from _copies(found)
+
+
+def _unnamed(found: Found) -> str:
+    """Return why engines and transformers find no class, or another's, for a main model; "" where
+    they do."""
+    config = found.config
+    if not config.get("model_type"):
+        return "" if config.get("auto_map") else causes.NO_MODEL_TYPE
+    if (draft := draft_class(config)) is not None:
+        return causes.class_of_a_draft(draft)
+    if found.stored_part(MAIN) is None or is_gguf(quantization_of(config)):
+        return ""
+    if not config.get("architectures"):
+        return causes.NO_CLASS
+    other = foreign_class(config, FAMILIES)
+    return causes.class_of_another(other, str(config["model_type"])) if other else ""
 
 
 def _renamed_main(found: Found) -> Item | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 from mtp_checkpoints.containers.base import TensorInfo
@@ -117,8 +118,12 @@ def _precision(weight: StoredWeight, stored_as: Mapping[str, TensorInfo]) -> Pro
         words = causes.stray_tensors(module, _shown(stray))
     elif stored_as.keys() == wanted.keys():
         words = causes.another_dtype_or_shape(module, stored, _promised(weight))
-        if _is_transposed(stored_as, wanted):
+        if any(0 in tensor.shape for tensor in stored_as.values()):
+            words = causes.holds_nothing(module, stored)
+        elif _is_transposed(stored_as, wanted):
             words = causes.stored_transposed(module, stored, _promised(weight))
+        elif _is_in_another_shape(stored_as, wanted):
+            words = causes.in_another_shape(module, stored, _promised(weight))
         if weight.weight.mtp_layer is not None and weight.weight.role in COPIED:
             words += causes.COPY_NOT_NEEDED
     else:
@@ -134,6 +139,13 @@ def _is_transposed(found: Mapping[str, TensorInfo], wanted: Mapping[str, Any]) -
     shape = tuple(wanted[key].shape)
     is_turned = tuple(tensor.shape) == (*shape[:-2], *shape[:-3:-1]) != shape
     return not others and is_turned and tensor.dtype in wanted[key].dtypes
+
+
+def _is_in_another_shape(found: Mapping[str, TensorInfo], wanted: Mapping[str, Any]) -> bool:
+    """Return whether a weight alone has as many numbers as promised, in another shape."""
+    ((key, tensor), *others) = found.items()
+    is_whole = prod(tensor.shape) == prod(wanted[key].shape) and tensor.dtype in wanted[key].dtypes
+    return not others and is_whole and tuple(tensor.shape) != tuple(wanted[key].shape)
 
 
 def _agree(found: Mapping[str, TensorInfo], wanted: Mapping[str, Any]) -> bool:

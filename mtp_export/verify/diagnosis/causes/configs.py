@@ -37,7 +37,7 @@ def values_misdescribe(values: Sequence[tuple[str, object, object]]) -> str:
     ((field, wrong, value),) = values
     if field.rpartition(".")[2] == "num_hidden_layers" and int(str(value)) < int(str(wrong)):
         return f"{words}, unless the last main layers were lost: then put them back"
-    if wrong == 0 and field.rpartition(".")[2] in COUNT_FIELDS:
+    if not wrong and field.rpartition(".")[2] in COUNT_FIELDS:
         return f"{words}. Engines read it there, and would serve without speculation"
     return words
 

@@ -179,6 +179,17 @@ def stored_transposed(module: str, stored: str, expected: str) -> str:
     return f"{module} is stored transposed: it holds {stored}, expected {expected}"
 
 
+def in_another_shape(module: str, stored: str, expected: str) -> str:
+    return f"{module} has its numbers in another shape: it holds {stored}, expected {expected}"
+
+
+def holds_nothing(module: str, stored: str) -> str:
+    return (
+        f"{module} holds nothing ({stored}), as DeepSpeed's ZeRO-3 and FSDP leave parameters that"
+        " were not gathered: save the model again, with all of them gathered"
+    )
+
+
 def another_storage(module: str, stored: str, storage: str, expected: str) -> str:
     return (
         f"{module} is stored as {stored}, and by quantization_config an engine expects {storage}:"

@@ -152,7 +152,7 @@ def partly_lost(wanted: str, count: int, lost: Sequence[str], field: str, *, are
     """lost: the names of the modules that are not there, none where they are not known. field: the
     one of config.json that counts modules. are_last: none that is there follows one of them."""
     verb, counts = "is" if len(lost) == 1 else "are", field.split()[0] if field else "its count"
-    missing = f" ({', '.join(lost)} {verb} missing)" if lost else ""
+    missing = f" ({shortened(lost, _SINGLY)} {verb} missing)" if lost else ""
     words = (
         f"config.json announces {wanted}, and tensors of {count} are there{missing}: the others"
         " were lost, and a graft gives them back"
@@ -306,6 +306,24 @@ def of_other_shapes(count: int, shapes: Mapping[str, tuple[list[int], list[int]]
     )
 
 
+def of_one_rank(count: int, parts: int, first: tuple[str, tuple[list[int], list[int]]]) -> str:
+    """first: one of `count` tensors, with its shape and the one that it should have."""
+    name, (own, wanted) = first
+    return (
+        f"{count} matrices are one of {parts} parts of themselves, by rows or by columns, such as"
+        f" {name} {own} in place of {wanted}: one rank of {parts} saved its own of a layer that"
+        " tensor parallelism divides. Join all ranks' parts, or graft the original's layer"
+    )
+
+
+def in_each_others_place(one: str, other: str, count: int) -> str:
+    pairs = f" ({count:,} pairs of them)" if count > 1 else ""
+    return (
+        f"{one} and {other} are in each other's place by their shapes{pairs}: give each the other's"
+        " name"
+    )
+
+
 def no_expert(module: str, count: int, names: Sequence[str]) -> str:
     """names: of what is missing, in the form of the main layers' experts."""
     return (
@@ -362,6 +380,24 @@ def scale_beside_floats(name: str, dtype: str, scale: str) -> str:
     return (
         f"{name} is {dtype}, and its {scale} is beside it: codes were cast and not multiplied by"
         " their scale, or the scale was left behind. Engines have no place for it"
+    )
+
+
+NO_MODEL_TYPE = (
+    "config.json has no model_type, by which transformers and engines know a model: put the"
+    " original's back"
+)
+NO_CLASS = (
+    "config.json has no architectures, by which vLLM and SGLang find the model's class: put the"
+    " original's back"
+)
+
+
+def class_of_another(architecture: str, model_type: str) -> str:
+    return (
+        f"config.json's architectures name {architecture}, the class of another model than"
+        f" model_type {model_type}: engines build that, and cannot load these tensors. Put the"
+        " original's name back"
     )
 
 
