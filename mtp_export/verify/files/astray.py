@@ -12,6 +12,7 @@ from mtp_checkpoints.families.other_kinds import of_another_kind
 from mtp_checkpoints.families.other_names import OtherNames
 from mtp_export.verify.check import Item, Problem
 from mtp_export.verify.diagnosis.causes import presence as causes
+from mtp_export.verify.diagnosis.causes.names import under_other_names
 from mtp_export.verify.files.main_shapes import exchanged, of_other_shapes
 
 _FLAT = "flat_param"  # of FSDP, one for all parameters of a module
@@ -44,12 +45,12 @@ class Strange:
         if pairs := exchanged(self.wanted, self.mtp):
             return pairs
         if others is not None and others.is_sure:
-            return each([*others.pairs, *self.names], causes.other_names(others))
+            return each([*others.pairs, *self.names], under_other_names(others))
         if kinds := of_another_kind(self.wanted, self.mtp):
             own = (causes.of_another_kind(one.part, one.wanted, one.found) for one in kinds)
             return each([*self.names, *self.mtp], "; ".join(own))
         if others is not None:
-            return each([*others.pairs, *self.names], causes.other_names(others))
+            return each([*others.pairs, *self.names], under_other_names(others))
         unlike = of_other_shapes(self.wanted, self.every, self.mtp, self.width)
         subjects = [one.subject for one in unlike]  # and all else of another model's layer
         return each([*subjects, *self.names, *self.mtp], unlike[0].words) if unlike else []

@@ -49,6 +49,7 @@ from mtp_export.verify.check import (
     verdict,
 )
 from mtp_export.verify.diagnosis.causes import presence as causes
+from mtp_export.verify.diagnosis.causes.names import under_other_names
 from mtp_export.verify.files.astray import Strange, each, with_pairs
 from mtp_export.verify.files.described import of_keys
 from mtp_export.verify.files.found import Found
@@ -120,7 +121,7 @@ def _renamed_main(found: Found) -> Item | None:
     others = found.others
     if others is None or not others.is_sure or not found.renames(main):
         return None
-    item = verdict(f"{MAIN}: names", found.strange(causes.other_names(others, "the model")))
+    item = verdict(f"{MAIN}: names", found.strange(under_other_names(others, "the model")))
     return with_pairs(item, others)
 
 
@@ -193,7 +194,7 @@ def _none_there(name: str, found: Found, wanted: Announced) -> Item:
         words = causes.not_in_folder(str(folder), str(wanted))
         return failed(name, words, figure=figure, subject=str(folder), repair=found.repair)
     if found.stored is not None and found.others and found.renames(found.stored.mtp):
-        words = causes.other_names(found.others)
+        words = under_other_names(found.others)
         for file in found.files_of(found.others.pairs):
             words += causes.left_out_of_index(file)
         item = verdict(name, found.strange(words))
