@@ -16,7 +16,7 @@ from typing import Any, TypedDict, Unpack
 from mtp_checkpoints.errors import IoError, MtpExportError, ResourceError, UnsupportedError
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.sources.files import read_failure
-from mtp_export.progress import shortened
+from mtp_export.progress import counted, shortened
 
 WHOLE_CHECK = "all of it"  # the item of a check that did not run at all
 MTP_MODULE = "the MTP module"  # the subject of a failure that is no single tensor's
@@ -177,11 +177,19 @@ def verdict(name: str, problems: Sequence[Problem], figure: str = "", bound: str
     return failed(
         name,
         shortened([*dict.fromkeys(one.words for one in problems)], _NAMED_PROBLEMS, "; "),
-        figure=f"{len(problems):,} wrong" + (f" of {figure}" if figure else ""),
+        figure=_figure(len(problems), figure),
         bound=bound,
         subject=problems[0].subject,
         data={"problems": [{"subject": p.subject, "words": p.words} for p in problems]},
     )
+
+
+def _figure(problems: int, figure: str) -> str:
+    """Return the figure of an item with problems: those that are missing are none of the many."""
+    there = figure.partition(" ")[0].replace(",", "")
+    if there.isdecimal() and int(there) < problems:
+        return f"{counted(problems, 'problem')}, {figure}"
+    return f"{problems:,} wrong" + (f" of {figure}" if figure else "")
 
 
 def _clipped(text: str) -> str:

@@ -14,8 +14,9 @@ import pytest
 from cases import edit_json, run_program
 from faults.small_model import family_config, write_dense
 from mtp_checkpoints.families import family_of
+from mtp_export.verify.check import Problem, verdict
 from runtime.checkpoints import changed
-from verify.foreign import GLM, GLM_MTP, INDEX, Config, Tensors, rewritten
+from verify.foreign import GLM, GLM_MTP, INDEX, Config, Tensors, rewritten, without
 
 ITEM = "config.json"
 
@@ -176,3 +177,32 @@ def test_a_draft_of_another_width_in_its_own_folder_is_named(tmp_path: Path) -> 
     items = failed(folders[0], "--mtp", folders[1])
     assert items.keys() == {"draft and main of one model"}
     assert "hidden_size differs" in items["draft and main of one model"]["cause"]
+
+
+@pytest.mark.parametrize("layer", [GLM_MTP, "model.layers.1."])
+def test_a_draft_folder_that_counts_its_own_layer(layer: str, tmp_path: Path) -> None:
+    """One whose tensors follow that layer is a draft; one whose names are the main model's needs
+    its count."""
+
+    def draft_alone(stored: Tensors) -> Tensors:
+        mtp = {name: one for name, one in stored.items() if name.startswith(GLM_MTP)}
+        return {name.replace(GLM_MTP, layer): one for name, one in mtp.items()}
+
+    count = _fields(num_hidden_layers=1)
+    main = rewritten(GLM, tmp_path / "main", without(GLM_MTP))
+    draft = rewritten(GLM, tmp_path / "draft", draft_alone, count)
+    if layer != GLM_MTP:
+        outcome = run_program("verify", main, "--mtp", draft, "--level", "files")
+        assert outcome.code == 0, outcome.out
+        edit_json(draft / "config.json", _fields(hidden_size=64))
+        assert "draft and main of one model" in failed(main, "--mtp", draft)
+        return
+    (item,) = failed(main, "--mtp", draft).values()
+    assert f"config.json of {draft} says num_hidden_layers 1" in item["cause"]
+    assert "set num_hidden_layers to 3 there" in item["cause"]
+
+
+def test_problems_that_are_more_than_what_is_there_are_counted_apart() -> None:
+    problems = [Problem(name, name) for name in ("a", "b", "c")]
+    assert verdict("", problems, "2 tensors").figure == "3 problems, 2 tensors"
+    assert verdict("", problems, "1,000 tensors").figure == "3 wrong of 1,000 tensors"

@@ -23,7 +23,7 @@ from mtp_checkpoints.families.signs import (
 )
 from mtp_checkpoints.layouts.llama_cpp import LLAMA_CPP
 from mtp_checkpoints.quantization.fusion_rules import EXPERTS
-from mtp_checkpoints.tensors.bundle_folder import MAIN, RELEASED
+from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP, RELEASED
 from mtp_checkpoints.tensors.untied_head import TIED
 from mtp_export.verify.evidence.parts import in_one, layer_count, layout_of
 
@@ -48,12 +48,14 @@ class OtherValue:
 @dataclass(frozen=True)
 class OtherConfig:
     """A config.json by which all tensors are as stored: the fields that it has otherwise, or the
-    place of its text part, and the one where that is."""
+    place of its text part, and the one where that is. folder: that of a draft of its own, "" for
+    the main model's."""
 
     config: _Config
     values: Sequence[OtherValue] = ()
     place: str = ""
     found: str = ""
+    folder: str = ""
 
 
 def other_config(opened: OpenedPlace) -> OtherConfig | None:
@@ -62,6 +64,8 @@ def other_config(opened: OpenedPlace) -> OtherConfig | None:
     parts = opened.parts
     checkpoints = [part.checkpoint for part in parts if part.checkpoint is not None]
     in_one_place = len({part.place for part in parts}) == 1 and len(checkpoints) == len(parts)
+    if not opened.is_bundle and not in_one_place and opened.target.name == RELEASED:
+        return _of_main_count(opened)
     if opened.is_bundle or not in_one_place or opened.target.name not in (RELEASED, LLAMA_CPP.name):
         return None
     layouts = opened.layouts
@@ -78,6 +82,25 @@ def other_config(opened: OpenedPlace) -> OtherConfig | None:
         if (found := trial.layouts(other.config)) is not None and not _differing(found):
             return other
     return _of_another_size(trial, layouts) if followed and of_all else None
+
+
+def _of_main_count(opened: OpenedPlace) -> OtherConfig | None:
+    """Return the config of a draft's own folder with the main model's number of layers, by which
+    alone its tensors are as stored; None where that is not so."""
+    main, draft = opened.main, opened.part(MTP)
+    if main is None or draft is None or draft.checkpoint is None:
+        return None
+    config, count = draft.checkpoint.config, main_layers(main.config)
+    said = next((pair for pair in _numbers(config) if pair[0][-1] in LAYER_FIELDS), None)
+    if said is None or count is None or said[1] == count:
+        return None
+    other = _with(config, [(*said, count)])
+    changed = replace(draft, checkpoint=replace(draft.checkpoint, config=dict(other.config)))
+    try:
+        layout = layout_of(changed, opened.target, count)
+    except MtpExportError:
+        return None
+    return None if layout.differences else replace(other, folder=str(draft.place))
 
 
 @dataclass(frozen=True)

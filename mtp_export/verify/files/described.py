@@ -66,7 +66,8 @@ def misdescribed_by_config(context: Context) -> Item | None:
         return None
     words = causes.text_part_elsewhere(other.found, other.place)
     if other.values:
-        words = causes.values_misdescribe([(v.field, v.said, v.stored) for v in other.values])
+        values = [(v.field, v.said, v.stored) for v in other.values]
+        words = causes.values_misdescribe(values, other.folder)
         words += of_keys(context)
     tensors = counted(sum(len(one.tensors) for one in context.checkpoints.values()), "tensor")
     return failed("config.json", words, subject=CONFIG_NAME, figure=f"{tensors} as by another one")

@@ -4,12 +4,14 @@ record by its identity."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtp_checkpoints.containers.base import CONFIG_NAME
 from mtp_checkpoints.errors import InvalidInputError, MtpExportError
-from mtp_checkpoints.tensors.bundle_folder import MAIN
+from mtp_checkpoints.families.signs import main_layers, text_fields
+from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_checkpoints.tensors.manifest import MAIN_IDENTITY
 from mtp_checkpoints.tensors.model_identity import model_identity, recorded_main_identity
 from mtp_checkpoints.tensors.untied_head import with_head_like
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 _SHOWN = 16  # characters of an identity
 _MAIN, _PAIR = "main: the model that was exported", "draft and main of one bundle"
+_LAYERS = "num_hidden_layers"
 _LEFT_OUT = "--no-checksums leaves it out"
 
 
@@ -39,8 +42,11 @@ def run(context: Context) -> Iterator[Item]:
     elif context.is_bundle:
         yield from _of_bundle(context, context.main, recorded)
     else:
-        if context.options.mtp is not None and context.mtp is not None:
-            yield from _of_one_model(context.main, context.mtp)
+        if context.options.mtp is not None and context.mtp and not context.other_config:
+            of_draft = next((one for one in context.layouts if one.name == MTP), None)
+            own_count = main_layers(context.mtp.config) == 1  # which is the draft's own layer
+            fits = own_count and of_draft is not None and not of_draft.differences
+            yield from _of_one_model(context.main, context.mtp, own_count=fits)
         if recorded is not None:
             yield _of_two_places(context, context.main, recorded)
 
@@ -86,9 +92,13 @@ def _changed(context: Context) -> Problem:
     return Problem(damaged[0] if len(damaged) == 1 else MAIN, causes.MAIN_REPLACED)
 
 
-def _of_one_model(main: Checkpoint, draft: Checkpoint) -> Iterator[Item]:
-    """The draft that --mtp names has the sizes of the main model, and computes as it does."""
+def _of_one_model(main: Checkpoint, draft: Checkpoint, *, own_count: bool) -> Iterator[Item]:
+    """The draft that --mtp names has the sizes of the main model, and computes as it does.
+    own_count: its config.json counts its own layer in place of the main ones."""
     name = "draft and main of one model"
+    if own_count:
+        layers = {_LAYERS: text_fields(main.config).get(_LAYERS)}
+        draft = replace(draft, config={**draft.config, **layers})
     try:
         config = with_mtp_layers(main.config, draft.config)
         check_same_model(main, config, with_head_like(draft, main))

@@ -26,11 +26,17 @@ OF_KEYS = (
 )
 
 
-def values_misdescribe(values: Sequence[tuple[str, object, object]]) -> str:
-    """values: fields, each with what config.json says and that by which tensors are stored."""
+def values_misdescribe(values: Sequence[tuple[str, object, object]], folder: str) -> str:
+    """values: fields, each with what config.json says and that by which tensors are stored. folder:
+    that of a draft of its own, whose config.json is meant, "" for the main model's."""
     said = " and ".join(f"{field} {json.dumps(wrong)}" for field, wrong, _ in values)
     stored = " and ".join(json.dumps(value) for *_, value in values)
     put = " and ".join(f"{field} to {json.dumps(value)}" for field, _, value in values)
+    if folder:
+        return (
+            f"config.json of {folder} says {said}, and its tensors are as by the main model's"
+            f" {stored}: set {put} there, or engines look for tensors of other names"
+        )
     words = f"config.json says {said}, and all tensors are stored as by {stored}: set {put}"
     if len(values) > 1:
         return f"{words}, or put the original's config.json back"
