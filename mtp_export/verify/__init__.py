@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 _OF_VALUES = (
     *("weights.value_checks", "weights.own_scales", "weights.zero_points", "weights.word_order"),
     *("weights.channel_groups", "weights.joined_numbers", "weights.mtp_values"),
+    "weights.lost_bits",
     *("weights.unnamed_values", "weights.cut_off", "weights.neurons", "weights.norm_places"),
-    *("weights.query_and_key_norms", "weights.scaled_runs", "weights.lost_bits"),
-    "weights.norm_sizes",
+    *("weights.query_and_key_norms", "weights.scaled_runs"),
+    *("weights.norm_sizes", "weights.repeated_parts", "weights.sizes:far_from_like"),
 )
 # In the order of a report. A new check is one file and one line here.
 CHECKS: dict[str, Check] = {

@@ -257,7 +257,7 @@ def test_codes_that_are_all_alike_leave_the_router_alone(tmp_path: Path) -> None
     change(damaged, "mlp.experts.0.gate_proj", CODES, torch.zeros_like)
     found = failed_items(damaged, tmp_path / "damaged")
     name = f"{damaged.layer}mlp.experts.0.gate_proj.qweight"
-    assert words_of(found[0], name).startswith(f"all codes of {name} are alike")
+    assert words_of(found[0], name).startswith(f"all values of {name} are alike")
     assert {subject for item in found for subject in subjects_of(item)} == {name}
 
 
@@ -268,7 +268,7 @@ def test_the_rows_of_codes_that_are_alike_are_told(tmp_path: Path) -> None:
     damaged.set("mlp.experts.1.up_proj.qweight", words)
     found = failed_items(damaged, tmp_path / "damaged")
     name = f"{damaged.layer}mlp.experts.1.up_proj.qweight"
-    assert words_of(found[0], name).startswith(f"the codes in rows 32 to 63 of {name}, half of it")
+    assert words_of(found[0], name).startswith(f"the values in rows 32 to 63 of {name}, half of it")
 
 
 @pytest.mark.parametrize("form", ["compressed-tensors, int4", "modelopt nvfp4", "MLX, 4 bits"])

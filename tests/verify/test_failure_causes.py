@@ -186,6 +186,14 @@ def test_of_several_layers_in_the_place_of_others_each_is_named() -> None:
     )
 
 
+def test_what_one_more_item_says_the_same_of_is_named_by_what_is_new() -> None:
+    def zero(*names: str) -> Item:
+        return verdict("c", [Problem(name, f"{name} is zero") for name in names])
+
+    (one,) = causes(ledger=[zero("a.w", "b.w"), zero("a.w", "b.w", "c.w", "d.w")])
+    assert one.text == "a.w is zero; likewise b.w; likewise c.w, d.w"
+
+
 def test_experts_that_lie_apart_are_told_by_runs_and_many_by_their_number() -> None:
     def told(*numbers: int) -> str:
         names = [f"m.experts.{n}.up" for n in numbers]
@@ -203,7 +211,7 @@ def test_the_source_explains_what_weights_alone_show() -> None:
     (one,) = causes(ledger=seen, weights=compared)
     assert one.title == "ledger, main: codes; ledger, mtp: codes; weights, main: copies; and 1 more"
     assert one.text == (
-        f"{UP} is full; likewise {GATE}; {UP} is late; likewise {UP}.o; likewise {GATE} and 1 more"
+        f"{UP} is full; likewise {GATE}; {UP} is late; likewise {UP}.o; likewise {GATE}, {GATE}.o"
     )
 
 

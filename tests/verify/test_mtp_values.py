@@ -402,4 +402,4 @@ def test_one_matrix_that_is_far_from_its_like_is_named(tmp_path: Path) -> None:
         stored[ATTENTION] = stored[ATTENTION] * 100
 
     found = failures(rewritten(GLM, tmp_path / "larger", larger))
-    assert found["sane size of every matrix"]["subject"] == ATTENTION
+    assert found["every matrix near its like"]["subject"] == ATTENTION

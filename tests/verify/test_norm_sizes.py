@@ -71,3 +71,27 @@ def test_norms_of_one_main_layer_that_are_one_off_are_named(
     assert words in found[LAYERS]["cause"]
     named = [problem["subject"] for problem in found[LAYERS]["data"]["problems"]]
     assert named and all(name.startswith(layer) for name in named)
+
+
+def test_one_main_norm_far_from_those_of_all_other_layers_is_named(tmp_path: Path) -> None:
+    name = "model.layers.1.input_layernorm.weight"
+
+    def multiply(stored: Tensors, name: str) -> None:
+        stored[name] = stored[name] * 100
+
+    found = failures(rewritten(GLM, tmp_path / "damaged", changed(multiply, name)))
+    assert found[LAYERS]["subject"] == name
+
+
+def test_a_norm_of_1_plus_w_of_which_a_part_was_filled_is_not_one_too_small(
+    tmp_path: Path,
+) -> None:
+    name = "mtp.layers.0.self_attn.q_norm.weight"
+
+    def fill(stored: Tensors, name: str) -> None:
+        stored[name][: len(stored[name]) // 2] = -1
+
+    found = failures(rewritten(QWEN, tmp_path / "damaged", changed(fill, name)))
+    words = found["no weight is cut off or lost in part"]["cause"]
+    assert "mtp: norms as the main model's" not in found
+    assert words.startswith("elements 0 to ") and f"of {name} are -1, half of it" in words

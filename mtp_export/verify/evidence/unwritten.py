@@ -70,7 +70,7 @@ def holes(layouts: Iterable[PartLayout], zero: Collection[str]) -> tuple[Unwritt
             last = at
             if tensors[at].name in zero:
                 last = _zeros_end(tensors, at, zero)
-                if (one := _around(tensors, at, last)).is_torn:
+                if last - at >= _LEAST_TENSORS and (one := _around(tensors, at, last)).is_torn:
                     found.append(one)
             at = max(last, at + 1)
     return tuple(found)
@@ -101,10 +101,14 @@ def _by_file(layouts: Iterable[PartLayout]) -> list[list[TensorInfo]]:
 def written_weights(layout: PartLayout, lost: frozenset[str]) -> list[WeightOnDisk]:
     """Return the weights of a part, fused experts one by one, but for those with a tensor among the
     lost ones, of which `value_checks` says that they were not written."""
-    apart = layout.apart
+    return stored_weights(layout.apart, lost)
+
+
+def stored_weights(layout: PartLayout, lost: frozenset[str]) -> list[WeightOnDisk]:
+    """Return the same as they are stored."""
     return [
         weight
-        for weight in weights_on_disk(apart.stored, apart.checkpoint.tensors)
+        for weight in weights_on_disk(layout.stored, layout.checkpoint.tensors)
         if lost.isdisjoint(tensor.name for tensor in weight.tensors)
     ]
 

@@ -48,7 +48,7 @@ class Cause:
     check: the one whose words tell it. items: those that fail, each behind its check's name.
     subjects: tensors and files at fault, files by their paths in the bundle. signs: what is said of
     them, without their names and figures. told: the items' own causes. parts: those that the items
-    are about, or the items' names.
+    are about, or the items' names. said: subjects with the sign of what is said of each.
     """
 
     check: str
@@ -58,6 +58,7 @@ class Cause:
     signs: set[str]
     told: set[str]
     parts: set[str]
+    said: set[tuple[str, str]]
 
     @property
     def title(self) -> str:
@@ -103,16 +104,17 @@ class Cause:
         is a comparison that finds all tensors of an earlier item changed."""
         is_new, says_the_same = item.cause not in self.told, other.signs <= self.signs
         explains = explains and not other.subjects <= self.subjects
-        is_known = bool(other.subjects) and other.subjects <= self.subjects
+        more = [name for name, sign in _said(item) if (name, sign) not in self.said]
         self.items += other.items
         self.subjects |= other.subjects
+        self.said |= other.said
         self.signs |= other.signs
         self.told |= other.told
         self.parts |= other.parts
         if ENGINE in item.data or not is_new:
             return
         if says_the_same:
-            self.words += [] if is_known else [_likewise(report, item)]
+            self.words += [_likewise(report, more)] if more else []
         elif not other.subjects:
             return
         elif explains or any(_is_file(subject) for subject in other.subjects):
@@ -171,6 +173,7 @@ class _Causes:
             signs=_signs(item) if is_static else set(),
             told={item.cause},
             parts={item.name.partition(":")[0]},
+            said={*_said(item)} if is_static else set(),
         )
         explained = set(self._explained_by(own))
         number = min([*self._followed(item, own), *explained], default=len(self.causes))
@@ -352,17 +355,20 @@ def _alike(names: Sequence[str]) -> str:
     return f"{words} and {left:,} more" if left else words
 
 
-def _likewise(report: Report, item: Item) -> str:
+def _likewise(report: Report, names: Sequence[str]) -> str:
     """Return what else an earlier item's words are true of."""
-    problems = item.data.get("problems", ())
-    more = f" and {len(problems) - 1:,} more" if len(problems) > 1 else ""
-    return f"likewise {item.subject.removeprefix(f'{report.options.bundle}/')}{more}"
+    return f"likewise {_alike([name.removeprefix(f'{report.options.bundle}/') for name in names])}"
 
 
 def _signs(item: Item) -> set[str]:
     """Return what an item says, without the names and figures in it."""
-    problems = item.data.get("problems") or [{"subject": item.subject, "words": item.cause}]
-    return {_sign(problem) for problem in problems}
+    return {sign for _, sign in _said(item)}
+
+
+def _said(item: Item) -> Iterator[tuple[str, str]]:
+    """Yield what an item is about, and what it says of that without names and figures."""
+    for problem in item.data.get("problems") or [{"subject": item.subject, "words": item.cause}]:
+        yield problem["subject"], _sign(problem)
 
 
 def _sign(problem: Mapping[str, str]) -> str:

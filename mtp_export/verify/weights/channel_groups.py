@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from mtp_checkpoints.containers.base import CONFIG_NAME, TensorInfo
 from mtp_checkpoints.formats import WHOLE_ROW, GptqWords
 from mtp_checkpoints.tensors.tensor_reader import read_rows
-from mtp_checkpoints.weights.weight_values import weights_on_disk
 from mtp_export.progress import counted
 from mtp_export.verify.check import Item, Problem, verdict
 from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.evidence.part_walk import in_threads
+from mtp_export.verify.evidence.unwritten import stored_weights
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
@@ -34,7 +34,7 @@ def run(context: Context) -> Iterator[Item]:
     for layout in context.read_layouts:
         grouped = [
             (weight.tensors[-1], weight.stored.format)
-            for weight in weights_on_disk(layout.stored, layout.checkpoint.tensors)
+            for weight in stored_weights(layout, context.unwritten_tensors)
             if isinstance(weight.stored.format, GptqWords)
         ]
         if grouped:

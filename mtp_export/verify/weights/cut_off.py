@@ -54,10 +54,11 @@ def noted(context: Context) -> Iterator[WeightFacts]:
 def _problems(fact: WeightFacts, note: Note | None) -> Iterator[Problem]:
     assert note is not None, "what was looked into"
     name, (at_ends, between) = fact.weight.name, note.ends
-    if at_ends > MOST_AT_ENDS and between > LEAST_BETWEEN:
+    is_cut_off = at_ends > MOST_AT_ENDS and between > LEAST_BETWEEN
+    filled = [*_filled(fact, is_cut_off)] if len(fact.weight.stored.weight.shape) == 1 else []
+    yield from filled
+    if is_cut_off and not filled:
         yield Problem(name, causes.cut_off(name, at_ends))
-    elif len(fact.weight.stored.weight.shape) == 1:
-        yield from _filled(fact)
     for axis, squares in {"columns": note.columns, "rows": note.rows}.items():
         start, stop = _zero_run(squares)
         least = 1 if len(fact.weight.stored.weight.shape) > 1 else _LEAST_ELEMENTS
@@ -65,11 +66,14 @@ def _problems(fact: WeightFacts, note: Note | None) -> Iterator[Problem]:
             yield from _lost(fact, axis, range(start, stop))
 
 
-def _filled(fact: WeightFacts) -> Iterator[Problem]:
-    """Yield what of a norm was filled with one value that no other element of it has."""
+def _filled(fact: WeightFacts, is_cut_off: bool) -> Iterator[Problem]:
+    """Yield what of a norm was filled with one value that no other element of it has. is_cut_off:
+    it would be cut off at that value, if it is none that tools fill in."""
     values = fact.weight.encoded(0, fact.weight.rows).dequantize().tolist()
     start, stop = max(_runs(values), key=lambda run: run[1] - run[0])
     size, is_rare = stop - start, values.count(values[start]) < 2 * (stop - start)
+    if is_cut_off and abs(values[start]) != 1:
+        return
     if values[start] and size >= max(_LEAST_FILLED, MOST_FILLED_RUN * len(values)) and is_rare:
         place, share = run_words("elements", range(start, stop)), share_words(size / len(values))
         words = parts_lost.part_filled(fact.weight.name, place, share, values[start])

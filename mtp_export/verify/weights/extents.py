@@ -102,10 +102,10 @@ def not_finite_words(wrong: torch.Tensor) -> str:
     return causes.not_finite(count, f"the first in {where}")
 
 
-def extent_of(is_so: torch.Tensor, row: int, column: int) -> Extent:
+def extent_of(is_so: torch.Tensor, row: int, column: int, block: int = _ROWS) -> Extent:
     """Return the run of rows and columns of a mask [n, k] that a block of it is of, by its first
     row and column."""
-    columns = _run(is_so[row : row + _ROWS], 0, column)
+    columns = _run(is_so[row : row + block], 0, column)
     rows = _run(is_so[:, columns.start : columns.stop], 1, row)
     return Extent(rows, _run(is_so[rows.start : rows.stop], 0, column), (*is_so.shape,))
 

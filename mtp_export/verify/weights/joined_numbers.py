@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.formats.nvfp4 import NvFp4Format
 from mtp_checkpoints.tensors.tensor_reader import read_rows
-from mtp_checkpoints.weights.weight_values import WeightOnDisk, weights_on_disk
+from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.progress import counted
 from mtp_export.verify.check import Item, Problem, verdict
 from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.evidence.part_walk import in_threads
+from mtp_export.verify.evidence.unwritten import stored_weights
 
 if TYPE_CHECKING:
     from mtp_checkpoints.families.spec import ModelSpec
@@ -37,7 +38,7 @@ def run(context: Context) -> Iterator[Item]:
     for layout in context.read_layouts:
         numbers = [
             number
-            for weight in weights_on_disk(layout.stored, layout.checkpoint.tensors)
+            for weight in stored_weights(layout, context.unwritten_tensors)
             if isinstance(weight.stored.format, NvFp4Format)
             for number in _numbers_of(weight, layout.stored.family)
         ]

@@ -25,12 +25,13 @@ _FEW = 32  # values, which may be of one sign by chance
 
 def run(context: Context) -> Iterator[Item]:
     """The quantized linears of all parts by their ranges, those of the MTP part by rows too."""
-    problems, count, unwritten = list[Problem](), 0, context.unwritten_tensors
+    problems, count = list[Problem](), 0
+    unwritten, named = context.unwritten_tensors, context.named_tensors
     for layout in context.read_layouts:
         for fact in context.walks.of(layout.name).facts:
             weight = fact.weight
             names = {tensor.name for tensor in weight.tensors}
-            is_told = weight.name in context.named_tensors or not names.isdisjoint(unwritten)
+            is_told = weight.name in named or not names.isdisjoint(unwritten)
             if is_told or not weight.has_scales or not weight.stored.weight.is_linear_weight:
                 continue
             count += 1

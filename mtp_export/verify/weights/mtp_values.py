@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
-from math import gcd
 from typing import TYPE_CHECKING
 
 from mtp_checkpoints.families.base import Role, weight_name
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 _BIAS = ".bias"  # of a norm, as an indexer's, which may have either sign
 _SAMPLES = 3  # ranges of BLOCK rows that are read of a linear: at its start, middle and end
-_CODE_COLUMNS = 64  # of a block of codes
+_VALUE_ROWS, _VALUE_COLUMNS = 8, 64  # of a block of one value
 _FEW_SCALES = 8  # too few to compare one with the others
 _BLOCK_ROWS = 32  # of a block of columns: what shares a scale may be one row
 
@@ -222,9 +221,9 @@ def _blocks(linears: Sequence[WeightOnDisk], workers: int) -> Iterator[Item]:
     pairs = list(zip(linears, found, strict=True))
     zeroed = [(weight, worst.zeros) for weight, worst in pairs]
     yield _block_item("mtp: no block rounded to zero", zeroed, _zeroed_words)
-    of_codes = [(weight, worst.repeated) for weight, worst in pairs if weight.has_scales]
-    if of_codes:
-        yield _block_item("mtp: no block of one code", of_codes, _repeated_words)
+    if pairs:
+        of_one = [(weight, worst.repeated) for weight, worst in pairs]
+        yield _block_item("mtp: no block of one code", of_one, _repeated_words)
 
 
 @dataclass(frozen=True, order=True)
@@ -238,8 +237,8 @@ class _Block:
 
 @dataclass
 class _Worst:
-    """The blocks of a linear with most zeros, and with most codes that are as the one before and
-    stand for no zero."""
+    """The blocks of a linear with most zeros, and with most values that are as the one before and
+    no zero."""
 
     zeros: _Block = _Block()
     repeated: _Block = _Block()
@@ -272,13 +271,10 @@ def _repeated_words(weight: WeightOnDisk, block: _Block) -> str:
 
     masks = []
     for rows in weight.pieces():
-        piece = weight.encoded(*rows)
-        repeated, per_code = _repeated(piece.codes, is_zero(piece.dequantize()))
-        alike = torch.nn.functional.pad(repeated, (1, 0)) | torch.nn.functional.pad(
-            repeated, (0, 1)
-        )
-        masks.append(alike.repeat_interleave(per_code, 1))
-    found = extent_of(torch.cat(masks), block.row, block.column)
+        repeated = _repeated(weight.encoded(*rows).dequantize())
+        before, behind = (torch.nn.functional.pad(repeated, one) for one in ((0, 1), (1, 0)))
+        masks.append(before | behind)
+    found = extent_of(torch.cat(masks), block.row, block.column, _VALUE_ROWS)
     return causes.block_of_one_code(weight.name, found.place, found.share)
 
 
@@ -291,50 +287,35 @@ def _worst_blocks(weight: WeightOnDisk) -> _Worst:
     for start in sorted(starts):
         encoded = weight.encoded(start, min(start + BLOCK, weight.rows))
         try:
-            zeros = is_zero(encoded.dequantize())
+            values = encoded.dequantize()
         except ValueError:  # value_checks says why
             return worst
-        columns = min(BLOCK, max(1, zeros.shape[1] // 2))  # a half is a block of its own
-        worst.zeros = max(worst.zeros, _worst_of(zeros, start, columns))
-        if not weight.has_scales:
-            continue
-        repeated, per_code = _repeated(encoded.codes, zeros)
-        found = _worst_of(repeated, start, max(1, _CODE_COLUMNS // per_code))
-        worst.repeated = max(worst.repeated, replace(found, column=found.column * per_code))
+        half = max(1, values.shape[1] // 2)  # which is a block of its own
+        zeros, repeated = is_zero(values), _repeated(values)
+        worst.zeros = max(worst.zeros, _worst_of(zeros, start, _BLOCK_ROWS, min(BLOCK, half)))
+        found = _worst_of(repeated, start, _VALUE_ROWS, min(_VALUE_COLUMNS, half))
+        worst.repeated = max(worst.repeated, found)
     return worst
 
 
-def _repeated(codes: torch.Tensor, zeros: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return which codes, or least words that hold whole ones, are as the one before and stand for
-    no zero, and the number of columns of each. zeros: the mask [n, k] of values that are zero."""
-    codes = _bytes_of(codes)
-    count = gcd(zeros.shape[1], codes.shape[1])
-    per_code = zeros.shape[1] // count
-    of_zeros = zeros.reshape(len(zeros), count, per_code).all(dim=2)
-    codes = codes.reshape(len(codes), count, -1)
-    return (codes[:, 1:] == codes[:, :-1]).all(dim=2) & ~of_zeros[:, 1:], per_code
+def _repeated(values: torch.Tensor) -> torch.Tensor:
+    """Return which values [n, k] are as the one before and no zero [n, k - 1]."""
+    return (values[:, 1:] == values[:, :-1]) & ~is_zero(values[:, 1:])
 
 
-def _worst_of(is_so: torch.Tensor, start: int, columns: int) -> _Block:
+def _worst_of(is_so: torch.Tensor, start: int, rows: int, columns: int) -> _Block:
     """Return the block with the largest share of a mask [n, columns of all blocks], whose rows
     begin at `start`."""
     return max(
         _Block(
-            float(is_so[row : row + _BLOCK_ROWS, column : column + columns].float().mean()),
+            float(is_so[row : row + rows, column : column + columns].float().mean()),
             start + row,
             column,
         )
         for row, column in product(
-            range(0, is_so.shape[0], _BLOCK_ROWS), range(0, is_so.shape[1], columns)
+            range(0, is_so.shape[0], rows), range(0, is_so.shape[1], columns)
         )
     )
-
-
-def _bytes_of(codes: torch.Tensor) -> torch.Tensor:
-    """Codes as numbers that can be compared: torch compares no fp8."""
-    import torch
-
-    return codes.contiguous().view(torch.uint8) if codes.element_size() == 1 else codes
 
 
 def scale_ratio(weight: WeightOnDisk) -> float | None:

@@ -15,6 +15,7 @@ from mtp_export.verify import gates
 from mtp_export.verify.check import Item, Problem, verdict
 from mtp_export.verify.diagnosis.causes import balance
 from mtp_export.verify.diagnosis.causes import weights as causes
+from mtp_export.verify.weights.sizes import is_alone
 
 if TYPE_CHECKING:
     import torch
@@ -37,11 +38,13 @@ def run(context: Context) -> Iterator[Item]:
     offset = family.facts.norm_offset
     specs = family.tensors.values()
     main = _norms(context, context.main, (one for one in specs if one.mtp_layer is None))
-    problems = [*_of_one_layer(main, offset)]
-    yield verdict("main: norms of the layers alike", problems, counted(len(main), "layer"))
+    module: Layers = {}
     if context.mtp is not None:
         of_mtp = (one for one in specs if one.mtp_layer is not None)
         module = _norms(context, context.mtp, of_mtp)
+    problems = [*_of_one_layer(main, offset)] or [*_far_from_all(main, module, offset)]
+    yield verdict("main: norms of the layers alike", problems, counted(len(main), "layer"))
+    if module:
         told = context.named_tensors
         found = [one for one in _sizes(module, main, offset) if one.subject not in told]
         count = counted(sum(map(len, module.values())), "norm")
@@ -51,12 +54,13 @@ def run(context: Context) -> Iterator[Item]:
 def _norms(context: Context, checkpoint: Checkpoint, specs: Iterable[TensorSpec]) -> Layers:
     """Return the norms of a part's layers that are written and not constant."""
     found: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+    lost = context.unwritten_tensors
     for spec in specs:
         tensor, (layer, kind) = checkpoint.tensors.get(spec.name), in_layer(spec.name)
         is_norm = spec.role is Role.NORM and len(spec.shape) == 1 and kind.endswith(".weight")
         if tensor is None or not layer or not is_norm or tensor.dtype not in FLOATS:
             continue
-        if tensor.name in context.unwritten_tensors:
+        if tensor.name in lost:
             continue
         values = read_rows(tensor, 0, tensor.shape[0]).float()
         if values.isfinite().all() and values.min() != values.max():
@@ -66,26 +70,28 @@ def _norms(context: Context, checkpoint: Checkpoint, specs: Iterable[TensorSpec]
 
 def _of_one_layer(main: Layers, offset: float) -> Iterator[Problem]:
     """Yield the norms of the one layer in which all are 1 off, and in no other any."""
-    off = {layer: _off_by_one(norms, offset) for layer, norms in main.items()}
-    layers = [layer for layer, how in off.items() if how]
-    if len(layers) != 1 or len(main) <= _A_PAIR:
+    if len(main) <= _A_PAIR:
         return
-    (layer,), how = layers, off[layers[0]]
-    if len(own := _of_stream(main[layer])) < _A_PAIR or any(
-        _is_so(values, how, offset)
-        for other, norms in main.items()
-        if other != layer
-        for values in _of_stream(norms).values()
-    ):
-        return
-    for kind, values in own.items():
-        name = f"{layer}.{kind}"
-        if offset:
-            median = float(values.median())
-            words = causes.norm_off_by_one(name, median, lower=how == "small")
-        else:
-            words = causes.norm_centred_at_zero(name, float((values < 0).float().mean()))
-        yield Problem(name, words)
+    for how in ("small", "large") if offset else ("small",):
+        off = {
+            layer: [_lies_off(one, how, offset) for one in _of_stream(norms).values()]
+            for layer, norms in main.items()
+        }
+        layers = [layer for layer, shares in off.items() if any(shares)]
+        shares = off[layers[0]] if len(layers) == 1 else []
+        if len(shares) >= _A_PAIR and min(shares) > 0 and max(shares) > gates.NEGATIVE_NORM:
+            for kind, values in _of_stream(main[layers[0]]).items():
+                yield Problem(
+                    f"{layers[0]}.{kind}", _words(f"{layers[0]}.{kind}", values, how, offset)
+                )
+            return
+
+
+def _words(name: str, values: torch.Tensor, how: str, offset: float) -> str:
+    median, negative = float(values.median()), float((values < 0).float().mean())
+    if not offset:
+        return causes.norm_centred_at_zero(name, negative)
+    return causes.norm_off_by_one(name, median, lower=how == "small")
 
 
 def _of_stream(norms: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -96,31 +102,45 @@ def _of_stream(norms: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
     }
 
 
-def _off_by_one(norms: Mapping[str, torch.Tensor], offset: float) -> str:
-    """Return how all norms of a layer are off, "small" or "large"; "" for not."""
-    own = _of_stream(norms).values()
-    for how in ("small", "large") if offset else ("small",):
-        if own and all(_is_so(values, how, offset) for values in own):
-            return how
-    return ""
-
-
-def _is_so(values: torch.Tensor, how: str, offset: float) -> bool:
-    """Return whether a norm lies where one does that is 1 too small or too large."""
+def _lies_off(values: torch.Tensor, how: str, offset: float) -> float:
+    """Return the share of a norm by which it lies where one does that is 1 too small, of one too
+    large 1, and 0 for a few."""
     if how == "large":
-        return bool(values.min() >= 0) and float(values.median()) > gates.MEDIAN_NORM
-    return float((values + offset < 0).float().mean()) > gates.NEGATIVE_NORM
+        is_large = values.min() >= 0 and values.median() > gates.MEDIAN_NORM
+        return 1.0 if is_large else 0.0
+    share = float((values + offset < 0).float().mean())
+    return share if share > gates.SOME_NEGATIVE else 0.0
+
+
+def _far_from_all(main: Layers, module: Layers, offset: float) -> Iterator[Problem]:
+    """Yield the norms of main layers that are far from those of their name in all others."""
+    own = _by_kind(module, offset)
+    for kind, by_layer in _by_kind(main, offset).items():
+        sizes = sorted([*by_layer.values(), *own.get(kind, {}).values()])
+        for layer, size in by_layer.items():
+            if is_alone(size, sizes):
+                nearest, among = (
+                    (sizes[-2], "largest") if size == sizes[-1] else (sizes[1], "smallest")
+                )
+                words = balance.norm_of_another_size(f"{layer}.{kind}", size / nearest, among)
+                yield Problem(f"{layer}.{kind}", words)
+
+
+def _by_kind(main: Layers, offset: float) -> Mapping[str, Mapping[str, float]]:
+    """Return the sizes of norms by their names in layers, and by layer."""
+    found: dict[str, dict[str, float]] = defaultdict(dict)
+    for layer, norms in main.items():
+        for kind, values in norms.items():
+            found[kind][layer] = _size(kind, values, offset)
+    return found
 
 
 def _sizes(module: Layers, main: Layers, offset: float) -> Iterator[Problem]:
     """Yield the norms of the module that are far larger or smaller than all of the main layers'."""
-    by_kind: dict[str, list[float]] = defaultdict(list)
-    for norms in main.values():
-        for kind, values in norms.items():
-            by_kind[kind].append(_size(kind, values, offset))
+    by_kind = _by_kind(main, offset)
     for layer, norms in module.items():
         for kind, values in norms.items():
-            theirs, own = by_kind.get(kind, []), _size(kind, values, offset)
+            theirs, own = by_kind.get(kind, {}).values(), _size(kind, values, offset)
             if len(theirs) < _A_PAIR:
                 continue
             name = f"{layer}.{kind}"

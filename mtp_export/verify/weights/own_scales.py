@@ -25,6 +25,7 @@ _FEW = 8  # scales, or different ones, which two linears may share by chance
 
 def run(context: Context) -> Iterator[Item]:
     """The linears of all parts; of those whose codes are another's, nothing more is said."""
+    lost, named = context.unwritten_tensors, context.named_tensors
     facts = [
         fact
         for layout in context.read_layouts
@@ -33,7 +34,8 @@ def run(context: Context) -> Iterator[Item]:
         and prod(fact.weight.tensors[1].shape) >= _FEW
         and fact.weight.stored.weight.is_linear_weight
         and fact.statistics.is_sound
-        and fact.weight.name not in context.named_tensors
+        and fact.weight.name not in named
+        and lost.isdisjoint(one.name for one in fact.weight.tensors)
     ]
     if facts:
         yield verdict("scales of their own", [*_problems(facts)], counted(len(facts), "linear"))

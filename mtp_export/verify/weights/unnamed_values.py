@@ -183,6 +183,8 @@ def norms_as_main(
             continue
         compared += len(norms)
         for norm in norms:
+            if _is_filled(norm):  # which `cut_off` tells
+                continue
             most = max(map(_median, theirs)) + _MOST_APART
             if _lies_around_one(norm, most) if usual[0] else _is_centred(norm):
                 found[norm.name] = not usual[0]
@@ -260,6 +262,14 @@ def _lies_around_one(norm: TensorInfo, most: float = inf) -> bool:
     """Return whether a norm is none of 1 + w: not centred, as trained ones may not be, and nearer
     to one than to zero besides. most: the median of one that was not multiplied."""
     return gates.MEDIAN_NORM < _median(norm) < most and not _is_centred(norm)
+
+
+def _is_filled(norm: TensorInfo) -> bool:
+    """Return whether one value is a large part of a norm."""
+    import torch
+
+    counts = torch.unique(read_rows(norm, 0, norm.shape[0]).float(), return_counts=True)[1]
+    return int(counts.max()) >= gates.MOST_FILLED_RUN * norm.shape[0] > 1
 
 
 def _median(norm: TensorInfo) -> float:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
-from statistics import median
 from typing import TYPE_CHECKING
 
 from mtp_checkpoints.families.base import FLOATS, Role
 from mtp_checkpoints.families.signs import in_layer, main_layers, projection_in_main
-from mtp_checkpoints.formats import UNQUANTIZED
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.progress import counted, format_bytes
@@ -22,7 +19,6 @@ from mtp_export.verify.check import (
     Item,
     Problem,
     failed,
-    judged,
     not_tested,
     verdict,
 )
@@ -34,14 +30,12 @@ from mtp_export.verify.evidence.weight_facts import WeightFacts
 from mtp_export.verify.weights.extents import not_finite_words
 from mtp_export.verify.weights.folded_norms import folded_item, folded_norms
 from mtp_export.verify.weights.main_layer_copies import in_other_formats, vectors_taken
-from mtp_export.verify.weights.mtp_values import scale_ratio
+from mtp_export.verify.weights.sizes import parts_alike, scales_alike, varies, written_facts
 from mtp_export.verify.weights.table_copies import copies_of_tables
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
 
-_A_PAIR = 2
-_FEW_SIZES = 4  # of which none is far from the others by chance
 # Roles whose matrices no training leaves equal, beside those of linears.
 _NOT_QUANTIZED = frozenset(
     {
@@ -67,29 +61,21 @@ def run(context: Context) -> Iterator[Item]:
             str(one.file), (one.start, one.stop, one.size), one.first, len(one.tensors)
         )
         yield failed(WRITTEN, words, subject=str(one.file))
-    written = {name: _written(context, part) for name, part in facts.items()}
+    written = {name: written_facts(context, part) for name, part in facts.items()}
     for layout in found:
         own = written[layout.name]
         folded = folded_norms(layout, own) if layout.name == MAIN else frozenset()
         yield from _part_items(layout, own, every, folded)
         yield from _opaque(layout)
     if every:
-        yield _scales_alike([fact for part in written.values() for fact in part])
+        yield scales_alike([fact for part in written.values() for fact in part])
     if MAIN in facts and MTP in facts:
-        yield from _parts_alike(written[MAIN], written[MTP])
+        yield from parts_alike(written[MAIN], written[MTP])
         yield from in_other_formats(written[MAIN], written[MTP])
         yield vectors_taken(written[MAIN], written[MTP])
     if every:
         yield _no_twins(context, written)
     yield from copies_of_tables(context, found, facts)
-
-
-def _written(context: Context, facts: Sequence[WeightFacts]) -> Sequence[WeightFacts]:
-    """The facts of weights outside the ends of files that were not written."""
-    names = context.unwritten_tensors
-    if not names:
-        return facts
-    return [f for f in facts if names.isdisjoint(tensor.name for tensor in f.weight.tensors)]
 
 
 def _part_items(
@@ -167,18 +153,13 @@ def _undecodable(weight: WeightOnDisk, start: int, stop: int) -> tuple[int, int]
     return start + wrong[0] * rows, min(stop, start + (wrong[-1] + 1) * rows) - 1
 
 
-def _varies(fact: WeightFacts) -> bool:
-    """True for sound values that are not all the same."""
-    return fact.statistics.is_sound and not fact.statistics.is_constant
-
-
 def _must_vary(fact: WeightFacts, every: Sequence[WeightFacts]) -> bool:
     """True for every matrix and router bias, and for another vector if one of its role varies."""
     spec = fact.weight.stored.weight
     if len(spec.shape) > 1 or _is_router_bias(fact):
         return True
     return any(
-        _varies(other)
+        varies(other)
         for other in every
         if other.weight.stored.weight.role is spec.role
         and len(other.weight.stored.weight.shape) == 1
@@ -228,105 +209,12 @@ def _blocks(part: str, facts: Sequence[WeightFacts]) -> Item:
     return verdict(f"{part}: fp8 scales fit their codes", problems, counted(len(facts), "weight"))
 
 
-def _kind(name: str) -> str:
-    """A weight's name in its layer, a main one or a module's, without the numbers of experts."""
-    return re.sub(r"\.\d+\.", ".*.", in_layer(name)[1])
-
-
-def _scales_alike(facts: Sequence[WeightFacts]) -> Item:
-    """The root mean square of every matrix is sane, absolutely and beside others of its kind."""
-    kinds: dict[str, list[tuple[WeightFacts, float]]] = defaultdict(list)
-    for fact in facts:
-        spec = fact.weight.stored.weight
-        is_values = spec.dtypes[0] in FLOATS  # no codes of fused experts, whose scales lie apart
-        if _varies(fact) and len(spec.shape) > 1 and is_values:
-            kinds[_kind(spec.name)].append((fact, fact.statistics.root_mean_square))
-    problems, most = [], 1.0
-    usual = median(rms for alike in kinds.values() for _, rms in alike) if kinds else 1.0
-    low, high = gates.RMS_RANGE
-    for alike in kinds.values():
-        sizes = sorted(rms for _, rms in alike)
-        middle = _middle(sizes, usual)
-        for fact, rms in alike:
-            ratio = max(rms / middle, middle / rms)
-            most = max(most, ratio)
-            if ratio > gates.RMS_RATIO or _is_alone(rms, sizes):
-                problems.append(Problem(fact.weight.name, _size_words(fact, rms, middle)))
-            elif not low <= rms <= high:
-                words = causes.of_no_matrix(fact.weight.name, rms)
-                problems.append(Problem(fact.weight.name, words))
-    return verdict(
-        "sane size of every matrix",
-        problems,
-        figure=f"up to {most:.3g} times its kind's median",
-        bound=f"≤ {gates.RMS_RATIO:.0f} times",
-    )
-
-
-def _is_alone(size: float, sizes: Sequence[float]) -> bool:
-    """Return whether the largest or the smallest of a kind is far from all others, which are near
-    to each other. sizes: of all, in order."""
-    if len(sizes) < _FEW_SIZES:
-        return False
-    others, gap = (sizes[:-1], sizes[-1] / sizes[-2])
-    if size == sizes[0]:
-        others, gap = (sizes[1:], sizes[1] / sizes[0])
-    elif size != sizes[-1]:
-        return False
-    return gap > max(gates.GAP_RATIO, (others[-1] / others[0]) ** 2)
-
-
-def _middle(sizes: Sequence[float], usual: float) -> float:
-    """Return the median of some sizes; of two the one that is nearer to the usual one."""
-    if len(sizes) == _A_PAIR:
-        return min(sizes, key=lambda size: max(size / usual, usual / size))
-    return median(sizes)
-
-
-def _size_words(fact: WeightFacts, rms: float, middle: float) -> str:
-    """Words for a matrix of an implausible size: of a single scale where that alone makes it."""
-    name, ratio = fact.weight.name, scale_ratio(fact.weight)
-    if ratio is not None and ratio > gates.SCALE_RATIO:
-        return causes.scale_out_of_proportion(name, ratio)
-    return causes.out_of_proportion(name, rms, middle)
-
-
-def _parts_alike(main: Sequence[WeightFacts], mtp: Sequence[WeightFacts]) -> Iterator[Item]:
-    """The MTP module's linears are as large as the main layers': the median over their kinds of
-    the ratio of their root mean squares."""
-    sizes, own = _sizes_by_kind(main), _sizes_by_kind(mtp)
-    ratios = [median(own[kind]) / median(sizes[kind]) for kind in own if kind in sizes]
-    if not ratios:
-        return
-    ratio = median(ratios)
-    first = next(fact.weight for fact in mtp if fact.weight.stored.weight.is_linear_weight)
-    dtype = str(first.tensors[0].dtype) if first.stored.format is UNQUANTIZED else ""
-    yield judged(
-        "mtp: linears as large as the main model's",
-        1 / gates.PART_RATIO <= ratio <= gates.PART_RATIO,
-        causes.part_out_of_proportion(ratio, dtype),
-        subject=first.name,
-        figure=f"{ratio:.3g} times, in {counted(len(ratios), 'kind')}",
-        bound=f"{1 / gates.PART_RATIO:.3g} to {gates.PART_RATIO:.0f} times",
-    )
-
-
-def _sizes_by_kind(facts: Sequence[WeightFacts]) -> Mapping[str, Sequence[float]]:
-    """Root mean squares of linears by their kind, which the layers of both parts share."""
-    sizes: dict[str, list[float]] = defaultdict(list)
-    for fact in facts:
-        spec = fact.weight.stored.weight
-        if _varies(fact) and spec.is_linear_weight:
-            sizes[_kind(spec.name)].append(fact.statistics.root_mean_square)
-    return sizes
-
-
 def _no_twins(context: Context, facts: Mapping[str, Sequence[WeightFacts]]) -> Item:
     """No two linears hold the same codes, nor two other matrices of layers the same values."""
     first: dict[tuple[str, tuple[int, ...]], WeightFacts] = {}
     twins: list[tuple[str, str]] = []
     for fact in (fact for part in facts.values() for fact in part):
-        if not _varies(fact) or not _is_like_no_other(fact):
+        if not varies(fact) or not _is_like_no_other(fact):
             continue
         twin = first.setdefault((fact.digest, fact.weight.stored.weight.shape), fact)
         if twin is not fact:

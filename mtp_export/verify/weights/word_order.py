@@ -8,10 +8,11 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from mtp_checkpoints.formats import AwqInt4
-from mtp_checkpoints.weights.weight_values import WeightOnDisk, weights_on_disk
+from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.verify import gates
 from mtp_export.verify.check import Item, judged, not_tested
 from mtp_export.verify.diagnosis.causes import weights as causes
+from mtp_export.verify.evidence.unwritten import stored_weights
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +26,7 @@ _SAMPLES = 8  # weights that are read of a part, from its first to its last
 def run(context: Context) -> Iterator[Item]:
     """The order of each part that has such words."""
     for layout in context.read_layouts:
-        weights = weights_on_disk(layout.stored, layout.checkpoint.tensors)
+        weights = stored_weights(layout, context.unwritten_tensors)
         words = [weight for weight in weights if isinstance(weight.stored.format, AwqInt4)]
         if words:
             sampled = words[:: max(1, -(-len(words) // _SAMPLES))]

@@ -12,11 +12,12 @@ from mtp_checkpoints.containers.base import CONFIG_NAME
 from mtp_checkpoints.formats import InputWords
 from mtp_checkpoints.quantization.methods import METHODS
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
-from mtp_checkpoints.weights.weight_values import WeightOnDisk, weights_on_disk
+from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.progress import counted
 from mtp_export.verify import gates
 from mtp_export.verify.check import Item, failed, not_tested, passed
 from mtp_export.verify.diagnosis.causes import weights as causes
+from mtp_export.verify.evidence.unwritten import stored_weights
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
@@ -31,7 +32,7 @@ def run(context: Context) -> Iterator[Item]:
     """The zero points of each part that has any, compared with their label."""
     found = {}
     for layout in context.read_layouts:
-        if (labelled := _Labelled.of(layout)) is not None:
+        if (labelled := _Labelled.of(layout, context.unwritten_tensors)) is not None:
             found[layout.name] = labelled
     for part, own in found.items():
         name, other = f"{part}: zero points as labelled", found.get(_OTHER[part])
@@ -64,9 +65,9 @@ class _Labelled:
     method: str
 
     @classmethod
-    def of(cls, layout: PartLayout) -> _Labelled | None:
+    def of(cls, layout: PartLayout, lost: frozenset[str]) -> _Labelled | None:
         """Read some weights of a part; None for one in other formats."""
-        on_disk = weights_on_disk(layout.stored, layout.checkpoint.tensors)
+        on_disk = stored_weights(layout, lost)
         words = [
             (one, one.stored.format) for one in on_disk if isinstance(one.stored.format, InputWords)
         ]

@@ -46,6 +46,14 @@ def copy_damaged(tensor: str, other: str, damage: str) -> str:
     return f"{tensor} is damaged ({damage}), and {other}, which holds the same, is not"
 
 
+def part_repeated(tensor: str, again: str, first: str) -> str:
+    """again, first: rows or columns."""
+    return (
+        f"{again} of {tensor} hold the same as its {first}: one part, as a rank's or a head's, was"
+        " written for two"
+    )
+
+
 def scales_taken(tensor: str, twin: str, linears: int = 1) -> str:
     """linears: how many of them two layers, or parts of both, share."""
     count = f" ({linears} linears)" if linears > 1 else ""

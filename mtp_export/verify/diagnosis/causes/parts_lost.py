@@ -64,8 +64,9 @@ def part_zero(
 def bits_lost(place: str, *, are_zero: bool) -> str:
     """place: rows or columns of a tensor, or all its values. are_zero: else of one sign."""
     return (
-        f"{place} are {'zero' if are_zero else 'of one sign'}: bits of its packed codes were lost,"
-        " as by a mask, a cast to a smaller type, or a half of each byte that was never written"
+        f"{place} are {'zero' if are_zero else 'of one sign'}: bits of its packed codes, or its"
+        " zero points, were lost, as by a mask, a cast to a smaller type, or a half of each byte"
+        " that was never written"
     )
 
 

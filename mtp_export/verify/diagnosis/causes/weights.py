@@ -179,10 +179,11 @@ def halves_alike(tensor: str) -> str:
 
 def block_of_one_code(tensor: str, place: str, share: str) -> str:
     """place: rows, columns or both. share: of the tensor, such as "half"."""
-    codes = f"the codes in {place} of {tensor}, {share} of it,"
+    values = f"the values in {place} of {tensor}, {share} of it,"
     if share == "100%":
-        codes = f"all codes of {tensor}"
-    return f"{codes} are alike: they were never written, or dropped and filled in"
+        values = f"all values of {tensor}"
+    why = "they, or their codes or scales, were never written, or dropped and filled in"
+    return f"{values} are alike: {why}"
 
 
 def every_code_at_an_end(tensor: str) -> str:

@@ -1,0 +1,157 @@
+"""Sizes of matrices: sane by themselves, beside others of their kind, and those of the MTP module
+beside the main layers'."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+from typing import TYPE_CHECKING
+
+from mtp_checkpoints.families.base import FLOATS
+from mtp_checkpoints.families.signs import in_layer
+from mtp_checkpoints.formats import UNQUANTIZED
+from mtp_export.progress import counted
+from mtp_export.verify import gates
+from mtp_export.verify.check import Item, Problem, judged, verdict
+from mtp_export.verify.diagnosis.causes import weights as causes
+from mtp_export.verify.evidence.weight_facts import WeightFacts
+from mtp_export.verify.weights.mtp_values import scale_ratio
+
+if TYPE_CHECKING:
+    from mtp_export.verify.context import Context
+
+_A_PAIR = 2
+_FEW_SIZES = 4  # of which none is far from the others by chance
+
+
+def written_facts(context: Context, facts: Sequence[WeightFacts]) -> Sequence[WeightFacts]:
+    """The facts of weights outside the ends of files that were not written."""
+    names = context.unwritten_tensors
+    if not names:
+        return facts
+    return [f for f in facts if names.isdisjoint(tensor.name for tensor in f.weight.tensors)]
+
+
+def varies(fact: WeightFacts) -> bool:
+    """True for sound values that are not all the same."""
+    return fact.statistics.is_sound and not fact.statistics.is_constant
+
+
+def _kind(name: str) -> str:
+    """A weight's name in its layer, a main one or a module's, without the numbers of experts."""
+    return re.sub(r"\.\d+\.", ".*.", in_layer(name)[1])
+
+
+def scales_alike(facts: Sequence[WeightFacts]) -> Item:
+    """The root mean square of every matrix is sane, absolutely and beside others of its kind."""
+    kinds, (low, high) = _by_kind(facts), gates.RMS_RANGE
+    problems, most = [], 1.0
+    usual = median(rms for alike in kinds.values() for _, rms in alike) if kinds else 1.0
+    for alike in kinds.values():
+        middle = _middle([rms for _, rms in alike], usual)
+        for fact, rms in alike:
+            ratio = max(rms / middle, middle / rms)
+            most = max(most, ratio)
+            if ratio > gates.RMS_RATIO:
+                problems.append(Problem(fact.weight.name, _size_words(fact, rms, middle)))
+            elif not low <= rms <= high:
+                words = causes.of_no_matrix(fact.weight.name, rms)
+                problems.append(Problem(fact.weight.name, words))
+    return verdict(
+        "sane size of every matrix",
+        problems,
+        figure=f"up to {most:.3g} times its kind's median",
+        bound=f"≤ {gates.RMS_RATIO:.0f} times",
+    )
+
+
+def far_from_like(context: Context) -> Iterator[Item]:
+    """No matrix is of another size than all others of its kind, which are near to each other, but
+    for those that an earlier item is about."""
+    facts = [
+        fact
+        for layout in context.read_layouts
+        for fact in written_facts(context, context.walks.of(layout.name).facts)
+    ]
+    problems, named = [], context.named_tensors
+    for alike in _by_kind(facts).values():
+        sizes = sorted(rms for _, rms in alike)
+        for fact, rms in alike:
+            if is_alone(rms, sizes) and fact.weight.name not in named:
+                words = causes.out_of_proportion(fact.weight.name, rms, median(sizes))
+                problems.append(Problem(fact.weight.name, words))
+    if facts:
+        yield verdict("every matrix near its like", problems, counted(len(facts), "weight"))
+
+
+def _by_kind(
+    facts: Sequence[WeightFacts],
+) -> Mapping[str, Sequence[tuple[WeightFacts, float]]]:
+    """Matrices that vary, by their kind, each with its root mean square."""
+    kinds: dict[str, list[tuple[WeightFacts, float]]] = defaultdict(list)
+    for fact in facts:
+        spec = fact.weight.stored.weight
+        is_values = spec.dtypes[0] in FLOATS  # no codes of fused experts, whose scales lie apart
+        if varies(fact) and len(spec.shape) > 1 and is_values:
+            kinds[_kind(spec.name)].append((fact, fact.statistics.root_mean_square))
+    return kinds
+
+
+def is_alone(size: float, sizes: Sequence[float]) -> bool:
+    """Return whether the largest or the smallest size of a kind is far from all others, which are
+    near to each other. sizes: of all, in order."""
+    if len(sizes) < _FEW_SIZES:
+        return False
+    others, gap = (sizes[:-1], sizes[-1] / sizes[-2])
+    if size == sizes[0]:
+        others, gap = (sizes[1:], sizes[1] / sizes[0])
+    elif size != sizes[-1]:
+        return False
+    return gap > max(gates.GAP_RATIO, (others[-1] / others[0]) ** 2)
+
+
+def _middle(sizes: Sequence[float], usual: float) -> float:
+    """Return the median of some sizes; of two the one that is nearer to the usual one."""
+    if len(sizes) == _A_PAIR:
+        return min(sizes, key=lambda size: max(size / usual, usual / size))
+    return median(sizes)
+
+
+def _size_words(fact: WeightFacts, rms: float, middle: float) -> str:
+    """Words for a matrix of an implausible size: of a single scale where that alone makes it."""
+    name, ratio = fact.weight.name, scale_ratio(fact.weight)
+    if ratio is not None and ratio > gates.SCALE_RATIO:
+        return causes.scale_out_of_proportion(name, ratio)
+    return causes.out_of_proportion(name, rms, middle)
+
+
+def parts_alike(main: Sequence[WeightFacts], mtp: Sequence[WeightFacts]) -> Iterator[Item]:
+    """The MTP module's linears are as large as the main layers': the median over their kinds of
+    the ratio of their root mean squares."""
+    sizes, own = _sizes_by_kind(main), _sizes_by_kind(mtp)
+    ratios = [median(own[kind]) / median(sizes[kind]) for kind in own if kind in sizes]
+    if not ratios:
+        return
+    ratio = median(ratios)
+    first = next(fact.weight for fact in mtp if fact.weight.stored.weight.is_linear_weight)
+    dtype = str(first.tensors[0].dtype) if first.stored.format is UNQUANTIZED else ""
+    yield judged(
+        "mtp: linears as large as the main model's",
+        1 / gates.PART_RATIO <= ratio <= gates.PART_RATIO,
+        causes.part_out_of_proportion(ratio, dtype),
+        subject=first.name,
+        figure=f"{ratio:.3g} times, in {counted(len(ratios), 'kind')}",
+        bound=f"{1 / gates.PART_RATIO:.3g} to {gates.PART_RATIO:.0f} times",
+    )
+
+
+def _sizes_by_kind(facts: Sequence[WeightFacts]) -> Mapping[str, Sequence[float]]:
+    """Root mean squares of linears by their kind, which the layers of both parts share."""
+    sizes: dict[str, list[float]] = defaultdict(list)
+    for fact in facts:
+        spec = fact.weight.stored.weight
+        if varies(fact) and spec.is_linear_weight:
+            sizes[_kind(spec.name)].append(fact.statistics.root_mean_square)
+    return sizes
