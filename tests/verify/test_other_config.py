@@ -58,6 +58,24 @@ CASES: dict[str, tuple[str, Callable[[Config], object], str]] = {
         _fields(num_experts=16),
         "says num_experts 16, and all tensors are stored as by 8: set num_experts to 8",
     ),
+    "kinds of layers": (
+        "qwen3_5_moe",
+        lambda config: config["text_config"]["layer_types"].reverse(),
+        r'layer_types\[0\] "full_attention" and \S+layer_types\[3\] "linear_attention", and all',
+    ),
+    "a pattern of layers": (
+        "nemotron_h",
+        _fields(hybrid_override_pattern="-*MEM"),
+        r'set hybrid_override_pattern to "MEM\*-"',
+    ),
+    "layers with experts": ("step3p5", _fields(moe_layers_enum="1"), 'moe_layers_enum to "1,2,3"'),
+    "a rank that is null": ("deepseek_v32", _fields(q_lora_rank=None), "set q_lora_rank to 32"),
+    "no number of shared experts": (
+        "exaone_moe",
+        _fields(num_shared_experts=None),
+        "set num_shared_experts to 1",
+    ),
+    "no shared expert": ("hy_v3", _fields(num_shared_experts=0), "set num_shared_experts to 1"),
     "several sizes": (
         "mimo",
         _fields(hidden_size=128, intermediate_size=192),

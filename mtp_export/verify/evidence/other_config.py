@@ -25,6 +25,7 @@ from mtp_checkpoints.layouts.llama_cpp import LLAMA_CPP
 from mtp_checkpoints.quantization.fusion_rules import EXPERTS
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP, RELEASED
 from mtp_checkpoints.tensors.untied_head import TIED
+from mtp_export.verify.evidence.other_kinds import fields_of, kinds_as_stored, sizes_as_stored
 from mtp_export.verify.evidence.parts import in_one, layer_count, layout_of
 
 if TYPE_CHECKING:
@@ -78,6 +79,9 @@ def other_config(opened: OpenedPlace) -> OtherConfig | None:
     of_all = not followed or any(one.differences for one in layouts if one.name == MAIN)
     if of_all:  # else what differs is the module's
         tried += [*_moved(whole.config), *_turned_on(whole.config), *_of_dense(whole)]
+        of_layers = [*sizes_as_stored(whole.config, whole.tensors, layouts if followed else ())]
+        of_layers += kinds_as_stored(whole.config, layouts) if followed else ()
+        tried += [_with(whole.config, [change]) for change in of_layers]
     for other in tried:
         if (found := trial.layouts(other.config)) is not None and not _differing(found):
             return other
@@ -246,13 +250,9 @@ def _other_sizes(layouts: Sequence[PartLayout]) -> Mapping[tuple[int, int], int]
     return sizes
 
 
-def _values(config: _Config, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
+def _values(config: _Config) -> Iterator[tuple[_Path, Any]]:
     """Yield the single values of a config.json and its text part, each with the way to it."""
-    for key, value in config.items():
-        if key in NESTED and isinstance(value, Mapping):
-            yield from _values(value, (*path, key))
-        elif not isinstance(value, Mapping | list):
-            yield (*path, key), value
+    return ((path, one) for path, one in fields_of(config) if not isinstance(one, list))
 
 
 def _numbers(config: _Config) -> Iterator[tuple[_Path, int]]:
@@ -261,10 +261,20 @@ def _numbers(config: _Config) -> Iterator[tuple[_Path, int]]:
 
 def _with(config: _Config, changes: Sequence[tuple[_Path, Any, Any]]) -> OtherConfig:
     """Return the config with other values of fields."""
-    values = [OtherValue(".".join(path), said, stored) for path, said, stored in changes]
+    values = [one for path, *pair in changes for one in _differing_values(".".join(path), *pair)]
     for path, _, stored in changes:
         config = with_value_at(config, path, stored)
     return OtherConfig(config, values)
+
+
+def _differing_values(field: str, said: Any, stored: Any) -> Iterator[OtherValue]:
+    """Yield a field; of one that lists, each of its values that is another."""
+    if not isinstance(said, list):
+        yield OtherValue(field, said, stored)
+        return
+    for number, pair in enumerate(zip(said, stored, strict=True)):
+        if pair[0] != pair[1]:
+            yield OtherValue(f"{field}[{number}]", *pair)
 
 
 def with_value_at(config: _Config, path: Sequence[str], value: Any) -> dict[str, Any]:

@@ -26,9 +26,13 @@ OF_KEYS = (
 )
 
 
+_MOST_VALUES = 4
+
+
 def values_misdescribe(values: Sequence[tuple[str, object, object]], folder: str) -> str:
     """values: fields, each with what config.json says and that by which tensors are stored. folder:
     that of a draft of its own, whose config.json is meant, "" for the main model's."""
+    values, more = values[:_MOST_VALUES], len(values) - _MOST_VALUES
     said = " and ".join(f"{field} {json.dumps(wrong)}" for field, wrong, _ in values)
     stored = " and ".join(json.dumps(value) for *_, value in values)
     put = " and ".join(f"{field} to {json.dumps(value)}" for field, _, value in values)
@@ -38,6 +42,8 @@ def values_misdescribe(values: Sequence[tuple[str, object, object]], folder: str
             f" {stored}: set {put} there, or engines look for tensors of other names"
         )
     words = f"config.json says {said}, and all tensors are stored as by {stored}: set {put}"
+    if more > 0:
+        return f"{words}, and {more} more likewise: put the original's config.json back"
     if len(values) > 1:
         return f"{words}, or put the original's config.json back"
     ((field, wrong, value),) = values
