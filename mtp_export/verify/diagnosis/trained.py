@@ -110,11 +110,12 @@ class Trials:
         leaves, first = _leaves(spots), min(spot.layer for spot in spots)
         tokens, found = self.code.table, [torch.zeros_like(leaf) for leaf in leaves]
         rows = self.read[first].view(*tokens.shape, -1)
+        temperature = self.temperature  # of no graph, as after the next lines
         for leaf in leaves:
             leaf.requires_grad_(True)
         for some in torch.split(torch.arange(len(tokens)), STEP_TEXTS):
             read = rows[some].flatten(0, 1)
-            loss = self.model.loss(first, read, tokens[some], (self.temperature,))
+            loss = self.model.loss(first, read, tokens[some], (temperature,))
             for total, slope in zip(
                 found, torch.autograd.grad(loss, leaves, allow_unused=True), strict=True
             ):
