@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from safetensors.torch import save_file
 
 from cases import edit_json, run_program
 from faults.small_model import family_config, write_dense
-from verify.foreign import FIXTURES, GLM, GLM_MTP, INDEX, Tensors, quantized, rewritten
+from verify.foreign import FIXTURES, GLM, GLM_MTP, INDEX, Config, Tensors, quantized, rewritten
 
 QWEN = FIXTURES / "qwen3-5-tiny"
 
@@ -288,3 +289,75 @@ def test_a_shard_that_is_a_copy_of_another_is_told(tmp_path: Path) -> None:
     second.write_bytes(first.read_bytes())
     found = failures(folder)["headers and index"]
     assert "tensors that are in both" in found and "One of them is a copy of the other" in found
+
+
+def test_lost_experts_of_main_layers_are_told_by_layer(tmp_path: Path) -> None:
+    def half(stored: Tensors) -> Tensors:
+        return {n: one for n, one in stored.items() if not re.search(r"experts\.[4-7]\.", n)}
+
+    found = failures(rewritten(GLM, tmp_path / "rank", half))["main: tensors"]
+    assert "model.layers.1.mlp.experts lacks experts 4, 5, 6, 7 (of 8); model.layers.2" in found
+    assert "is missing" not in found
+
+
+def test_one_ranks_part_of_a_main_model_is_told(tmp_path: Path) -> None:
+    def half(stored: Tensors) -> None:
+        for name in [n for n in stored if re.search(r"layers\.[0-2]\..*_proj\.weight$", n)]:
+            by_columns = "down_proj" in name or "o_proj" in name
+            stored[name] = stored[name].chunk(2, int(by_columns))[0].contiguous()
+
+    found = failures(rewritten(GLM, tmp_path / "rank", half))["main: precision on disk"]
+    assert "matrices are one of 2 parts of themselves" in found and "expected" not in found
+
+
+def test_a_module_beside_the_announced_one_is_told(tmp_path: Path) -> None:
+    def twice(stored: Tensors) -> None:
+        own = {name: one for name, one in stored.items() if name.startswith(GLM_MTP)}
+        stored |= {f"mtp.0.{n.removeprefix(GLM_MTP)}": one.clone() for n, one in own.items()}
+
+    source = rewritten(GLM, tmp_path / "twice", twice)
+    assert "there is mtp.0, of which no" in failures(source)["MTP modules announced and there"]
+
+
+def test_what_is_left_under_a_modules_name_hides_no_rest_elsewhere(tmp_path: Path) -> None:
+    """As SGLang calls the layer, beside norms and projection as released."""
+    folder = rewritten(
+        QWEN,
+        tmp_path / "elsewhere",
+        lambda stored: {n.replace("mtp.layers.0.", "model.decoder."): t for n, t in stored.items()},
+    )
+    assert "begin with model.decoder, where engines look for mtp.layers.0" in complete(folder)
+
+
+QUANTIZED: dict[str, tuple[str, Callable[[Config], object], str]] = {
+    "no method": (
+        "gptq",
+        lambda own: own.pop("quant_method"),
+        "quantization_config names no quant_method",
+    ),
+    "as in Python": (
+        "compressed-tensors, int4",
+        lambda own: own.update(quant_method="compressed_tensors"),
+        "matrices of the MTP module, such as",
+    ),
+    "in capitals": (
+        "awq",
+        lambda own: own.update(quant_method="AWQ", modules_to_not_convert=["lm_head"]),
+        "matrices of the MTP module, such as",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", QUANTIZED)
+def test_methods_are_read_as_engines_do(tmp_path: Path, case: str) -> None:
+    method, change, words = QUANTIZED[case]
+    folder = quantized(GLM, tmp_path / "own", method, lambda c: change(c["quantization_config"]))
+    assert words in " ".join(failures(folder).values())
+
+
+def test_a_quantization_in_the_text_part_is_told(tmp_path: Path) -> None:
+    folder = write_dense(tmp_path / "nested", config=family_config("glm_ocr"))
+    method = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    edit_json(folder / "config.json", lambda c: c["text_config"].update(quantization_config=method))
+    found = failures(folder)["quantization_config"]
+    assert "in text_config: vLLM looks there too, SGLang and transformers do not" in found

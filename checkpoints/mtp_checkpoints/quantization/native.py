@@ -18,6 +18,11 @@ Config = dict[str, Any]
 DTYPE_KEYS = ("torch_dtype", "dtype")  # of config.json: that of unquantized tensors
 COMPRESSED = "compressed-tensors"  # a quant_method
 MLX = "quantization"  # the field in which mlx-lm has what others have in quantization_config
+# Keys of others that have a group_size too, of which quant_method may be lost.
+_OTHERS = frozenset(
+    {"quant_method", "desc_act", "sym", "zero_point", "quant_algo", "checkpoint_format"}
+)
+_OF_MODELOPT = frozenset({"quant_algo", "quantization", "producer"})
 NATIVE_FP8: Config = {
     "quant_method": "fp8",
     "activation_scheme": "dynamic",
@@ -35,18 +40,28 @@ def quantization_of(config: Mapping[str, Any]) -> Any:
 
 
 def method_of(quantization: object) -> str:
-    """Return the name of the method of a quantization_config, "" where it has none."""
+    """Return the name of the method of a quantization_config as vLLM takes it, "" where it has
+    none."""
     if not isinstance(quantization, Mapping):
         return ""
     if is_mlx({QUANTIZATION: quantization}):
         return MLX_METHOD
-    return str(quantization.get("quant_method") or "")
+    method = str(quantization.get("quant_method") or "").lower()
+    return method.replace("compressed_tensors", COMPRESSED)
+
+
+def lacks_method(quantization: object) -> bool:
+    """Return whether a quantization_config names no method, and is none that engines know without:
+    MLX's or ModelOpt's."""
+    if not isinstance(quantization, Mapping) or not quantization or method_of(quantization):
+        return False
+    return _OF_MODELOPT.isdisjoint(quantization)
 
 
 def is_mlx(config: Mapping[str, Any]) -> bool:
     """Return whether a config.json describes MLX's groups, which name no method."""
     kept = config.get(MLX) or quantization_of(config)  # mlx-lm writes both
-    return isinstance(kept, Mapping) and "group_size" in kept and "quant_method" not in kept
+    return isinstance(kept, Mapping) and "group_size" in kept and _OTHERS.isdisjoint(kept)
 
 
 def is_gguf(quantization: object) -> bool:
@@ -126,7 +141,7 @@ def native_fp8(quantization: object) -> NativeFp8 | None:
             todo="Start from the original checkpoint",
         )
     block = quantization.get("weight_block_size")
-    method, fmt = quantization.get("quant_method"), quantization.get("fmt", "e4m3")
+    method, fmt = method_of(quantization), quantization.get("fmt", "e4m3")
     if method != "fp8" or fmt != "e4m3" or block != [BLOCK, BLOCK]:
         raise UnsupportedError(
             "The checkpoint is quantized in a way that this tool does not read",

@@ -25,6 +25,7 @@ from mtp_checkpoints.quantization.methods.quark import NAMED
 from mtp_checkpoints.quantization.native import (
     COMPRESSED,
     Config,
+    method_of,
     quantization_of,
     replaced_quantization,
 )
@@ -59,7 +60,7 @@ def vllm_reads(config: Mapping[str, Any], tensors: Collection[str]) -> Config:
     quantization = quantization_of(config)
     if not isinstance(quantization, dict):
         return dict(config)
-    match quantization.get("quant_method"):
+    match method_of(quantization):
         case "gptq":
             _check_gptq_of_vllm(quantization)
         case "auto-round":
@@ -89,7 +90,7 @@ def sglang_reads(config: Mapping[str, Any], tensors: Collection[str]) -> Config:
     quantization = quantization_of(config)
     if not isinstance(quantization, dict):
         return dict(config)
-    match quantization.get("quant_method"):
+    match method_of(quantization):
         case "gptq":
             if quantization.get("sym") is False:
                 raise _refused("SGLang 0.5.23", "sym true beside routed experts", "sym false")

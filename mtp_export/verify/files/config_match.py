@@ -17,7 +17,7 @@ from mtp_checkpoints.families.signs import (
     main_layers,
     projection_in_main,
 )
-from mtp_checkpoints.quantization.native import is_gguf, quantization_of
+from mtp_checkpoints.quantization.native import is_gguf, lacks_method, quantization_of
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_checkpoints.tensors.untied_head import TIED, UNTIED_HEAD
 from mtp_export.progress import counted
@@ -31,6 +31,7 @@ from mtp_export.verify.check import (
     not_tested,
     verdict,
 )
+from mtp_export.verify.diagnosis.causes import configs as config_causes
 from mtp_export.verify.diagnosis.causes import files as causes
 from mtp_export.verify.evidence.parts import Part, PartLayout
 from mtp_export.verify.files.corrected import with_correction
@@ -38,12 +39,14 @@ from mtp_export.verify.files.described import (
     misdescribed,
     misdescribed_by_a_field,
     misdescribed_by_config,
+    quantization_elsewhere,
     quantized_by_config_alone,
     undecoded_main,
 )
 from mtp_export.verify.files.engine_readings import draft_items, with_lists
 from mtp_export.verify.files.left_out import ListedDraft
 from mtp_export.verify.files.repair import graft_command
+from mtp_export.verify.files.summed_up import of_lost_experts, of_one_rank
 from mtp_export.verify.files.tensor_problems import sorted_out
 
 if TYPE_CHECKING:
@@ -58,7 +61,11 @@ def run(context: Context) -> Iterator[Item]:
 
 
 def _items(context: Context) -> Iterator[Item]:
-    wrong = misdescribed_by_config(context) or quantized_by_config_alone(context)
+    wrong = (
+        misdescribed_by_config(context)
+        or quantization_elsewhere(context)
+        or quantized_by_config_alone(context)
+    )
     if wrong is not None:
         yield wrong  # which all below would repeat
         return
@@ -104,12 +111,18 @@ def _not_followed(context: Context, part: Part, error: MtpExportError) -> Item:
     known = undecoded_main(context)
     if known is not None and part.name == MAIN:
         return not_tested(name, known.why_not_tested)
+    if not context.is_bundle and _lacks_method(part):
+        return failed(name, config_causes.NO_METHOD, subject=CONFIG_NAME)
     if not context.is_bundle and isinstance(error, UnsupportedError):
         ties = isinstance(error, UnreleasedField) and error.field == TIED
         if ties and part.checkpoint and UNTIED_HEAD in part.checkpoint.tensors:
             return failed(name, causes.tied_beside_a_head(UNTIED_HEAD), subject=CONFIG_NAME)
         return not_tested(name, str(error))
     return failed(name, str(error), subject=str(part.place / CONFIG_NAME))
+
+
+def _lacks_method(part: Part) -> bool:
+    return part.checkpoint is not None and lacks_method(quantization_of(part.checkpoint.config))
 
 
 def _advertised(context: Context) -> Item:
@@ -141,6 +154,8 @@ def _part_items(layout: PartLayout, *, of_main: bool) -> Iterator[Item]:
         listed = ListedDraft(stored, tensors, stored.quantization, (), "the main model")
         if by_lists := listed.by_lists(names):
             precision, data = by_lists, {TO_ADD: listed.to_add, TO_TAKE: listed.to_take}
+    if of_main:
+        presence, precision = of_lost_experts(layout, presence), of_one_rank(layout, precision)
     others = _of_other_layers(layout, presence) if of_main and presence else presence
     if presence and not others:
         yield not_tested(f"{layout.name}: tensors", causes.OF_MODULE_COUNTED_AS_MAIN)

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from mtp_checkpoints.containers.base import CONFIG_NAME
+from mtp_checkpoints.containers.base import CONFIG_NAME, QUANTIZATION
 from mtp_checkpoints.errors import MtpExportError
-from mtp_checkpoints.families.signs import expert_count, expert_field
+from mtp_checkpoints.families.signs import NESTED, expert_count, expert_field
 from mtp_checkpoints.formats.base import BLOCK
 from mtp_checkpoints.layouts.llama_cpp import LLAMA_CPP
 from mtp_checkpoints.quantization.methods import undecoded_of
@@ -78,6 +78,23 @@ def of_keys(context: Context) -> str:
     "" of any other."""
     is_of_keys = context.target.name == LLAMA_CPP.name and CONFIG_NAME not in context.files.names()
     return causes.OF_KEYS if is_of_keys else ""
+
+
+def quantization_elsewhere(context: Context) -> Item | None:
+    """Return the failure of a checkpoint whose quantization_config is in its text part alone; None
+    for any other."""
+    main = None if context.is_bundle else context.main
+    if main is None or quantization_of(main.config) is not None:
+        return None
+    nested = [
+        name
+        for name in NESTED
+        if isinstance(inner := main.config.get(name), Mapping) and inner.get(QUANTIZATION)
+    ]
+    if not nested:
+        return None
+    words = causes.quantization_elsewhere(nested[0])
+    return failed(QUANTIZATION, words, subject=CONFIG_NAME)
 
 
 def quantized_by_config_alone(context: Context) -> Item | None:

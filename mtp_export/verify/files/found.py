@@ -18,6 +18,7 @@ from mtp_checkpoints.families.signs import (
     NamedModule,
     OtherDraft,
     announced,
+    in_layer,
     main_layers,
     mtp_modules,
     other_draft,
@@ -145,6 +146,18 @@ class Found:
         return [o for o in names if not any(name.startswith(f"{o}.") for name in self.mtp_names)]
 
     @property
+    def modules_more(self) -> Mapping[str, Sequence[str]]:
+        """The modules beside those of a known family of which no tensor is wanted, with their
+        tensors."""
+        wanted = {} if self.mtp is None else self.mtp.tensors
+        if not wanted or wanted.keys().isdisjoint(self.mtp_names):
+            return {}
+        layers: dict[str, list[str]] = {}
+        for name in self.mtp_names:
+            layers.setdefault(in_layer(name)[0], []).append(name)
+        return {one: own for one, own in layers.items() if one and wanted.keys().isdisjoint(own)}
+
+    @property
     def module_names(self) -> list[str]:
         """The names of the modules that config.json announces, of a known family."""
         return [] if self.stored is None else [module.name for module in self.stored.family.mtp]
@@ -153,9 +166,10 @@ class Found:
     def others(self) -> OtherNames | None:
         """The whole model's weights that are there under other names, in files too that an index
         leaves out and that hold no names as the index's are."""
-        return other_names(
-            self.wanted_anywhere, {**self.tensors, **self.astray_in_files}, self.joins
-        )
+        there = {**self.tensors, **self.astray_in_files}
+        if self.stored is not None:
+            there = {**self.stored.family.without_carried(there)}
+        return other_names(self.wanted_anywhere, there, self.joins)
 
     @cached_property
     def astray_in_files(self) -> Mapping[str, TensorInfo]:

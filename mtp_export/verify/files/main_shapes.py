@@ -94,7 +94,7 @@ def of_other_shapes(
     elif len(told) > 1:
         shapes = {name: ([*mtp[unlike[name]].shape], [*wanted[name].shape]) for name in told}
         words = causes.of_other_shapes(len(unlike), shapes)
-        if (parts := _parts_of_ranks(unlike, wanted, mtp)) > 1:
+        if parts := parts_of_ranks(unlike, wanted, mtp):
             words = causes.of_one_rank(len(unlike), parts, next(iter(shapes.items())))
     else:
         return []
@@ -115,7 +115,7 @@ def _is_unlike(tensor: TensorInfo, wanted: TensorSpec) -> bool:
     )
 
 
-def _parts_of_ranks(
+def parts_of_ranks(
     unlike: Mapping[str, str], wanted: Mapping[str, TensorSpec], mtp: Mapping[str, TensorInfo]
 ) -> int:
     """Return of how many parts each matrix is one, by rows or by columns, of attention and of other
@@ -127,7 +127,8 @@ def _parts_of_ranks(
         found.add(axes[0][0] if len(axes) == 1 and axes[0][1] == 0 else 0)
     roles = {wanted[name].role for name in unlike}
     is_of_all = Role.ATTENTION in roles and len(roles) > 1
-    return found.pop() if len(found) == 1 and is_of_all else 0
+    parts = found.pop() if len(found) == 1 and is_of_all else 0
+    return parts if parts > 1 else 0
 
 
 def exchanged(wanted: Mapping[str, TensorSpec], mtp: Mapping[str, TensorInfo]) -> list[Problem]:

@@ -183,6 +183,9 @@ def _presence(found: Found) -> Item:
         names = [n for n in found.astray if n.startswith(of_lost)]
         item = verdict(name, each(names or [CONFIG_NAME], words))
         return replace(item, figure=_figure(count, wanted), repair=found.repair)
+    if more := found.modules_more:
+        words = causes.more_than_announced(str(wanted), list(more))
+        return verdict(name, each([name for own in more.values() for name in own], words))
     tensors = sum(len(module.tensors) for module in found.modules)
     return passed(name, figure=f"{_figure(count, wanted)}, {counted(tensors, 'tensor')}")
 
@@ -254,9 +257,12 @@ def _complete(found: Found) -> Item:
 def _other_names(
     found: Found, own: Mapping[str, TensorInfo], *, are_fused: bool
 ) -> OtherNames | None:
-    """A module's weights that are there under other names. own: its tensors. are_fused: its experts
-    are in one tensor, which is told of them."""
-    wanted = found.wanted_names
+    """A module's weights that are there under other names, the main model's too. own: its tensors.
+    are_fused: its experts are in one tensor, which is told of them."""
+    wanted, main = found.wanted_names, found.stored_part(MAIN)
+    if found.differing and main is not None:
+        there = main.family.without_carried(found.tensors)
+        own = {n: there[n] for n in there if n in own or n not in main.tensors}
     if are_fused:
         wanted = {name: one for name, one in wanted.items() if EXPERTS not in name}
         own = {name: one for name, one in own.items() if EXPERTS not in name}

@@ -61,6 +61,19 @@ def text_part_elsewhere(found: str, place: str) -> str:
     )
 
 
+NO_METHOD = (
+    "config.json's quantization_config names no quant_method, so that no engine knows how to read"
+    " the codes: put the one back that they were quantized with"
+)
+
+
+def quantization_elsewhere(place: str) -> str:
+    return (
+        f"config.json has its quantization_config in {place}: vLLM looks there too, SGLang and"
+        " transformers do not, and would load codes as weights. Move it to config.json itself"
+    )
+
+
 def nothing_is_quantized(where: str) -> str:
     """where: the field of config.json, or the file, that describes the quantization."""
     return (

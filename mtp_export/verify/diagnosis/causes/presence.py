@@ -159,6 +159,15 @@ def partly_lost(wanted: str, count: int, lost: Sequence[str], field: str, *, are
     return f"{words}; or config.json counts too many, and {counts} is to be {count}"
 
 
+def more_than_announced(wanted: str, more: Sequence[str]) -> str:
+    """more: the names of the modules that are too many."""
+    return (
+        f"config.json announces {wanted}, and beside what it announces there is"
+        f" {shortened(more, _NAMED)}, of which no engine looks for any tensor: a copy, or a module"
+        " of another name. Leave it out, in the index too"
+    )
+
+
 def no_projection(name: str) -> str:
     return (
         f"no tensor beside {name} is of a projection of embedding and hidden state (eh_proj,"
