@@ -8,12 +8,13 @@ from collections.abc import Sequence
 
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.families.signs import in_layer
+from mtp_checkpoints.tensors.bundle_folder import MAIN
 from mtp_export.progress import counted
 from mtp_export.verify.check import Item, measured
 from mtp_export.verify.evidence.parts import PartLayout
 from mtp_export.verify.evidence.weight_facts import WeightFacts
 
-ITEM = "main: norms folded into linears"
+ITEM = "norms folded into linears"
 
 
 def folded_norms(layout: PartLayout, facts: Sequence[WeightFacts]) -> frozenset[str]:
@@ -38,10 +39,26 @@ def folded_norms(layout: PartLayout, facts: Sequence[WeightFacts]) -> frozenset[
     return frozenset(one.weight.name for one in (*found, *also))
 
 
-def folded_item(names: frozenset[str], count: int) -> Item:
-    """Return what is no failure: the norms that were folded, out of so many of a main model."""
+def folded_with(
+    main: frozenset[str], layout: PartLayout, facts: Sequence[WeightFacts]
+) -> frozenset[str]:
+    """Return the names of a module's norms that multiply by 1 beside those of a main model that
+    were folded, main: all that have the name of one of these do so, and so may its others."""
+    neutral = 1.0 - layout.stored.family.facts.norm_offset
+    kinds = {kind for layer, kind in map(in_layer, main) if layer}
+    norms = [one for one in facts if one.weight.stored.weight.role is Role.NORM]
+    alike = [one for one in norms if in_layer(one.weight.stored.weight.name)[1] in kinds]
+    if not alike or not all(_is(one, neutral) for one in alike):
+        return frozenset()
+    return frozenset(one.weight.name for one in norms if _is(one, neutral))
+
+
+def folded_item(part: str, names: frozenset[str], count: int) -> Item:
+    """Return what is no failure: the norms that were folded, out of so many of a part."""
     figure = f"{len(names)} of {counted(count, 'norm')} multiply by 1, as rotations leave them"
-    return measured(ITEM, f"{figure}: an MTP layer is to be of the same rotation", {})
+    if part == MAIN:
+        figure = f"{figure}: an MTP layer is to be of the same rotation"
+    return measured(f"{part}: {ITEM}", figure, {})
 
 
 def _is(fact: WeightFacts, value: float) -> bool:

@@ -136,20 +136,26 @@ def _by_kind(main: Layers, offset: float) -> Mapping[str, Mapping[str, float]]:
 
 
 def _sizes(module: Layers, main: Layers, offset: float) -> Iterator[Problem]:
-    """Yield the norms of the module that are far larger or smaller than all of the main layers'."""
+    """Yield the norms of the module that are far larger or smaller than all of the main layers'.
+    None where several of a layer are: scales of the main model's linears may lie in its norms."""
     by_kind = _by_kind(main, offset)
     for layer, norms in module.items():
+        found = []
         for kind, values in norms.items():
             theirs, own = by_kind.get(kind, {}).values(), _size(kind, values, offset)
             if len(theirs) < _A_PAIR:
                 continue
-            name = f"{layer}.{kind}"
-            if own > gates.NORM_RATIO * max(theirs):
-                words = balance.norm_of_another_size(name, own / max(theirs), "largest")
-                yield Problem(name, words)
-            elif own * gates.NORM_RATIO < min(theirs):
-                words = balance.norm_of_another_size(name, own / min(theirs), "smallest")
-                yield Problem(name, words)
+            for other, among in ((max(theirs), "largest"), (min(theirs), "smallest")):
+                factor = own / other
+                if (
+                    factor > gates.NORM_RATIO
+                    if among == "largest"
+                    else factor * gates.NORM_RATIO < 1
+                ):
+                    found.append((f"{layer}.{kind}", factor, among))
+        if len(found) == 1:
+            (name, factor, among), *_ = found
+            yield Problem(name, balance.norm_of_another_size(name, factor, among))
 
 
 def _size(kind: str, values: torch.Tensor, offset: float) -> float:

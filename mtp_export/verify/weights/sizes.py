@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
-from mtp_checkpoints.families.base import FLOATS
+from mtp_checkpoints.families.base import FLOATS, Role
 from mtp_checkpoints.families.signs import in_layer
 from mtp_checkpoints.formats import UNQUANTIZED
 from mtp_export.progress import counted
@@ -127,24 +127,51 @@ def _size_words(fact: WeightFacts, rms: float, middle: float) -> str:
     return causes.out_of_proportion(name, rms, middle)
 
 
-def parts_alike(main: Sequence[WeightFacts], mtp: Sequence[WeightFacts]) -> Iterator[Item]:
+def parts_alike(
+    main: Sequence[WeightFacts], mtp: Sequence[WeightFacts], offset: float
+) -> Iterator[Item]:
     """The MTP module's linears are as large as the main layers': the median over their kinds of
-    the ratio of their root mean squares."""
-    sizes, own = _sizes_by_kind(main), _sizes_by_kind(mtp)
-    ratios = [median(own[kind]) / median(sizes[kind]) for kind in own if kind in sizes]
-    if not ratios:
+    the ratio of their root mean squares. Where scales of channels were moved from the norms of one
+    part into its linears (SmoothQuant), the norms make up for it. offset: of norms."""
+    ratio, count = _ratio(_sizes_by_kind(main), _sizes_by_kind(mtp))
+    if not count:
         return
-    ratio = median(ratios)
+    least, most = 1 / gates.PART_RATIO, gates.PART_RATIO
+    figure = f"{ratio:.3g} times, in {counted(count, 'kind')}"
+    is_alike = least <= ratio <= most
+    if not is_alike:
+        norms, found = _ratio(_norms_by_kind(main, offset), _norms_by_kind(mtp, offset))
+        is_alike = found > 0 and least <= ratio * norms <= most
+        figure += f"; norms {norms:.3g} times"
     first = next(fact.weight for fact in mtp if fact.weight.stored.weight.is_linear_weight)
     dtype = str(first.tensors[0].dtype) if first.stored.format is UNQUANTIZED else ""
     yield judged(
         "mtp: linears as large as the main model's",
-        1 / gates.PART_RATIO <= ratio <= gates.PART_RATIO,
+        is_alike,
         causes.part_out_of_proportion(ratio, dtype),
         subject=first.name,
-        figure=f"{ratio:.3g} times, in {counted(len(ratios), 'kind')}",
-        bound=f"{1 / gates.PART_RATIO:.3g} to {gates.PART_RATIO:.0f} times",
+        figure=figure,
+        bound=f"{least:.3g} to {most:.0f} times",
     )
+
+
+def _ratio(
+    main: Mapping[str, Sequence[float]], mtp: Mapping[str, Sequence[float]]
+) -> tuple[float, int]:
+    """Return the median ratio of the sizes of kinds that both parts have, and their number."""
+    ratios = [median(mtp[kind]) / median(main[kind]) for kind in mtp if kind in main]
+    return (median(ratios), len(ratios)) if ratios else (1.0, 0)
+
+
+def _norms_by_kind(facts: Sequence[WeightFacts], offset: float) -> Mapping[str, Sequence[float]]:
+    """Root mean squares of what norms before linears multiply by, by their kind."""
+    sizes: dict[str, list[float]] = defaultdict(list)
+    for fact in facts:
+        spec = fact.weight.stored.weight
+        if spec.role is Role.NORM and spec.name.endswith("layernorm.weight") and varies(fact):
+            values = fact.weight.encoded(0, fact.weight.rows).dequantize().double() + offset
+            sizes[_kind(spec.name)].append(float(values.square().mean().sqrt()))
+    return sizes
 
 
 def _sizes_by_kind(facts: Sequence[WeightFacts]) -> Mapping[str, Sequence[float]]:

@@ -28,7 +28,7 @@ from mtp_export.verify.evidence.parts import PartLayout
 from mtp_export.verify.evidence.unwritten import WRITTEN
 from mtp_export.verify.evidence.weight_facts import WeightFacts
 from mtp_export.verify.weights.extents import not_finite_words
-from mtp_export.verify.weights.folded_norms import folded_item, folded_norms
+from mtp_export.verify.weights.folded_norms import folded_item, folded_norms, folded_with
 from mtp_export.verify.weights.main_layer_copies import in_other_formats, vectors_taken
 from mtp_export.verify.weights.sizes import parts_alike, scales_alike, varies, written_facts
 from mtp_export.verify.weights.table_copies import copies_of_tables
@@ -61,16 +61,19 @@ def run(context: Context) -> Iterator[Item]:
             str(one.file), (one.start, one.stop, one.size), one.first, len(one.tensors)
         )
         yield failed(WRITTEN, words, subject=str(one.file))
+    of_main = frozenset[str]()
     written = {name: written_facts(context, part) for name, part in facts.items()}
     for layout in found:
         own = written[layout.name]
-        folded = folded_norms(layout, own) if layout.name == MAIN else frozenset()
+        of_main = folded_norms(layout, own) if layout.name == MAIN else of_main
+        folded = of_main if layout.name == MAIN else folded_with(of_main, layout, own)
         yield from _part_items(layout, own, every, folded)
         yield from _opaque(layout)
     if every:
         yield scales_alike([fact for part in written.values() for fact in part])
     if MAIN in facts and MTP in facts:
-        yield from parts_alike(written[MAIN], written[MTP])
+        offset = found[0].stored.family.facts.norm_offset
+        yield from parts_alike(written[MAIN], written[MTP], offset)
         yield from in_other_formats(written[MAIN], written[MTP])
         yield vectors_taken(written[MAIN], written[MTP])
     if every:
@@ -100,7 +103,9 @@ def _part_items(
         count,
     )
     if len(constant) < len(flat):  # of a model that was trained
-        yield folded_item(folded, sum(f.weight.stored.weight.role is Role.NORM for f in facts))
+        yield folded_item(
+            part, folded, sum(f.weight.stored.weight.role is Role.NORM for f in facts)
+        )
     integer = [f for f in sound if f.weight.stored.format.code_offset is not None]
     if integer:
         yield _codes(part, integer)
