@@ -538,3 +538,13 @@ def test_every_linear_of_transformers_may_be_in_bitsandbytes_codes(
     assert (outcome.code, failures(items)) == ((7, {ITEM}) if projection else (0, set()))
     if projection:
         assert "mtp.fc is stored quantized, and vLLM and SGLang build" in items[ITEM]["cause"]
+
+
+def test_a_config_that_says_nothing_of_a_quantization_is_named_once(tmp_path: Path) -> None:
+    checkpoint = foreign_sources.quantized(GLM, "compressed-tensors, int4", "quantized")
+    del checkpoint.config["quantization_config"]
+    checkpoint.save(tmp_path / "checkpoint")
+    _, items = verified(tmp_path / "checkpoint")
+    (name,) = failures(items)
+    assert name == "quantization_config" and "graft" not in items[name].get("repair", "")
+    assert "put the one back that they were quantized with" in items[name]["cause"]

@@ -41,6 +41,7 @@ from mtp_export.verify.files.described import (
     misdescribed_by_config,
     quantization_elsewhere,
     quantized_by_config_alone,
+    quantized_without_config,
     undecoded_main,
 )
 from mtp_export.verify.files.engine_readings import draft_items, with_lists
@@ -65,6 +66,7 @@ def _items(context: Context) -> Iterator[Item]:
         misdescribed_by_config(context)
         or quantization_elsewhere(context)
         or quantized_by_config_alone(context)
+        or quantized_without_config(context)
     )
     if wrong is not None:
         yield wrong  # which all below would repeat

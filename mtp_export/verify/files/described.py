@@ -22,6 +22,7 @@ from mtp_export.verify.check import MTP_MODULE, Item, failed
 from mtp_export.verify.diagnosis.causes import configs as causes
 from mtp_export.verify.evidence.other_config import with_value_at
 from mtp_export.verify.evidence.parts import Part, PartLayout, layer_count, layout_of
+from mtp_export.verify.files.left_out import ListedDraft
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
@@ -111,6 +112,26 @@ def quantized_by_config_alone(context: Context) -> Item | None:
         causes.nothing_is_quantized(MODELOPT_FILE if has_file else "quantization_config"),
         subject=CONFIG_NAME,
         figure=f"{weights}, none quantized",
+    )
+
+
+def quantized_without_config(context: Context) -> Item | None:
+    """Return the failure of a checkpoint with both parts quantized whose config.json does not
+    say how; None for any other."""
+    if context.is_bundle or any(layout.stored.quantization for layout in context.layouts):
+        return None
+    parts = [
+        ListedDraft(layout.stored, layout.checkpoint.tensors, {}, ()).quantized
+        for layout in context.layouts
+    ]
+    if not all(parts) or len(parts) < len(context.parts) or len(parts) < 2:
+        return None
+    count = sum(map(len, parts))
+    return failed(
+        "quantization_config",
+        causes.no_quantization_config(count, parts[0][0]),
+        subject=CONFIG_NAME,
+        figure=f"{count:,} matrices quantized",
     )
 
 

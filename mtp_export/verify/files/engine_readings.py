@@ -192,7 +192,8 @@ def _as_read(name: str, layout: PartLayout, config: Any, reading: DraftReading) 
             Problem(one.subject, causes.misread_by_engine(reason, one.words)) for one in problems
         ]
         return with_lists(verdict(name, problems, counted(len(specs), "weight")), listed)
-    absent = {rename(name) for name in layout.stored.tensors.keys() - layout.checkpoint.tensors}
+    # What is missing or strange by the released names is said of these.
+    absent = {*map(rename, layout.stored.tensors.keys() ^ layout.checkpoint.tensors.keys())}
     problems = _differing(tensors, read, absent, linears_alone=keeps_patterns)
     to_add = {}
     if not problems and (built := [*_built_projections(layout, config, reading)]):
@@ -270,7 +271,7 @@ def _differing(
     *,
     linears_alone: bool,
 ) -> list[Problem]:
-    """Problems of a draft as an engine reads it. absent: tensors that no reader needs.
+    """Problems of a draft as an engine reads it. absent: tensors of which nothing is said.
     linears_alone: a release names its other matrices by the layer, and none is asked."""
     presence, precision = sorted_out(read.differences(tensors), tensors, read)
     asked = {

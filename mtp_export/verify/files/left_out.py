@@ -63,6 +63,11 @@ class ListedDraft:
             return []
         return [*self._lacking(), *self._too_many(plain)]
 
+    @property
+    def quantized(self) -> list[str]:
+        """The modules that an engine would build unquantized and that are not."""
+        return [_module_of(one) for one in self._wrongly_plain]
+
     @cached_property
     def _wrongly_plain(self) -> list[StoredWeight]:
         """The matrices that an engine would build unquantized and that are not."""

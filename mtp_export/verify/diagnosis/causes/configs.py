@@ -82,6 +82,14 @@ def nothing_is_quantized(where: str) -> str:
     )
 
 
+def no_quantization_config(count: int, module: str) -> str:
+    return (
+        f"{count:,} matrices, such as {module}, are stored quantized, and config.json has no"
+        " quantization_config, so that engines build them unquantized: put the one back that they"
+        " were quantized with"
+    )
+
+
 def experts_misdescribed(
     part: str, other: str, field: str, said: int, stored: int, *, can_graft: bool
 ) -> str:

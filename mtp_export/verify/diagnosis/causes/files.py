@@ -214,7 +214,7 @@ def not_left_out(count: int, module: str, part: str, idle: Sequence[str]) -> str
     others = f", like {len(idle) - 1} more," if len(idle) > 1 else ""
     blamed = f" ({idle[0]}{others} {_idle_words(idle[0])})" if idle else ""
     return (
-        f"{count} matrices of {part}, such as {module}, are stored unquantized, and"
+        f"{count:,} matrices of {part}, such as {module}, are stored unquantized, and"
         f" quantization_config leaves them out nowhere{blamed}, so that they are built quantized"
     )
 
@@ -289,7 +289,7 @@ def left_out_though_quantized(
         left_out = "config.json has no quantization_config"
         mend = ": put the one back that they were quantized with"
     return (
-        f"{count} matrices of {part}, such as {module}, are stored quantized, and"
+        f"{count:,} matrices of {part}, such as {module}, are stored quantized, and"
         f" {left_out}, so that they are built unquantized{mend}"
     )
 
@@ -300,8 +300,8 @@ def built_unquantized_beside(engine: str, storages: str) -> str:
 
 def quantized_in_vain(count: int, module: str) -> str:
     return (
-        f"{count} matrices of the MTP module, such as {module}, are stored quantized: serve it with"
-        " another engine, or graft the original's unquantized ones"
+        f"{count:,} matrices of the MTP module, such as {module}, are stored quantized: serve it"
+        " with another engine, or graft the original's unquantized ones"
     )
 
 
