@@ -101,12 +101,22 @@ def check_result(name: str, check: Check, context: Context) -> CheckResult:
                 context.note_failures(name, items)
     of_bytes = check.level < Level.RUN  # what decoding shows, the same export would show again
     items = [with_repair(context, item, remake=of_bytes) for item in items]
-    if check.level is Level.WEIGHTS and any(item.status is Status.FAIL for item in items):
-        from mtp_export.verify.evidence.fused_names import with_fused_names
-
-        items = [with_fused_names(context.layouts, item) for item in items]
+    if any(item.status is Status.FAIL for item in items):
+        items = _with_names_here(check, items, context)
     seconds = time.monotonic() - start
     return CheckResult(name=name, title=check.title, items=tuple(items), seconds=seconds)
+
+
+def _with_names_here(check: Check, items: Iterable[Item], context: Context) -> list[Item]:
+    """Items with the names that the checkpoint has for what fails."""
+    from mtp_export.verify.evidence.names_here import with_fused_names, with_module_names
+
+    if check.level is Level.WEIGHTS:
+        return [with_fused_names(context.layouts, item) for item in items]
+    layout = next(iter(context.layouts), None) if check.level is Level.RUN else None
+    return [
+        item if layout is None else with_module_names(layout.stored.family, item) for item in items
+    ]
 
 
 def _collected(items: Iterable[Item], bundle: Place) -> list[Item]:

@@ -30,6 +30,7 @@ KNOWS_MORE = "knows_more"  # in the data of a failure whose words replace an ear
 EQUAL = "equal_causes"  # in the data of a failure: how many causes explain it equally
 BY_TRAINING = "by_training"  # in the data of a failure that training alone points to
 UNDONE = "undone"  # in the data of a failure: changes that were undone, with their gains
+NAMES_HERE = "names_here"  # in the data of a failure: words for DeepSeek's names in its cause
 FUSED_IN = "fused_in"  # in the data of a failure of experts: the tensors that hold them
 ENGINE = "engine"  # in the data of how one engine, by its name, reads the draft
 _REPORTED = "reported"  # the bound of a figure that nothing is required of

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from cases import read_json
 from mtp_checkpoints.errors import VerificationError
+from mtp_checkpoints.families import family_of
 from mtp_export.verify.check import (
     BY_TRAINING,
     ENGINE,
@@ -20,10 +22,12 @@ from mtp_export.verify.check import (
     passed,
     verdict,
 )
+from mtp_export.verify.evidence.names_here import with_module_names
 from mtp_export.verify.options import VerifyOptions
 from mtp_export.verify.report.failures import Cause, causes_of, repairs
 from mtp_export.verify.report.report import Report
 from mtp_export.verify.report.verdict import raise_if_failed
+from verify.foreign import FIXTURES
 
 GATE, UP = "model.layers.8.mlp.gate.weight", "model.layers.8.mlp.up.weight"
 PARTS = ("main", "mtp")
@@ -192,6 +196,20 @@ def test_what_one_more_item_says_the_same_of_is_named_by_what_is_new() -> None:
 
     (one,) = causes(ledger=[zero("a.w", "b.w"), zero("a.w", "b.w", "c.w", "d.w")])
     assert one.text == "a.w is zero; likewise b.w; likewise c.w, d.w"
+
+
+@pytest.mark.parametrize(
+    ("source", "here"),
+    [
+        ("qwen3-5-tiny", " (here eh_proj is mtp.fc, enorm is mtp.pre_fc_norm_embedding)"),
+        ("glm4-moe-tiny", ""),
+    ],
+)
+def test_a_modules_parts_are_told_by_the_names_that_its_family_has(source: str, here: str) -> None:
+    words = "the embedding half of eh_proj, or enorm, is about 4 times what it should be"
+    family = family_of(read_json(FIXTURES / source / "config.json"))
+    (one,) = causes(acceptance=[with_module_names(family, failed("m", words))])
+    assert one.text == words + here
 
 
 def test_experts_that_lie_apart_are_told_by_runs_and_many_by_their_number() -> None:

@@ -22,6 +22,7 @@ from mtp_export.verify.check import (
     FUSED_IN,
     KNOWS_MORE,
     MTP_MODULE,
+    NAMES_HERE,
     UNDONE,
     UNFINISHED,
     Item,
@@ -303,6 +304,8 @@ def _words(item: Item) -> str:
     if not item.cause:
         return f"{item.subject}: {item.measured}" if item.subject else item.measured
     words = "; ".join(_sentences(item)) or item.cause
+    if here := item.data.get(NAMES_HERE):
+        words += f" ({here})"
     if fused := item.data.get(FUSED_IN):
         words += f" (stored fused, in {shortened(fused, _MOST_NAMES)})"
     return words if _says(words, item.subject) else f"{item.subject}: {words}"
