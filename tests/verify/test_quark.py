@@ -119,6 +119,9 @@ def test_numbers_that_are_read_are_judged_as_any_other(tmp_path: Path) -> None:
     assert found.keys() == {AS_READ}
     assert r"(re:model\.layers\.3\. in exclude)" in found[AS_READ]
     assert "31 matrices" in found[AS_READ]
+    twice = [r"re:model\.layers\.3\.", r"re:.*layers\.3\..*"]  # its numbers are no entries
+    found = failed("twice", twice, in_fp8)
+    assert f"({' and '.join(f'{one} in exclude' for one in twice)})" in found[AS_READ]
 
 
 @pytest.mark.parametrize(

@@ -249,7 +249,8 @@ class ListedDraft:
 
     @cached_property
     def _listed(self) -> ListEntries:
-        return ListEntries.of(self.quantization, self._as_written)
+        linears = ((_module_of(one), one.weight.role) for one in self._wrongly_plain)
+        return ListEntries.of(self.quantization, self._as_written, linears)
 
 
 def lacking(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 from mtp_checkpoints.errors import MtpExportError
@@ -15,6 +16,7 @@ from mtp_checkpoints.quantization.method import QuantConfig
 from mtp_checkpoints.quantization.methods import quant_config_of
 
 _GROUPS, _METHOD, _NESTED = "config_groups", "quant_method", "quantization"
+_MOST_ASKED = 30  # linears that tell which objects are lists
 _PUNCTUATION = re.compile(r"[^\w.]|^\.|\.$")  # what a pattern has besides names
 
 
@@ -109,27 +111,31 @@ class Entry:
 @dataclass(frozen=True)
 class ListEntries:
     """The entries of a quantization_config; written is it as the file has it, where the one that is
-    read is another."""
+    read is another. linears: some that they may leave out."""
 
     quantization: Any
     written: Any
+    linears: tuple[tuple[str, Role], ...]
     _without: dict[tuple[Entry, ...], QuantConfig | None]
 
     @classmethod
-    def of(cls, quantization: Any, written: Any) -> ListEntries:
-        return cls(quantization, written, {})
+    def of(
+        cls, quantization: Any, written: Any, linears: Iterable[tuple[str, Role]]
+    ) -> ListEntries:
+        return cls(quantization, written, tuple(islice(linears, _MOST_ASKED)), {})
 
     @cached_property
     def entries(self) -> list[Entry]:
-        """All entries: of an object without which the config is not read, and of groups, none."""
+        """All entries: of what else a config has, as its numbers, none."""
         if not isinstance(self.quantization, dict):
             return []
         lists, bare, found = lists_in(self.quantization), self.quantization, list[str]()
-        for key, value in lists.items():
+        count = self._quantized(bare)
+        for key, value in sorted(lists.items(), key=lambda one: isinstance(one[1], dict)):
             if isinstance(value, list | dict) and key != _GROUPS:
                 less = with_list(bare, key, type(value)())
-                if read(less) is not None:
-                    bare, found = less, [*found, key]
+                if (more := self._quantized(less)) >= count:
+                    bare, count, found = less, more, [*found, key]
         written = lists_in(self.written) if isinstance(self.written, dict) else {}
         entries = [
             Entry(self.quantization, self._alone(bare, key, one), key, one, written.get(key))
@@ -141,6 +147,13 @@ class ListEntries:
             for key, value in lists.items()
             if isinstance(value, str | bool) and key != _METHOD
         ]
+
+    def _quantized(self, quantization: Mapping[str, Any]) -> int:
+        """Number of the linears that a config quantizes; -1 for one that is not read."""
+        config = read(quantization)
+        if config is None:
+            return -1
+        return sum(format_by(config, *linear) is not None for linear in self.linears)
 
     def _alone(self, bare: Mapping[str, Any], key: str, entry: Any) -> Mapping[str, Any]:
         value = lists_in(self.quantization)[key]
