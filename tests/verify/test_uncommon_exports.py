@@ -361,3 +361,21 @@ def test_a_quantization_in_the_text_part_is_told(tmp_path: Path) -> None:
     edit_json(folder / "config.json", lambda c: c["text_config"].update(quantization_config=method))
     found = failures(folder)["quantization_config"]
     assert "in text_config: vLLM looks there too, SGLang and transformers do not" in found
+
+
+def test_codes_of_half_the_width_are_no_ranks_part(tmp_path: Path) -> None:
+    def as_fp8(config: Config) -> None:
+        config["quantization_config"]["quant_algo"] = "FP8"
+
+    folder = quantized(GLM, tmp_path / "codes", "modelopt nvfp4", as_fp8)
+    assert "one rank" not in " ".join(failures(folder).values())
+
+
+def test_a_lost_main_layer_is_told_beside_a_modules_of_its_number(tmp_path: Path) -> None:
+    folder = write_dense(tmp_path / "nemotron", config=family_config("nemotron_h"))
+
+    def cut(stored: Tensors) -> Tensors:
+        return {n: one for n, one in stored.items() if not n.startswith("backbone.layers.1.")}
+
+    found = failures(rewritten(folder, tmp_path / "cut", cut))
+    assert "nothing is there of main layer 1:" in found["main layers announced and there"]

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import product
 from operator import getitem
 from typing import TYPE_CHECKING, Any
 
@@ -216,7 +217,8 @@ def _changes(config: _Config, layouts: Sequence[PartLayout]) -> list[tuple[_Path
     size, or by which most are: sizes are products of fields, or sums of such products."""
     sizes = _other_sizes(layouts)
     found = dict[tuple[_Path, int, int], tuple[bool, int]]()
-    heads = {1, *(value for path, value in _numbers(config) if _HEADS in path[-1])}
+    counts = {value for path, value in _numbers(config) if _HEADS in path[-1]}
+    heads = {1, *counts, *(sum(pair) for pair in product(counts, repeat=2))}  # joined ones too
     for path, value in _numbers(config):
         if value < 1 or path[-1].endswith(_NO_SIZES):
             continue

@@ -23,7 +23,7 @@ def lost_layers(stored: StoredModel, there: Collection[str]) -> Item | None:
 
     stored: the whole model as its config.json gives it. there: the names of its tensors.
     """
-    numbers = {_number_of(name) for name in there}
+    numbers = {_number_of(name) for name in there if name not in stored.mtp.tensors}
     missing: dict[int, list[str]] = {}  # of no layer: -1
     wanted = set[int]()
     for one in stored.main.weights.values():

@@ -31,7 +31,7 @@ from mtp_checkpoints.families.signs import (
     sglang_adds,
 )
 from mtp_checkpoints.quantization.fusion_rules import EXPERTS
-from mtp_checkpoints.quantization.native import describe, is_gguf, quantization_of
+from mtp_checkpoints.quantization.native import describe, is_gguf, is_mlx, quantization_of
 from mtp_checkpoints.quantization.stored import StoredModel
 from mtp_checkpoints.quantization.tools import known_loss
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
@@ -105,7 +105,8 @@ def _unnamed(found: Found) -> str:
         return "" if config.get("auto_map") else causes.NO_MODEL_TYPE
     if (draft := draft_class(config)) is not None:
         return causes.class_of_a_draft(draft)
-    if found.stored_part(MAIN) is None or is_gguf(quantization_of(config)):
+    named = is_gguf(quantization_of(config)) or is_mlx(config)  # by model_type alone
+    if found.stored_part(MAIN) is None or named:
         return ""
     if not config.get("architectures"):
         return causes.NO_CLASS
@@ -136,7 +137,8 @@ def _is_whole(stored: StoredModel, there: Collection[str]) -> bool:
 
 
 def _lost_layers(found: Found) -> Item | None:
-    if not found.has_main or not may_have_lost(main_layers(found.config), found.tensors):
+    main = found.tensors.keys() - {*found.mtp_names}
+    if not found.has_main or not may_have_lost(main_layers(found.config), main):
         return None
     return None if found.stored is None else lost_layers(found.stored, found.tensors.keys())
 

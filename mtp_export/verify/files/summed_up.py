@@ -36,10 +36,11 @@ def of_lost_experts(layout: PartLayout, problems: Sequence[Problem]) -> list[Pro
 def of_one_rank(layout: PartLayout, problems: Sequence[Problem]) -> list[Problem]:
     """Return problems of precision, as one where all are of matrices of which one rank's part is
     there."""
-    weights = [layout.stored.weight_of[problem.subject] for problem in problems]
+    known = layout.stored.weight_of
+    weights = [known[one.subject] for one in problems if one.subject in known]
     names = {one.weight.name: one.tensors[0].name for one in weights}
     wanted, tensors = {one.weight.name: one.weight for one in weights}, layout.checkpoint.tensors
-    if not names or not tensors.keys() >= {*names.values()}:
+    if not names or len(weights) < len(problems) or not tensors.keys() >= {*names.values()}:
         return [*problems]
     parts = parts_of_ranks(names, wanted, tensors)
     if not parts:
