@@ -548,3 +548,16 @@ def test_a_config_that_says_nothing_of_a_quantization_is_named_once(tmp_path: Pa
     (name,) = failures(items)
     assert name == "quantization_config" and "graft" not in items[name].get("repair", "")
     assert "put the one back that they were quantized with" in items[name]["cause"]
+
+
+@pytest.mark.parametrize("mtp", ["quantized", "unquantized"])
+def test_one_of_joined_linears_that_is_listed_is_mended(mtp: Any, tmp_path: Path) -> None:
+    """Which no config can be followed with: taken out, or the others added."""
+    checkpoint = foreign_sources.quantized(GLM, "compressed-tensors, fp8", mtp)
+    checkpoint.quantization["ignore"] = [r"re:model.decoder\.", f"{GLM_MTP}self_attn.q_proj"]
+    checkpoint.save(tmp_path / "checkpoint")
+    _, items = verified(tmp_path / "checkpoint")
+    assert "mtp: config" in failures(items)
+    lists = next(item["data"]["lists"] for item in items.values() if "lists" in item["data"])
+    edit_json(tmp_path / "checkpoint/config.json", lambda c: c["quantization_config"].update(lists))
+    assert failures(verified(tmp_path / "checkpoint")[1]) == set()

@@ -15,6 +15,13 @@ EXPERTS = ".experts."  # in names, before the number of an expert
 Formats = Mapping[str, WeightFormat | None]
 
 
+class UnlikeLinears(InvalidInputError):
+    """Different formats of linears that are loaded together; left_out is the one, by its module,
+    that is not quantized, and quantized the other; "" where both are."""
+
+    left_out = quantized = ""
+
+
 def check_fusion_rules(family: ModelSpec, config: QuantConfig, formats: Formats) -> None:
     """Refuse a config.json that gives different formats to linears that are loaded together
     (InvalidInputError). formats are those of the modules; of experts, the first one's."""
@@ -51,12 +58,16 @@ def _check_experts(formats: Formats) -> None:
 
 def _unlike(formats: Formats) -> InvalidInputError:
     names, actual = " and ".join(formats), " and ".join(map(_words, formats.values()))
-    return InvalidInputError(
+    error = UnlikeLinears(
         f"config.json's quantization_config gives {names} different formats",
         expected="one format: engines load them together",
         found=actual,
         todo="Correct its targets and ignore list; patterns must match fused names too",
     )
+    left_out = [name for name, form in formats.items() if form is None]
+    if left_out:
+        (error.left_out,), (error.quantized,) = left_out, formats.keys() - {*left_out}
+    return error
 
 
 def _words(weight_format: WeightFormat | None) -> str:

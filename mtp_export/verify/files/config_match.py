@@ -3,12 +3,13 @@ will take it for, and nothing else."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from mtp_checkpoints.containers.base import CONFIG_NAME
+from mtp_checkpoints.containers.base import CONFIG_NAME, TensorInfo
 from mtp_checkpoints.errors import MtpExportError, UnsupportedError
+from mtp_checkpoints.families.base import FLOATS
 from mtp_checkpoints.families.facts import UnreleasedField
 from mtp_checkpoints.families.signs import (
     COUNT_FIELDS,
@@ -17,6 +18,7 @@ from mtp_checkpoints.families.signs import (
     main_layers,
     projection_in_main,
 )
+from mtp_checkpoints.quantization.fusion_rules import UnlikeLinears
 from mtp_checkpoints.quantization.native import is_gguf, lacks_method, quantization_of
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_checkpoints.tensors.untied_head import TIED, UNTIED_HEAD
@@ -45,7 +47,8 @@ from mtp_export.verify.files.described import (
     undecoded_main,
 )
 from mtp_export.verify.files.engine_readings import draft_items, with_lists
-from mtp_export.verify.files.left_out import ListedDraft
+from mtp_export.verify.files.left_out import ListedDraft, lacking
+from mtp_export.verify.files.list_entries import entries_to_blame
 from mtp_export.verify.files.repair import graft_command
 from mtp_export.verify.files.summed_up import of_lost_experts, of_one_rank
 from mtp_export.verify.files.tensor_problems import sorted_out
@@ -120,7 +123,30 @@ def _not_followed(context: Context, part: Part, error: MtpExportError) -> Item:
         if ties and part.checkpoint and UNTIED_HEAD in part.checkpoint.tensors:
             return failed(name, causes.tied_beside_a_head(UNTIED_HEAD), subject=CONFIG_NAME)
         return not_tested(name, str(error))
-    return failed(name, str(error), subject=str(part.place / CONFIG_NAME))
+    data = (
+        _unlike(context, part, error) if isinstance(error, UnlikeLinears) and error.left_out else {}
+    )
+    return failed(name, str(error), subject=str(part.place / CONFIG_NAME), data=data)
+
+
+def _unlike(context: Context, part: Part, error: UnlikeLinears) -> dict[str, Any]:
+    """The entries that leave out one of two linears that engines load together, where it is
+    quantized, or that lack for the other, where that is not."""
+    assert part.checkpoint is not None, "asked for a part that could not be opened"
+    config = quantization_of(part.checkpoint.config)
+    tensors = {
+        name: one for own in context.checkpoints.values() for name, one in own.tensors.items()
+    }
+    if not _is_float(error.left_out, tensors):
+        return {TO_TAKE: entries_to_blame(config, error.left_out)}
+    if _is_float(error.quantized, tensors):
+        return {TO_ADD: lacking(config, config, [error.quantized])}
+    return {}
+
+
+def _is_float(module: str, tensors: Mapping[str, TensorInfo]) -> bool:
+    weight = tensors.get(f"{module}.weight")
+    return weight is not None and weight.dtype in FLOATS
 
 
 def _lacks_method(part: Part) -> bool:

@@ -117,10 +117,12 @@ class _Correction:
         if item.status is not Status.FAIL or item.name in wrong:
             return item
         if item.name in mended:
-            first, *others = item.data["problems"]
+            problems = item.data.get("problems", [{"words": item.cause.removesuffix(".")}])
+            first, *others = problems
             words = f"{first['words']}{self.words}"
-            data = {**item.data, "problems": [{**first, "words": words}, *others]}
-            data |= {TO_ADD: self.added, TO_TAKE: self.taken}
+            data = {**item.data, TO_ADD: self.added, TO_TAKE: self.taken}
+            if "problems" in data:
+                data["problems"] = [{**first, "words": words}, *others]
             item = replace(item, cause=item.cause.replace(first["words"], words, 1), data=data)
         if not whole:
             return item

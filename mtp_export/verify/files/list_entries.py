@@ -12,6 +12,7 @@ from typing import Any
 from mtp_checkpoints.errors import MtpExportError
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.formats import WeightFormat
+from mtp_checkpoints.quantization.fusion_rules import EXPERTS
 from mtp_checkpoints.quantization.method import QuantConfig
 from mtp_checkpoints.quantization.methods import quant_config_of
 
@@ -185,3 +186,12 @@ class ListEntries:
                     less = without(less, one.key, one.entry)
             self._without[entries] = read(less) if isinstance(less, dict) else None
         return self._without[entries]
+
+
+def entries_to_blame(quantization: Any, module: str) -> dict[str, list[Any]]:
+    """Return the entries that leave a linear out, by their lists."""
+    role = Role.ROUTED_EXPERT if EXPERTS in f"{module}." else Role.ATTENTION
+    found = dict[str, list[Any]]()
+    for one in ListEntries.of(quantization, quantization, [(module, role)]).to_blame(module, role):
+        found.setdefault(one.key, []).append(one.entry)
+    return found
