@@ -170,6 +170,7 @@ def test_a_module_of_a_wider_model_is_named(tmp_path: Path) -> None:
 
     item = complete(rewritten(QWEN, tmp_path / "wider", change))
     assert "hidden states of 160 channels" in item["cause"] and "have 128" in item["cause"]
+    assert item["cause"].startswith("mtp.") and "norm" in item["cause"].partition(" ")[0]
     assert "the module is another model's" in item["cause"]
 
 

@@ -181,6 +181,14 @@ def test_the_changed_tensor_is_named(change: str, cause: str) -> None:
     assert cause in causes(next(v.module for v in variants if v.change == change))
 
 
+def test_a_reversed_concatenation_is_no_variant_of_a_tensor() -> None:
+    """It is one of the module's, so that it was said twice."""
+    corpus = glm()
+    changes = [v.change for v in single_tensor_variants(corpus.model, corpus.module)]
+    assert "the columns of eh_proj are put in reverse order" in changes
+    assert "the halves of the columns of eh_proj are exchanged" not in changes
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("tensor", "change", "wrong"),

@@ -136,7 +136,7 @@ def test_another_width_is_told_where_no_main_layer_has_these_names(tmp_path: Pat
         return {name: theirs[name] if ".mtp." in name else one for name, one in stored.items()}
 
     found = complete(rewritten(own, tmp_path / "swapped", swapped))
-    assert "its norms are of hidden states of 128 channels, and config.json and the main" in found
+    assert "other norms are of hidden states of 128 channels, and config.json and the main" in found
 
 
 def test_a_transposed_projection_is_told_beside_packed_linears(tmp_path: Path) -> None:

@@ -49,6 +49,13 @@ def by_layer(names: Iterable[str]) -> dict[str, dict[str, str]]:
     return found
 
 
+def linear_of(name: str) -> str:
+    """Return the last component of a weight's module, behind the one before it where it is the
+    number of one of several."""
+    *_, before, last = ("", "", *module_of(name).split("."))
+    return f"{before}.{last}" if _is_number(last) else last
+
+
 def module_of(name: str) -> str:
     return name.rpartition(".")[0]
 

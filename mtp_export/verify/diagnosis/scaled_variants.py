@@ -96,6 +96,8 @@ def single_tensor_variants(model: Model, module: MtpModule) -> Iterator[Variant]
     of_layer = [replace(p, path=("layer", *p.path)) for p in layer_places(module.layer)]
     for places, layer in ((own, ""), (of_layer, causes.MTP_LAYER)):
         for place, change, changed in tensor_variants(module, places):
+            if place is PROJECTION and change.wrong == causes.COLUMN_HALVES:
+                continue  # a reversed concatenation is a variant of its own
             name = place.adds if change.only_last else place.name
             yield replace(
                 unchanged(module),

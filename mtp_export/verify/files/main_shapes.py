@@ -87,11 +87,17 @@ def of_other_shapes(
         if name not in mtp:
             main.setdefault(in_layer(as_weight(name))[1], []).append(one)
     told = [n for n in unlike if any(holds(one, wanted[n]) for one in main.get(in_layer(n)[1], ()))]
-    norms = [mtp[own].shape[0] for name, own in names.items() if [*wanted[name].shape] == [width]]
+    norms = {
+        own: mtp[own].shape[0] for name, own in names.items() if [*wanted[name].shape] == [width]
+    }
     is_main = told or (len(norms) > 1 and any([*one.shape] == [width] for one in every.values()))
-    if is_main and width is not None and len({*norms}) == 1 and width not in norms:
-        words = causes.of_another_width(norms[0], width)
-    elif len(told) > 1:
+    widths = {*norms.values()}
+    if is_main and width is not None and len(widths) == 1 and width not in widths:
+        first = next((own for own in norms if own in unlike.values()), "")
+        words = causes.of_another_width(first, widths.pop(), width)
+        subjects = dict.fromkeys((first, *unlike.values())) if first else ()
+        return [Problem(own, words) for own in subjects]
+    if len(told) > 1:
         shapes = {name: ([*mtp[unlike[name]].shape], [*wanted[name].shape]) for name in told}
         words = causes.of_other_shapes(len(unlike), shapes)
         if parts := parts_of_ranks(unlike, wanted, mtp):

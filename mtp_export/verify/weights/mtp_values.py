@@ -10,6 +10,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from mtp_checkpoints.families.base import Role, weight_name
+from mtp_checkpoints.families.name_parts import linear_of
 from mtp_checkpoints.families.signs import in_layer
 from mtp_checkpoints.formats.base import BLOCK
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
@@ -170,7 +171,7 @@ def _inputs_of(family: ModelSpec, weight: WeightOnDisk) -> tuple[Input, Input]:
 def _halves(weight: WeightOnDisk, inputs: tuple[Input, Input]) -> Item:
     """Neither half of a projection's columns, of embedding and hidden state, is zeroed or taken for
     the other."""
-    name = f"mtp: halves of {weight.stored.weight.name.rpartition('.')[0].rpartition('.')[2]}"
+    name = f"mtp: halves of {linear_of(weight.stored.weight.name)}"
     try:
         first, second = _measured_halves(weight)
     except ValueError as error:

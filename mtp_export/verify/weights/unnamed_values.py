@@ -14,6 +14,7 @@ import xxhash
 
 from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.families.base import FLOATS
+from mtp_checkpoints.families.name_parts import linear_of
 from mtp_checkpoints.families.signs import has_layers, is_joint_projection
 from mtp_checkpoints.formats.base import BLOCK
 from mtp_checkpoints.tensors.bundle_folder import MTP
@@ -293,7 +294,7 @@ def _halves(facts: Sequence[_Facts]) -> Iterator[Item]:
         )
         zeroed = max(first, second) > gates.ZERO_SHARE
         yield verdict(
-            f"mtp: halves of {one.tensor.name.rpartition('.')[0].rpartition('.')[2]}",
+            f"mtp: halves of {linear_of(one.tensor.name)}",
             [Problem(one.tensor.name, words)] if zeroed else [],
             f"{first:.0%} and {second:.0%} zeros",
             f"≤ {gates.ZERO_SHARE:.0%} zeros",

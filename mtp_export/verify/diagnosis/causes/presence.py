@@ -188,10 +188,11 @@ def of_another_kind(part: str, wanted: Sequence[str], found: Sequence[str]) -> s
     )
 
 
-def of_another_width(own: int, wanted: int) -> str:
+def of_another_width(norm: str, own: int, wanted: int) -> str:
+    """norm: the name of one of the module's."""
     return (
-        f"its norms are of hidden states of {own} channels, and config.json and the main model have"
-        f" {wanted}: the module is another model's"
+        f"{norm} and the module's other norms are of hidden states of {own} channels, and"
+        f" config.json and the main model have {wanted}: the module is another model's"
     )
 
 
