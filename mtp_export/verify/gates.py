@@ -23,6 +23,8 @@ UNCHANGED = RunGate(kl_nats=1e-6, top1=0.999, acceptance_points=0.5)
 # makes a factor of 1e3 or more.
 RMS_RANGE = (1e-6, 1e2)
 RMS_RATIO = 200.0
+# The largest value that any weight has; memory that was never written has larger ones.
+LARGEST_VALUE = 1e9
 # How far the root mean square of one matrix may be from the nearest of the others of its kind, as a
 # ratio, and as the square of that of the largest to the smallest of those: 15 in the trained
 # fixtures, in one o_proj of six.

@@ -387,6 +387,34 @@ def test_scattered_values_that_are_not_finite_are_placed_by_the_rows_that_have_a
     assert words == f"{ATTENTION}: 312 NaN or infinite values, all in rows 64 to 97"
 
 
+def test_a_norm_may_be_that_of_a_main_layer_of_another_kind(tmp_path: Path) -> None:
+    """Of Nemotron's layers of state spaces, which share no linear with the module's."""
+    small = write_checkpoint(tmp_path / "small", SMALL_CONFIGS["nemotron_h"])
+    own, other = "mtp.layers.0.norm.weight", "backbone.layers.0.norm.weight"
+
+    def taken(stored: Tensors) -> None:
+        stored[own] = stored[other].clone()
+
+    found = failures(rewritten(small, tmp_path / "taken", taken))
+    words = found["mtp: no norm or bias is a main layer's"]["cause"]
+    assert words.startswith(f"{own} holds the same as {other}")
+
+
+def test_memory_that_was_never_written_is_told_by_its_huge_values_too(tmp_path: Path) -> None:
+    """Of which few are not finite."""
+
+    def garbage(stored: Tensors) -> None:
+        stored[ATTENTION][96:, ::2] = 1e30
+        stored[ATTENTION][100, 5] = torch.nan
+
+    found = failures(rewritten(GLM, tmp_path / "damaged", garbage))
+    words = found["mtp: finite values, sound scales"]["cause"]
+    assert words == (
+        f"{ATTENTION}: 2,049 NaN, infinite or huge values, all in rows 96 to 127:"
+        " memory that was never written"
+    )
+
+
 def test_a_constant_is_told_with_its_sign(tmp_path: Path) -> None:
     name = "mtp.layers.0.input_layernorm.weight"
 

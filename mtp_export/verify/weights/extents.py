@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 _ROWS = 32  # of a block that is found
 _MOST = 0.5  # of a row or column of the run are of the kind; of others far fewer
+_NEARLY_ALL = 0.9
 _TENTH = 0.1
 _FEW_ROWS = 8  # in which values may lie apart by chance
 _TINY = 1e-19  # whose square is zero
@@ -87,19 +88,22 @@ def _part_words(tensor: str, found: Extent, *, has_scales: bool) -> str:
     return causes.part_zero(tensor, found.place, found.share, found.shape, has_scales=has_scales)
 
 
-def not_finite_words(wrong: torch.Tensor) -> str:
-    """Say where values are not finite, by the mask [n, k] or [k] of these."""
+def not_finite_words(wrong: torch.Tensor, *, huge: bool = False) -> str:
+    """Say where values are not finite, by the mask [n, k] or [k] of these. huge: some are finite,
+    and larger than any weight is."""
     wrong = wrong.flatten(1) if wrong.dim() > 1 else wrong[None]
     count, first = int(wrong.count_nonzero()), wrong.nonzero()[0].tolist()
     found = extent_of(wrong, *first)
     inside = wrong[found.rows.start : found.rows.stop, found.columns.start : found.columns.stop]
-    if inside.float().mean() >= _MOST and inside.sum() >= _MOST * count > _MOST:
-        return causes.not_finite(count, f"in {found.place}, {found.share} of it")
+    if inside.float().mean() >= _MOST and inside.sum() >= _NEARLY_ALL * count > _NEARLY_ALL:
+        return causes.not_finite(count, f"in {found.place}, {found.share} of it", huge=huge)
     rows = wrong.any(1).nonzero().flatten().tolist()
     if len(rows) > _FEW_ROWS and rows[-1] - rows[0] + 1 < len(wrong):
-        return causes.not_finite(count, f"all in {run_words('rows', range(rows[0], rows[-1] + 1))}")
+        return causes.not_finite(
+            count, f"all in {run_words('rows', range(rows[0], rows[-1] + 1))}", huge=huge
+        )
     where = f"row {first[0]}" if len(wrong) > 1 else f"element {first[1]}"
-    return causes.not_finite(count, f"the first in {where}")
+    return causes.not_finite(count, f"the first in {where}", huge=huge)
 
 
 def extent_of(is_so: torch.Tensor, row: int, column: int, block: int = _ROWS) -> Extent:

@@ -71,14 +71,15 @@ def in_other_formats(main: Sequence[WeightFacts], mtp: Sequence[WeightFacts]) ->
 
 
 def vectors_taken(main: Sequence[WeightFacts], mtp: Sequence[WeightFacts]) -> Item:
-    """No norm or bias of an MTP layer is a main layer's whose linears are unlike its own."""
+    """No norm or bias of an MTP layer is a main layer's whose linears are unlike its own, or
+    others, as of a layer of another kind."""
     layers, problems = _by_layer(main), list[Problem]()
     for own in _by_layer(mtp).values():
         for theirs in layers.values():
             pairs = _pairs(own, theirs)
             vectors = [pair for pair in pairs if _is_vector(pair) and _are_equal(pair)]
             linears = [pair for pair in pairs if _is_linear(pair)][:_SAMPLES]
-            if vectors and linears and all(map(are_unlike, linears)):
+            if vectors and all(map(are_unlike, linears)):
                 names = [[fact.weight.name for fact in pair] for pair in vectors]
                 problems += [Problem(one, causes.taken_for_another(one, two)) for one, two in names]
     return verdict(

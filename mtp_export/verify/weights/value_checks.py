@@ -130,16 +130,18 @@ def _why_unsound(fact: WeightFacts) -> str:
     """Find the values that are not finite, by dequantizing."""
     import torch
 
-    weight, wrong = fact.weight, list[torch.Tensor]()
+    weight, wrong, huge = fact.weight, list[torch.Tensor](), False
     for start, stop in weight.pieces():
         try:
-            wrong.append(~weight.encoded(start, stop).dequantize().isfinite())
+            values = weight.encoded(start, stop).dequantize()
+            wrong.append(~(values.abs() <= gates.LARGEST_VALUE))
+            huge |= bool((wrong[-1] & values.isfinite()).any())
         except ValueError as error:
             first, last = _undecodable(weight, start, stop)
             return causes.unsound(weight.name, causes.not_decodable(first, last, error))
-    found = torch.cat(wrong)
+    found = torch.cat(wrong)  # beside values that are not finite, those that no weight has
     assert found.any(), f"{weight.name}: its statistics are unsound, its values are not"
-    return causes.unsound(weight.name, not_finite_words(found))
+    return causes.unsound(weight.name, not_finite_words(found, huge=huge))
 
 
 def _undecodable(weight: WeightOnDisk, start: int, stop: int) -> tuple[int, int]:

@@ -9,8 +9,11 @@ from mtp_export.progress import counted
 NOT_WRITTEN = "the file of one of both was not written to its end"
 
 
-def not_finite(count: int, place: str) -> str:
-    return f"{count:,} NaN or infinite {'value' if count == 1 else 'values'}, {place}"
+def not_finite(count: int, place: str, *, huge: bool) -> str:
+    """huge: some are finite, and larger than any weight is."""
+    which = "NaN, infinite or huge" if huge else "NaN or infinite"
+    words = f"{count:,} {which} {'value' if count == 1 else 'values'}, {place}"
+    return f"{words}: memory that was never written" if huge else words
 
 
 def not_written_to_its_end(file: str, zeros: tuple[int, int, int], first: str, tensors: int) -> str:
