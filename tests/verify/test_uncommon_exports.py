@@ -379,3 +379,19 @@ def test_a_lost_main_layer_is_told_beside_a_modules_of_its_number(tmp_path: Path
 
     found = failures(rewritten(folder, tmp_path / "cut", cut))
     assert "nothing is there of main layer 1:" in found["main layers announced and there"]
+
+
+def test_scales_under_another_name_are_told(tmp_path: Path) -> None:
+    """As a script leaves them that takes one format's name for another's."""
+
+    def renamed(stored: Tensors) -> Tensors:
+        layer, end = "model.layers.61.", "weight_scale_inv"
+        return {
+            n.replace(end, "weight_scale") if n.startswith(layer) else n: one
+            for n, one in stored.items()
+        }
+
+    found = failures(rewritten(FIXTURES / "deepseek-v3-tiny", tmp_path / "scales", renamed))
+    cause = found["mtp: precision on disk"]
+    assert ".weight_scale lies where engines look for model.layers.61." in cause
+    assert cause.count("rename it so, in the files and in the index, if it is the same") > 3

@@ -126,11 +126,28 @@ def _precision(weight: StoredWeight, stored_as: Mapping[str, TensorInfo]) -> Pro
             words = causes.in_another_shape(module, stored, _promised(weight))
         if weight.weight.mtp_layer is not None and weight.weight.role in COPIED:
             words += causes.COPY_NOT_NEEDED
+    elif (other := _under_another_name(stored_as, wanted)) is not None:
+        words = causes.lies_under_another_name(*other)
     else:
         words = causes.another_storage(
             module, stored=stored, storage=weight.storage, expected=_promised(weight)
         )
     return Problem(name, words)
+
+
+def _under_another_name(
+    found: Mapping[str, TensorInfo], wanted: Mapping[str, Any]
+) -> tuple[str, str] | None:
+    """Return the names of the tensor that is the one that is missing, by its dtype and shape, and
+    of that one, where all others are as promised."""
+    strange = found.keys() - wanted.keys()
+    missing = {key for key in wanted.keys() - found.keys() if not wanted[key].optional}
+    rest = {key: found[key] for key in found.keys() & wanted.keys()}
+    if len(strange) != 1 or len(missing) != 1 or not rest or not _agree(rest, wanted):
+        return None
+    own, theirs = found[strange.pop()], wanted[missing.pop()]
+    is_it = own.dtype in theirs.dtypes and tuple(own.shape) == tuple(theirs.shape)
+    return (own.name, theirs.name) if is_it else None
 
 
 def _is_transposed(found: Mapping[str, TensorInfo], wanted: Mapping[str, Any]) -> bool:

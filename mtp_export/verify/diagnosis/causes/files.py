@@ -190,6 +190,13 @@ def holds_nothing(module: str, stored: str) -> str:
     )
 
 
+def lies_under_another_name(found: str, wanted: str) -> str:
+    return (
+        f"{found} lies where engines look for {wanted}, and has its dtype and shape: rename it so,"
+        " in the files and in the index, if it is the same"
+    )
+
+
 def another_storage(module: str, stored: str, storage: str, expected: str) -> str:
     return (
         f"{module} is stored as {stored}, and by quantization_config an engine expects {storage}:"
