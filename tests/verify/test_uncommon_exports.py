@@ -6,6 +6,8 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,10 @@ from safetensors.torch import save_file
 
 from cases import edit_json, run_program
 from faults.small_model import family_config, write_dense
+from mtp_checkpoints.dtypes import DType
+from mtp_checkpoints.families.base import Role
+from mtp_checkpoints.families.other_names import other_names
+from mtp_export.verify.files.main_shapes import of_other_shapes
 from verify.foreign import FIXTURES, GLM, GLM_MTP, INDEX, Config, Tensors, quantized, rewritten
 
 QWEN = FIXTURES / "qwen3-5-tiny"
@@ -395,3 +401,46 @@ def test_scales_under_another_name_are_told(tmp_path: Path) -> None:
     cause = found["mtp: precision on disk"]
     assert ".weight_scale lies where engines look for model.layers.61." in cause
     assert cause.count("rename it so, in the files and in the index, if it is the same") > 3
+
+
+def test_a_lost_module_is_told_beside_a_false_size(tmp_path: Path) -> None:
+    folder = write_dense(tmp_path / "lost", config=family_config("mimo"))
+
+    def cut(stored: Tensors) -> Tensors:
+        return {n: one for n, one in stored.items() if "mtp" not in n}
+
+    def twice(config: Config) -> None:
+        config["vocab_size"] *= 2
+
+    found = failures(rewritten(folder, tmp_path / "cut", cut, twice))
+    assert "no tensor of any (model.mtp_layers.0) is there" in found.pop(ANNOUNCED)
+    assert "set vocab_size to" in found["config.json"]
+
+
+ANNOUNCED = "MTP modules announced and there"
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_sizes_that_are_false_of_main_layers_too_make_no_other_model(is_wrong: bool) -> None:
+    """Codes may be of either size: 4 bits of one are 2 of the other."""
+    names = [f"self_attn.{last}_proj.weight" for last in "qkvo"]
+    wanted, every, mtp = dict[str, Any](), dict[str, Any](), dict[str, Any]()
+    for name in names:
+        own = f"model.layers.3.{name}"
+        wanted[own] = SimpleNamespace(shape=(16, 8), optional=False, role=Role.ATTENTION)
+        mtp[own] = SimpleNamespace(dtype=DType.BF16, shape=(12, 8))
+        every[f"model.layers.1.{name}"] = SimpleNamespace(dtype=DType.U8, shape=(64, 1))
+    found = of_other_shapes(wanted, every | mtp, mtp, 64, names if is_wrong else [])
+    assert bool(found) != is_wrong
+
+
+def test_constants_of_bitsandbytes_are_no_strange_tensors() -> None:
+    wanted, there = dict[str, Any](), dict[str, Any]()
+    for last in ("up_proj", "down_proj"):
+        wanted[f"model.layers.3.{last}.weight"] = SimpleNamespace(shape=(8, 8), optional=False)
+        own = f"mtp.layer.{last}.weight"
+        there[own] = SimpleNamespace(dtype=DType.U8, shape=(32, 1))
+        there[f"{own}.absmax"] = SimpleNamespace(dtype=DType.F32, shape=(1,))
+        there[f"{own}.quant_state.bitsandbytes__nf4"] = SimpleNamespace(dtype=DType.U8, shape=(90,))
+    found = other_names(wanted, there)
+    assert found is not None and len(found.pairs) == 2 and found.untold == []

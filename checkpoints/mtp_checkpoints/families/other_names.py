@@ -135,8 +135,8 @@ class _Search:
     def _is_beside(self, name: str) -> bool:
         """Return whether a tensor is a weight's, as its scale is, and no bias of it is missing."""
         module = module_of(name)
-        is_of_weight = module in self.names or f"{module}.weight" in self.names
-        return is_of_weight and module not in self.lacking
+        beside = (module, f"{module}.weight", module_of(module))  # the last of bitsandbytes' state
+        return any(one in self.names for one in beside) and module not in self.lacking
 
     def _pair(self, pairs: Mapping[str, str]) -> None:
         self.pairs |= pairs

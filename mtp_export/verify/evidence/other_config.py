@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_checkpoints.errors import MtpExportError
 from mtp_checkpoints.families.signs import (
+    COUNT_FIELDS,
     LAYER_FIELDS,
     NESTED,
     Announced,
@@ -57,6 +58,13 @@ class OtherConfig:
     values: Sequence[OtherValue] = ()
     place: str = ""
     found: str = ""
+
+    @property
+    def counts(self) -> bool:
+        """Whether it counts layers or modules otherwise, or is in another place."""
+        fields = {one.field.rpartition(".")[2] for one in self.values}
+        return bool(self.place) or not fields.isdisjoint((*LAYER_FIELDS, *COUNT_FIELDS))
+
     folder: str = ""
 
 
@@ -215,8 +223,8 @@ def _of_another_size(trial: _Trial, layouts: Sequence[PartLayout]) -> OtherConfi
 def _changes(config: _Config, layouts: Sequence[PartLayout]) -> list[tuple[_Path, int, int]]:
     """Return other values of fields by which some size is as stored, those first that are such a
     size, or by which most are: sizes are products of fields, or sums of such products."""
-    sizes = _other_sizes(layouts)
-    found = dict[tuple[_Path, int, int], tuple[bool, int]]()
+    sizes, likely = _other_sizes(layouts), _likely_words(layouts)
+    found = dict[tuple[_Path, int, int], tuple[bool, bool, int]]()
     counts = {value for path, value in _numbers(config) if _HEADS in path[-1]}
     heads = {1, *counts, *(sum(pair) for pair in product(counts, repeat=2))}  # joined ones too
     for path, value in _numbers(config):
@@ -228,13 +236,24 @@ def _changes(config: _Config, layouts: Sequence[PartLayout]) -> list[tuple[_Path
                 others = {*others, *(value - (size - stored) // one for one in heads if one)}
             for other in others:
                 if 0 < other != value:
-                    exact, explained = found.get((path, value, other), (False, 0))
+                    exact, _, explained = found.get((path, value, other), (False, False, 0))
+                    is_likely = any(word in path[-1] for word in likely)
                     exact = exact or value == size
-                    found[path, value, other] = (exact, explained + count)
+                    found[path, value, other] = (exact, is_likely, explained + count)
     return sorted(found, key=found.__getitem__, reverse=True)
 
 
 _HEADS, _SUMMED = "heads", "_dim"
+# Words of fields that have the sizes of a part, by words of the names of its tensors.
+_FIELDS = {"att": ("head", "_dim", "_rank"), "mlp": ("intermediate",), "expert": ("intermediate",)}
+
+
+def _likely_words(layouts: Sequence[PartLayout]) -> tuple[str, ...]:
+    """Return words of the fields of the part that all that differs is of; none of several."""
+    names = [one.tensor for layout in layouts for one in layout.differences]
+    return next((own for word, own in _FIELDS.items() if all(word in name for name in names)), ())
+
+
 _NO_SIZES = ("_per_tok", "_position_embeddings", "_token_id", "_layers", "_group", "topk")
 
 

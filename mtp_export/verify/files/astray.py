@@ -3,7 +3,7 @@ other names, or another model's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mtp_checkpoints.containers.base import TensorInfo
@@ -29,7 +29,8 @@ class Strange:
     """Tensors of MTP modules that no engine looks for, beside those that are missing.
 
     names: both. wanted: the modules' weights by the names of `as_weight`. every: all tensors. mtp:
-    the modules'. width: that of the hidden state.
+    the modules'. width: that of the hidden state. wrong: as of
+    of_other_shapes.
     """
 
     names: Sequence[str]
@@ -37,6 +38,7 @@ class Strange:
     every: Mapping[str, TensorInfo]
     mtp: Mapping[str, TensorInfo]
     width: int | None
+    wrong: Collection[str] = ()
 
     def problems(self, others: OtherNames | None) -> list[Problem]:
         """others: those that are what is missing, under other names."""
@@ -51,7 +53,7 @@ class Strange:
             return each([*self.names, *self.mtp], "; ".join(own))
         if others is not None:
             return each([*others.pairs, *self.names], under_other_names(others))
-        unlike = of_other_shapes(self.wanted, self.every, self.mtp, self.width)
+        unlike = of_other_shapes(self.wanted, self.every, self.mtp, self.width, self.wrong)
         subjects = [one.subject for one in unlike]  # and all else of another model's layer
         return each([*subjects, *self.names, *self.mtp], unlike[0].words) if unlike else []
 

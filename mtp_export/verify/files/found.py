@@ -134,6 +134,13 @@ class Found:
         return sorted(there.keys() - wanted.keys()) + sorted(wanted.keys() - there.keys())
 
     @property
+    def wrong_in_main(self) -> set[str]:
+        """Tensors of main layers that are not as config.json says, by their names in these."""
+        part = self.context.part(MAIN) if self.stored_part(MAIN) is not None else None
+        found = () if part is None else self.context.layout(part).differences
+        return {in_layer(as_weight(one.tensor))[1] for one in found}
+
+    @property
     def differing(self) -> list[str]:
         """Those of them that matter: no copies that may be left out."""
         wanted = {} if self.mtp is None else self.mtp.tensors

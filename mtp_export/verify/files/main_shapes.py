@@ -3,7 +3,7 @@ are of another model's layer, and one that is transposed can only be wrong."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from math import prod
 
@@ -73,12 +73,14 @@ def of_other_shapes(
     every: Mapping[str, TensorInfo],
     mtp: Mapping[str, TensorInfo],
     width: int | None,
+    wrong: Collection[str],
 ) -> list[Problem]:
     """The weights of a module that have other shapes than config.json gives them, and the main
     model's weights of their names: one alone tells nothing, unless it is every norm's.
 
     wanted: the module's weights by the names of `as_weight`. every: all tensors, mtp: the module's.
-    width: that of the hidden state.
+    width: that of the hidden state. wrong: tensors of main layers that config.json says otherwise
+    too, by their names in these: of those it may be what is wrong.
     """
     names = {as_weight(name): name for name in mtp if as_weight(name) in wanted}
     unlike = {name: own for name, own in names.items() if _is_unlike(mtp[own], wanted[name])}
@@ -87,6 +89,7 @@ def of_other_shapes(
         if name not in mtp:
             main.setdefault(in_layer(as_weight(name))[1], []).append(one)
     told = [n for n in unlike if any(holds(one, wanted[n]) for one in main.get(in_layer(n)[1], ()))]
+    told = [name for name in told if in_layer(name)[1] not in wrong]
     norms = {
         own: mtp[own].shape[0] for name, own in names.items() if [*wanted[name].shape] == [width]
     }

@@ -72,6 +72,8 @@ def run(context: Context) -> Iterator[Item]:
     if whole_set(context.files.names()) and INDEX_NAME not in context.files.names():
         yield measured("index", causes.NO_INDEX, {})
     if context.other_config:  # by which modules are counted: config_match says so
+        if not found.count and found.announced and not context.other_config.counts:
+            yield _presence(found)
         return
     whole = found.has_main and has_layers(found.tensors)
     other = other_draft(found.config, found.mtp_names if whole else found.tensors)
@@ -250,7 +252,8 @@ def _complete(found: Found) -> Item:
     if others is None and found.mtp is not None:
         problems[:0] = lost_experts(found.mtp, own, found.tensors.keys() - own.keys())
     width = hidden_size(found.config)
-    strange = Strange(astray, found.wanted_names, found.tensors, own, width)
+    wrong = found.wrong_in_main if found.mtp is not None else ()
+    strange = Strange(astray, found.wanted_names, found.tensors, own, width, wrong)
     problems[:0] = strange.problems(others)
     item = verdict("MTP modules complete", problems, counted(len(names), "tensor"))
     return with_pairs(replace(item, repair=found.repair), others) if problems else item
