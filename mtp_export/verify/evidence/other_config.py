@@ -61,7 +61,7 @@ class OtherConfig:
 
     @property
     def counts(self) -> bool:
-        """Whether it counts layers or modules otherwise, or is in another place."""
+        """True where it counts layers or modules otherwise, or its text part is elsewhere."""
         fields = {one.field.rpartition(".")[2] for one in self.values}
         return bool(self.place) or not fields.isdisjoint((*LAYER_FIELDS, *COUNT_FIELDS))
 
