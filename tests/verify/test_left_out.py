@@ -561,3 +561,15 @@ def test_one_of_joined_linears_that_is_listed_is_mended(mtp: Any, tmp_path: Path
     lists = next(item["data"]["lists"] for item in items.values() if "lists" in item["data"])
     edit_json(tmp_path / "checkpoint/config.json", lambda c: c["quantization_config"].update(lists))
     assert failures(verified(tmp_path / "checkpoint")[1]) == set()
+
+
+def test_an_entry_that_sglang_renames_is_blamed_as_it_is_written(tmp_path: Path) -> None:
+    checkpoint = foreign_sources.shortened(DEEPSEEK, 4)
+    checkpoint.quantization["modules_to_not_convert"] = ["lm_head", "model.layers.4"]
+    checkpoint.save(tmp_path / "checkpoint")
+    _, items = verified(tmp_path / "checkpoint")
+    assert failures(items) == {OF_SGLANG}
+    cause = items[OF_SGLANG]["cause"]
+    assert "(model.layers.4 in modules_to_not_convert)" in cause
+    assert cause.endswith("take model.layers.4 out of modules_to_not_convert")
+    assert items[OF_SGLANG]["data"]["lists"] == {"modules_to_not_convert": ["lm_head"]}

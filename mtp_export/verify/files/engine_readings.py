@@ -186,7 +186,9 @@ def _as_read(name: str, layout: PartLayout, config: Any, reading: DraftReading) 
         read = read.of_tensors(lambda spec: spec.role not in COPIED)
     renamed = (reading.layer_name,) if reading.layer_name else ()
     written = layout.stored.quantization
-    listed = ListedDraft(read, tensors, config, renamed or layers, written=written)
+    listed = ListedDraft(
+        *(read, tensors, config, renamed or layers), written=written, rename=rename
+    )
     if problems := listed.problems():  # of which each tensor's are the consequence
         problems = [
             Problem(one.subject, causes.misread_by_engine(reason, one.words)) for one in problems

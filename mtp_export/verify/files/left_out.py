@@ -4,7 +4,7 @@ modules are stored: which modules it lacks, or which entry is one too many."""
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -34,7 +34,8 @@ _MTP_WORD = re.compile("mtp|nextn")
 class ListedDraft:
     """A draft as a quantization_config describes it to a reader, beside how it is stored: both by
     the names that the reader has. layers are those of the MTP layers; part is its name in words;
-    written is the quantization_config as the file has it, where the reader's is another."""
+    written is the quantization_config as the file has it, where the reader's is another, with its
+    entries renamed."""
 
     described: StoredModel
     tensors: Mapping[str, TensorInfo]
@@ -42,6 +43,7 @@ class ListedDraft:
     layers: tuple[str, ...]
     part: str = "the MTP module"
     written: Any = None
+    rename: Callable[[str], str] = str
 
     def problems(self) -> list[Problem]:
         """Modules that the list lacks, in one problem, those that it has too many, by entry, and
@@ -249,8 +251,8 @@ class ListedDraft:
 
     @cached_property
     def _listed(self) -> ListEntries:
-        linears = ((_module_of(one), one.weight.role) for one in self._wrongly_plain)
-        return ListEntries.of(self.quantization, self._as_written, linears)
+        linears = tuple((_module_of(one), one.weight.role) for one in self._wrongly_plain)
+        return ListEntries(self.quantization, self._as_written, linears, self.rename)
 
 
 def lacking(

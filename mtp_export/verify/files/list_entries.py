@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
 from typing import Any
 
 from mtp_checkpoints.errors import MtpExportError
@@ -68,19 +67,24 @@ def format_by(config: QuantConfig | None, module: str, role: Role) -> WeightForm
 @dataclass(frozen=True, eq=False)
 class Entry:
     """One entry of a list or object in a quantization_config, or the only value of a key. alone:
-    the config with no other entry in any list; written: as the file has the list."""
+    the config with no other entry in any list; written: as the file has the list; rename: what an
+    engine makes of its entries."""
 
     quantization: Mapping[str, Any]
     alone: Mapping[str, Any] | None
     key: str
     entry: Any
     written: Any
+    rename: Callable[[str], str] = str
 
     @cached_property
     def own(self) -> Any:
         """The entry as it is written: an engine may read it as a longer pattern."""
         if not isinstance(self.written, list | dict) or self.entry in self.written:
             return self.entry
+        renamed = (one for one in self.written if self.rename(str(one)) == self.entry)
+        if (same := next(renamed, None)) is not None:
+            return same
         words = _PUNCTUATION.sub("", str(self.entry))
         inside = [one for one in self.written if _PUNCTUATION.sub("", str(one)) in words]
         return max(inside, key=lambda one: len(str(one)), default=self.entry)
@@ -112,18 +116,13 @@ class Entry:
 @dataclass(frozen=True)
 class ListEntries:
     """The entries of a quantization_config; written is it as the file has it, where the one that is
-    read is another. linears: some that they may leave out."""
+    read is another, with its entries renamed. linears: some that they may leave out."""
 
     quantization: Any
     written: Any
     linears: tuple[tuple[str, Role], ...]
-    _without: dict[tuple[Entry, ...], QuantConfig | None]
-
-    @classmethod
-    def of(
-        cls, quantization: Any, written: Any, linears: Iterable[tuple[str, Role]]
-    ) -> ListEntries:
-        return cls(quantization, written, tuple(islice(linears, _MOST_ASKED)), {})
+    rename: Callable[[str], str] = str
+    _without: dict[tuple[Entry, ...], QuantConfig | None] = field(default_factory=dict)
 
     @cached_property
     def entries(self) -> list[Entry]:
@@ -139,7 +138,11 @@ class ListEntries:
                     bare, count, found = less, more, [*found, key]
         written = lists_in(self.written) if isinstance(self.written, dict) else {}
         entries = [
-            Entry(self.quantization, self._alone(bare, key, one), key, one, written.get(key))
+            Entry(
+                *(self.quantization, self._alone(bare, key, one), key, one),
+                written=written.get(key),
+                rename=self.rename,
+            )
             for key in found
             for one in lists[key]
         ]
@@ -154,7 +157,8 @@ class ListEntries:
         config = read(quantization)
         if config is None:
             return -1
-        return sum(format_by(config, *linear) is not None for linear in self.linears)
+        asked = self.linears[:_MOST_ASKED]
+        return sum(format_by(config, *linear) is not None for linear in asked)
 
     def _alone(self, bare: Mapping[str, Any], key: str, entry: Any) -> Mapping[str, Any]:
         value = lists_in(self.quantization)[key]
@@ -192,6 +196,6 @@ def entries_to_blame(quantization: Any, module: str) -> dict[str, list[Any]]:
     """Return the entries that leave a linear out, by their lists."""
     role = Role.ROUTED_EXPERT if EXPERTS in f"{module}." else Role.ATTENTION
     found = dict[str, list[Any]]()
-    for one in ListEntries.of(quantization, quantization, [(module, role)]).to_blame(module, role):
+    for one in ListEntries(quantization, quantization, ((module, role),)).to_blame(module, role):
         found.setdefault(one.key, []).append(one.entry)
     return found
