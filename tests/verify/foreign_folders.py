@@ -332,7 +332,7 @@ DAMAGED = (
         unquantized("awq", "model.layers.2.self_attn.q_proj"),
         words=(
             r"layers\.2\.self_attn\.q_proj and .* different formats",
-            "add model.layers.3, .* to modules_to_not_convert",
+            r"take \S+q_proj out of modules_to_not_convert and add model.layers.3",
             _without("no weight is quantized"),
         ),
     ),

@@ -184,15 +184,12 @@ def _as_read(name: str, layout: PartLayout, config: Any, reading: DraftReading) 
         tables = {_module_of(table) for table in read.tables.values()}
         tensors = {n: one for n, one in tensors.items() if n.rpartition(".")[0] not in tables}
         read = read.of_tensors(lambda spec: spec.role not in COPIED)
-    renamed = (reading.layer_name,) if reading.layer_name else ()
+    named = (reading.layer_name,) if reading.layer_name else layers
     written = layout.stored.quantization
-    listed = ListedDraft(
-        *(read, tensors, config, renamed or layers), written=written, rename=rename
-    )
+    listed = ListedDraft(read, tensors, config, named, written=written, rename=rename)
     if problems := listed.problems():  # of which each tensor's are the consequence
-        problems = [
-            Problem(one.subject, causes.misread_by_engine(reason, one.words)) for one in problems
-        ]
+        misread = partial(causes.misread_by_engine, reason)
+        problems = [Problem(one.subject, misread(one.words)) for one in problems]
         return with_lists(verdict(name, problems, counted(len(specs), "weight")), listed)
     # What is missing or strange by the released names is said of these.
     absent = {*map(rename, layout.stored.tensors.keys() ^ layout.checkpoint.tensors.keys())}
