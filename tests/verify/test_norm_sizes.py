@@ -95,3 +95,15 @@ def test_a_norm_of_1_plus_w_of_which_a_part_was_filled_is_not_one_too_small(
     words = found["no weight is cut off or lost in part"]["cause"]
     assert "mtp: norms as the main model's" not in found
     assert words.startswith("elements 0 to ") and f"of {name} are -1, half of it" in words
+
+
+def test_norms_of_1_plus_w_that_are_all_one_too_small_are_named(tmp_path: Path) -> None:
+    """The main layers' and the module's, which then are as these."""
+
+    def shift(stored: Tensors) -> None:
+        for name in stored:
+            if name.endswith("norm.weight") and ".linear" not in name:
+                stored[name] = stored[name] - 1
+
+    found = failures(rewritten(QWEN, tmp_path / "damaged", shift))
+    assert "is 1 too small: its median is" in found[LAYERS]["cause"]

@@ -69,7 +69,8 @@ def _norms(context: Context, checkpoint: Checkpoint, specs: Iterable[TensorSpec]
 
 
 def _of_one_layer(main: Layers, offset: float) -> Iterator[Problem]:
-    """Yield the norms of the one layer in which all are 1 off, and in no other any."""
+    """Yield the norms of the one layer in which all are 1 off, and in no other any; or of all
+    layers, where engines add 1 and 1 was taken from each twice."""
     if len(main) <= _A_PAIR:
         return
     for how in ("small", "large") if offset else ("small",):
@@ -78,12 +79,15 @@ def _of_one_layer(main: Layers, offset: float) -> Iterator[Problem]:
             for layer, norms in main.items()
         }
         layers = [layer for layer, shares in off.items() if any(shares)]
-        shares = off[layers[0]] if len(layers) == 1 else []
-        if len(shares) >= _A_PAIR and min(shares) > 0 and max(shares) > gates.NEGATIVE_NORM:
-            for kind, values in _of_stream(main[layers[0]]).items():
-                yield Problem(
-                    f"{layers[0]}.{kind}", _words(f"{layers[0]}.{kind}", values, how, offset)
-                )
+        shares = [share for layer in layers for share in off[layer]]
+        is_off = len(shares) >= _A_PAIR and min(shares) > 0 and max(shares) > gates.NEGATIVE_NORM
+        if is_off and (
+            len(layers) == 1 or (len(layers) == len(main) and how == "small" and offset)
+        ):
+            for layer in layers:
+                for kind, values in _of_stream(main[layer]).items():
+                    name = f"{layer}.{kind}"
+                    yield Problem(name, _words(name, values, how, offset))
             return
 
 
