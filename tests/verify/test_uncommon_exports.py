@@ -444,3 +444,33 @@ def test_constants_of_bitsandbytes_are_no_strange_tensors() -> None:
         there[f"{own}.quant_state.bitsandbytes__nf4"] = SimpleNamespace(dtype=DType.U8, shape=(90,))
     found = other_names(wanted, there)
     assert found is not None and len(found.pairs) == 2 and found.untold == []
+
+
+def test_a_model_of_which_nothing_was_gathered_is_told(tmp_path: Path) -> None:
+    def empty(stored: Tensors) -> Tensors:
+        return {name: one[:0] for name, one in stored.items()}
+
+    found = failures(rewritten(QWEN, tmp_path / "zero", empty))
+    assert "holds nothing (" in found["main: precision on disk"] and not _internal(found)
+
+
+def _internal(found: dict[str, str]) -> bool:
+    return any(name.startswith("internal") for name in found)
+
+
+@pytest.mark.parametrize("count", [[1], -1, 1.0, True, "1"])
+def test_counts_of_other_kinds_are_quoted(tmp_path: Path, count: object) -> None:
+    source = rewritten(
+        GLM, tmp_path / "count", config=lambda c: c.update(num_nextn_predict_layers=count)
+    )
+    found = failures(source)
+    said = f"says num_nextn_predict_layers {json.dumps(count)}, and all tensors are stored as by 1"
+    assert said in found["config.json"] and not _internal(found)
+
+
+def test_no_number_of_experts_is_taken_for_a_modules(tmp_path: Path) -> None:
+    """Nemotron-Puzzle's has one of its own, which tells nothing where no config is followed."""
+    folder = write_dense(tmp_path / "puzzle", config=family_config("nemotron_h_puzzle"))
+    method = {"bits": 4, "sym": True}
+    edit_json(folder / "config.json", lambda config: config.update(quantization_config=method))
+    assert "lacks expert" not in " ".join(failures(folder).values())

@@ -290,7 +290,7 @@ def _with(config: _Config, changes: Sequence[tuple[_Path, Any, Any]]) -> OtherCo
 
 def _differing_values(field: str, said: Any, stored: Any) -> Iterator[OtherValue]:
     """Yield a field; of one that lists, each of its values that is another."""
-    if not isinstance(said, list):
+    if not isinstance(said, list) or not isinstance(stored, list):
         yield OtherValue(field, said, stored)
         return
     for number, pair in enumerate(zip(said, stored, strict=True)):

@@ -128,9 +128,10 @@ def parts_of_ranks(
     unlike: Mapping[str, str], wanted: Mapping[str, TensorSpec], mtp: Mapping[str, TensorInfo]
 ) -> int:
     """Return of how many parts each matrix is one, by rows or by columns, of attention and of other
-    linears alike; 0 where that is not so of all, or one holds codes."""
+    linears alike; 0 where that is not so of all, or one holds codes or nothing."""
     found = set[int]()
-    if not {mtp[own].dtype for own in unlike.values()} <= {*FLOATS}:
+    tensors = [mtp[own] for own in unlike.values()]
+    if not {one.dtype for one in tensors} <= {*FLOATS} or any(0 in one.shape for one in tensors):
         return 0
     for name, own in unlike.items():
         sizes = zip(mtp[own].shape, wanted[name].shape, strict=False)

@@ -238,7 +238,9 @@ def _complete(found: Found) -> Item:
         problems.append(Problem(names[0], causes.no_projection(names[0])))
     problems += _transposed(found, names)
     # A family may say it of the module itself, or of each layer.
-    experts, astray = expert_count(found.wanted_names) or experts_of(found.config), found.astray
+    of_family = found.config.get("model_type") in FAMILIES
+    said = None if of_family else experts_of(found.config)
+    experts, astray = expert_count(found.wanted_names) or said, found.astray
     for module in found.modules:
         for gap in expert_gaps(module.tensors, experts):
             first = gap.partition(" ")[0]
