@@ -234,21 +234,30 @@ def test_lists_of_main_models_that_are_not_decoded(
 
 
 @pytest.mark.parametrize(
-    "entry", ["mtp", "gate", "model.layers.3", "mlp.up_proj", r"model\.layers\.[34]", "up_proj"]
+    "entry",
+    [
+        *("mtp", "gate", "model.layers.3", "mlp.up_proj", r"model\.layers\.[34]", "up_proj"),
+        *("gate_up_proj", "down_proj", "model.layers.3.self_attn.qkv_proj"),
+    ],
 )
 def test_entries_of_bitsandbytes_are_read_as_both_read_them(entry: str) -> None:
-    """By every linear of a miniature and of one below other names."""
+    """By every linear of a miniature and of one below other names: by SGLang those that it joins by
+    the name of all."""
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    listed = {"load_in_8bit": True, "llm_int8_skip_modules": [entry]}
-    config = {"quantization_config": {"quant_method": "bitsandbytes", **listed}}
+    listed = {"load_in_4bit": True, "llm_int8_skip_modules": [entry]}
+    config = read_json(GLM / "config.json")
+    config |= {"quantization_config": {"quant_method": "bitsandbytes", **listed}}
+    joined = {part: name for name, parts in FUSED.items() for part in parts}
+    joined |= dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj")
     rule = sglang_bitsandbytes(config)
     for_sglang = quant_config_of(sglang_reads(config, ())["quantization_config"])
     as_written = quant_config_of(config["quantization_config"])
     linears = [name.removesuffix(".weight") for name in read_tensors(GLM) if LINEAR.match(name)]
     for module in (*linears, *(f"model.language_model.mtp.{one}" for one in linears)):
         left_out = for_sglang.format_of(module, Role.ATTENTION) is None
-        assert left_out is rule(module), module
+        parent, _, last = module.rpartition(".")
+        assert left_out is rule(f"{parent}.{joined.get(last, last)}"), module
         left_out = as_written.format_of(module, Role.ATTENTION) is None
         assert left_out is not should_convert_module(module, [entry]), module
 
