@@ -474,3 +474,15 @@ def test_no_number_of_experts_is_taken_for_a_modules(tmp_path: Path) -> None:
     method = {"bits": 4, "sym": True}
     edit_json(folder / "config.json", lambda config: config.update(quantization_config=method))
     assert "lacks expert" not in " ".join(failures(folder).values())
+
+
+@pytest.mark.parametrize("other", ["mtp.layers.1.", "mtp.layers.0._fsdp_wrapped_module."])
+def test_a_layer_of_another_name_is_no_module_too_many(tmp_path: Path, other: str) -> None:
+    folder = rewritten(
+        QWEN,
+        tmp_path / "named",
+        lambda stored: {n.replace("mtp.layers.0.", other): one for n, one in stored.items()},
+    )
+    found = failures(folder)
+    assert ANNOUNCED not in found
+    assert f"begin with {other.rstrip('.')}, where engines" in found["MTP modules complete"]

@@ -154,11 +154,11 @@ class Found:
 
     @property
     def modules_more(self) -> Mapping[str, Sequence[str]]:
-        """The modules beside those of a known family of which no tensor is wanted, with their
-        tensors."""
+        """The modules beside those of a known family, which are whole, with their tensors: none of
+        them is wanted."""
         wanted = {} if self.mtp is None else self.mtp.tensors
-        if not wanted or wanted.keys().isdisjoint(self.mtp_names):
-            return {}
+        if not wanted or any(name in wanted for name in self.differing):
+            return {}  # what is missing may be there under another name
         layers: dict[str, list[str]] = {}
         for name in self.mtp_names:
             layers.setdefault(in_layer(name)[0], []).append(name)
