@@ -143,7 +143,7 @@ def announced(config: Mapping[str, Any]) -> Announced | None:
                 return Announced(1 if one else count, f"{prefix}{name}")
     for prefix, fields in _configs(config):
         block = fields.get(_OWN_BLOCK)
-        if isinstance(block, Mapping) and not any(name in block for name in COUNT_FIELDS):
+        if isinstance(block, Mapping) and all(block.get(name) is None for name in COUNT_FIELDS):
             return Announced(None, f"{prefix}{_OWN_BLOCK}")
     for prefix, fields in _configs(config):
         model_type = fields.get("model_type")
