@@ -486,3 +486,12 @@ def test_a_layer_of_another_name_is_no_module_too_many(tmp_path: Path, other: st
     found = failures(folder)
     assert ANNOUNCED not in found
     assert f"begin with {other.rstrip('.')}, where engines" in found["MTP modules complete"]
+
+
+@pytest.mark.parametrize("model_type", [{}, [], 7])
+def test_a_model_type_that_is_no_text_is_no_internal_error(
+    tmp_path: Path, model_type: object
+) -> None:
+    source = rewritten(GLM, tmp_path / "type", config=lambda c: c.update(model_type=model_type))
+    outcome = run_program("verify", source, "--level", "files")
+    assert "internal" not in outcome.out

@@ -238,7 +238,7 @@ def _complete(found: Found) -> Item:
         problems.append(Problem(names[0], causes.no_projection(names[0])))
     problems += _transposed(found, names)
     # A family may say it of the module itself, or of each layer.
-    of_family = found.config.get("model_type") in FAMILIES
+    of_family = str(found.config.get("model_type")) in FAMILIES
     said = None if of_family else experts_of(found.config)
     experts, astray = expert_count(found.wanted_names) or said, found.astray
     for module in found.modules:
