@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from cases import run_program
+from faults.small_model import family_config, write_dense
 from quantized_by_others import LINEAR, read_all, unquantized
+from verify.foreign import Tensors, rewritten
 from verify.foreign_damages import BLOCK
 from verify.foreign_folders import listed
 from verify.foreign_folders import unquantized as left_out
@@ -163,3 +165,42 @@ def test_beside_an_exact_copy_no_near_one_is_named(tmp_path: Path) -> None:
     assert outcome.code == 7
     assert "model.layers.3.mlp.experts holds the same as model.layers.2.mlp.experts" in outcome.err
     assert "layers.1" not in outcome.err
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_the_mixer_of_a_layer_that_has_no_other_part_is_named(taken: bool, tmp_path: Path) -> None:
+    """Nothing else of the layer tells it, but its linears are all that main layer's."""
+    small = write_dense(tmp_path / "nemotron", config=family_config("nemotron_h"))
+
+    def change(stored: Tensors) -> None:
+        for one in "qkvo":
+            name = f"backbone.layers.3.mixer.{one}_proj.weight"
+            weight = stored[name].float()
+            scale = weight.abs().amax(1, keepdim=True) / 448
+            stored[name] = (weight / scale).to(torch.float8_e4m3fn)
+            stored[f"{name}_scale"] = scale
+            if taken:
+                stored[f"mtp.layers.0.mixer.{one}_proj.weight"] = weight.bfloat16()
+
+    group = {
+        "targets": [r"re:backbone\.layers\.3\.mixer\..*"],
+        "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
+        "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+    }
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": [],
+    }
+    folder = rewritten(
+        small,
+        tmp_path / "taken",
+        change,
+        lambda config: config.update(quantization_config=quantization),
+    )
+    outcome = run_program("verify", folder, "--level", "weights", "--json", "--quiet")
+    (ledger,) = (c for c in json.loads(outcome.out)["checks"] if c["name"] == "ledger")
+    item = {item["name"]: item for item in ledger["items"]}[ITEM]
+    assert item["status"] == ("fail" if taken else "pass")
+    assert ("mtp.layers.0.mixer is the main layer backbone.layers.3.m" in item["cause"]) == taken

@@ -392,5 +392,7 @@ def _check_columns(spec: TensorSpec, weight_format: WeightFormat) -> None:
         raise InvalidInputError(
             f"config.json's quantization_config does not fit {spec.name}",
             expected=f"K divisible by {divisor} under {weight_format.storage}",
-            found=f"[N, K] = {list(spec.shape)}",
+            found=f"[N, K] = {list(spec.shape)}, which no list of it leaves out",
+            todo="Where this matrix is stored unquantized, have quantization_config leave it out,"
+            " and all others of its layer that are",
         )

@@ -20,6 +20,7 @@ from mtp_checkpoints.dtypes import DType
 
 _MODELS = frozenset({"qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"})
 _LANGUAGE_MODEL = "language_model."
+_VISION = "vision_tower."  # of mlx-vlm, which carries what it holds in forms of its own
 _KERNEL = ".conv1d.weight"
 _MTP_NORMS = ("norm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")
 _SUMMED = (DType.BF16, DType.F16, DType.F32)
@@ -56,6 +57,8 @@ def _released(shard: ShardHeader, inner: str) -> Iterator[TensorInfo]:
         name = tensor.name
         if name.startswith(f"{_LANGUAGE_MODEL}model."):
             name = inner + name.removeprefix(f"{_LANGUAGE_MODEL}model.")
+        elif name.startswith(_VISION):
+            name = "model.visual." + name.removeprefix(_VISION)
         else:
             name = name.removeprefix(_LANGUAGE_MODEL)
         offset = of_module if name.startswith("mtp.") else _OFFSET_NORMS

@@ -4,7 +4,7 @@ the lists that it follows."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -266,12 +266,13 @@ def _refused(layout: PartLayout, reading: DraftReading) -> list[Problem]:
 def _differing(
     tensors: Mapping[str, TensorInfo],
     read: StoredModel,
-    absent: Collection[str],
+    absent: Set[str],
     *,
     linears_alone: bool,
 ) -> list[Problem]:
-    """Problems of a draft as an engine reads it. absent: tensors of which nothing is said.
-    linears_alone: a release names its other matrices by the layer, and none is asked."""
+    """Problems of a draft as an engine reads it. absent: tensors of which nothing is said, nor of
+    the scales that an engine expects beside one that is not there. linears_alone: a release names
+    its other matrices by the layer, and none is asked."""
     presence, precision = sorted_out(read.differences(tensors), tensors, read)
     asked = {
         weight.tensors[0].name
@@ -279,8 +280,13 @@ def _differing(
         if weight.weight.role not in (Role.MTP_PROJECTION, Role.ROUTER)
         and (weight.weight.is_linear_weight or not linears_alone)
     }
+    lost = {name.rpartition(".")[0] for name in absent - tensors.keys()}
     return [
-        *(problem for problem in presence if problem.subject not in absent),
+        *(
+            problem
+            for problem in presence
+            if problem.subject not in absent and problem.subject.rpartition(".")[0] not in lost
+        ),
         *(problem for problem in precision if problem.subject in asked),
     ]
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _IN_PART = 3  # components of the name of a linear of a part of a layer; experts' have more
 _SAMPLES = 8  # linears whose first rows are compared
+_FEWEST = 3  # linears that tell a layer without the norm before them
 _LEAST_ELEMENTS = 8  # of a vector, of which fewer may be equal by chance
 # What rounding a norm or a bias to the coarsest dtype of one, bf16, changes at most.
 _ROUNDING, _SMALLEST = 2.0**-8, 1e-7
@@ -113,7 +114,8 @@ def _of(part: str, own: Layer, theirs: Layer) -> list[Pair]:
 
 
 def _taken_parts(own: Layer, theirs: Layer) -> list[str]:
-    """Parts of a layer that are another's, of whose other linears none is."""
+    """Parts of a layer that are another's, of whose other linears none is; where the layer has one
+    part alone, as those of one mixer, all of its linears."""
     of_parts = {part: _of(part, own, theirs) for part in _parts(own)}
     taken = [
         part
@@ -123,9 +125,18 @@ def _taken_parts(own: Layer, theirs: Layer) -> list[str]:
     inside = {id(one) for part in taken for one, _ in of_parts[part]}
     others = [pair for pair in _of("", own, theirs) if _is_linear(pair)]
     others = [pair for pair in others if taken and id(pair[0]) not in inside]
-    if not others or not all(map(are_unlike, _sampled(others))):
+    if not others and not _is_of_one_mixer(own, taken):
+        return []
+    if not all(map(are_unlike, _sampled(others))):
         return []
     return [part for part in taken if part.rpartition(".")[0] not in taken]
+
+
+def _is_of_one_mixer(layer: Layer, taken: Sequence[str]) -> bool:
+    """Return whether a part that was taken has all linears of a layer, which are several."""
+    linears = [name for name, fact in layer.items() if fact.weight.stored.weight.is_linear_weight]
+    parts = {f".{name.partition('.')[0]}" for name in linears}
+    return len(linears) >= _FEWEST and parts == {*taken}
 
 
 def _parts(layer: Layer) -> list[str]:

@@ -38,6 +38,17 @@ def test_names_and_values_are_the_released_ones(tmp_path: Path, *, offset_module
     assert all(name.startswith(("language_model.", "mtp.")) for name in found.written)
 
 
+def test_a_vision_tower_has_its_released_names(tmp_path: Path) -> None:
+    """mlx-vlm takes away what a released name begins with."""
+    folder = write_mlx_qwen(QWEN, tmp_path / "mlx")
+    stored = load_file(folder / "mtp.safetensors")
+    tower = {"vision_tower.blocks.0.norm1.weight": torch.ones(8)}
+    save_file(stored | tower, folder / "mtp.safetensors")
+    (folder / "model.safetensors.index.json").unlink()
+    assert "model.visual.blocks.0.norm1.weight" in Checkpoint.open(folder).tensors
+    assert run_program("verify", folder, "--level", "files").code == 0
+
+
 def as_it_is(_: Tensors) -> None:
     """No change."""
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 from mtp_checkpoints.families.base import LINEAR_ROLES, Role
@@ -40,14 +41,18 @@ class _BitsAndBytes(Unfused):
 
     loads_together: ClassVar[bool] = False
 
+    @cached_property
+    def _starts(self) -> list[re.Pattern[str]]:
+        """The entries as patterns; lists of hundreds are more than `re` keeps compiled."""
+        return [re.compile(rf"(?:{entry}){_BOUNDARY}") for entry in self.left_out]
+
     def format_of(self, module: str, role: Role) -> WeightFormat | None:
-        is_left_out = any(_covers(entry, module) for entry in self.left_out)
-        return None if role not in _ROLES or is_left_out else self.form
+        return None if role not in _ROLES or self._covers(module) else self.form
 
-
-def _covers(entry: str, module: str) -> bool:
-    """Return whether an entry of the list leaves a module out."""
-    return re.match(rf"(?:{entry}){_BOUNDARY}", module) is not None or module.endswith(entry)
+    def _covers(self, module: str) -> bool:
+        """Return whether an entry of the list leaves a module out."""
+        is_end = module.endswith(self.left_out)
+        return is_end or any(start.match(module) for start in self._starts)
 
 
 def _read(quantization: Mapping[str, Any]) -> _BitsAndBytes:
