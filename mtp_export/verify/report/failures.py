@@ -99,20 +99,25 @@ class Cause:
         commands = dict.fromkeys(item.repair for _, item in self.items if item.repair)
         return [one for one in commands if MAIN not in self.parts or not one.startswith(_GRAFT)]
 
+    def _not_said(self, item: Item) -> Iterator[str]:
+        """Yield what an item is about that the cause does not say the same of."""
+        return (name for name, sign in _said(item) if (name, sign) not in self.said)
+
     def add(self, item: Item, other: Cause, report: Report, *, explains: bool) -> None:
         """Add what fails for this cause too. The comparison with the source knows more of a tensor
         than checks without one, and of configs every check says something else. explains: the item
         is a comparison that finds all tensors of an earlier item changed."""
         is_new, says_the_same = item.cause not in self.told, other.signs <= self.signs
         explains = explains and not other.subjects <= self.subjects
-        more = [name for name, sign in _said(item) if (name, sign) not in self.said]
+        is_told = ENGINE in item.data or not is_new
+        more = [*self._not_said(item)] if says_the_same and not is_told else []
         self.items += other.items
         self.subjects |= other.subjects
         self.said |= other.said
         self.signs |= other.signs
         self.told |= other.told
         self.parts |= other.parts
-        if ENGINE in item.data or not is_new:
+        if is_told:
             return
         if says_the_same:
             self.words += [_likewise(report, more)] if more else []
