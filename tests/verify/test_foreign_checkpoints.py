@@ -490,4 +490,7 @@ def test_a_tokenizer_beside_a_main_model_that_does_not_open_is_not_called_missin
     folder = rewritten(GLM, tmp_path / "main", lambda _: None)
     (folder / "config.json").write_text("{")
     _, items = verified(folder)
-    assert items["main: tokenizer"]["cause"] == "its config.json or index cannot be opened"
+    assert (
+        items["main: tokenizer"]["cause"]
+        == "the checkpoint cannot be opened: headers and index says why"
+    )

@@ -118,6 +118,28 @@ def test_a_part_of_a_main_layer_is_named(tmp_path: Path) -> None:
     assert "model.layers.3.self_attn is the main layer model.layers.2.self_attn" in item["cause"]
 
 
+def linears_of_attention(checkpoint: Checkpoint) -> None:
+    """Those of main layer 2 before it was quantized, beside norms and biases of the module."""
+    own = {
+        name: one
+        for name, one in checkpoint.mtp().items()
+        if ".self_attn." not in name or not LINEAR.match(name)
+    }
+    original_layer(checkpoint)
+    checkpoint.tensors |= own
+
+
+def test_linears_of_the_attention_of_a_main_layer_are_named(tmp_path: Path) -> None:
+    checkpoint = AWQ()
+    linears_of_attention(checkpoint)
+    code, item = judged(checkpoint, tmp_path / "taken")
+    assert (code, item["subject"]) == (7, "model.layers.3.self_attn.q_proj.weight")
+    words = (
+        "the linears of model.layers.3.self_attn are those of the main layer model.layers.2.self"
+    )
+    assert words in item["cause"]
+
+
 @pytest.mark.parametrize("parts", [(".experts.",), ("experts.",), (".self_attn.", ".experts.")])
 def test_experts_of_a_main_layer_are_named(parts: tuple[str, ...], tmp_path: Path) -> None:
     """Beside the module's own router: alone, with shared experts, or with attention."""

@@ -354,6 +354,8 @@ def _format_of(
         return None
     module = name.removesuffix(_WEIGHT)
     known = config.format_of(module, spec.role)
+    if known is not None and spec.role is Role.HEAD and not module.endswith("lm_head"):
+        known = config.format_of("lm_head", spec.role)  # as engines call a head of any name
     return formats.setdefault(module, known and known.in_chunks(spec.shape[0], spec.row_chunks))
 
 
@@ -393,6 +395,5 @@ def _check_columns(spec: TensorSpec, weight_format: WeightFormat) -> None:
             f"config.json's quantization_config does not fit {spec.name}",
             expected=f"K divisible by {divisor} under {weight_format.storage}",
             found=f"[N, K] = {list(spec.shape)}, which no list of it leaves out",
-            todo="Where this matrix is stored unquantized, have quantization_config leave it out,"
-            " and all others of its layer that are",
+            todo="Where this matrix is stored unquantized, have quantization_config leave it out",
         )

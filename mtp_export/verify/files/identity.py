@@ -107,7 +107,7 @@ def _tokenizer(context: Context, part: Part, unlike: Mapping[str, str]) -> Item:
     if not any(_is_vocabulary(file) for file in files):
         return _without_tokenizer(context, name, part, unlike)
     if part.checkpoint is None:
-        return not_tested(name, "its config.json or index cannot be opened")
+        return not_tested(name, "the checkpoint cannot be opened: headers and index says why")
     config = {**part.checkpoint.config, **text_fields(part.checkpoint.config)}
     vocab = config.get("vocab_size")
     if _TOKENIZER_JSON not in files or type(vocab) is not int:

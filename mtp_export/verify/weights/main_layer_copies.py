@@ -14,6 +14,7 @@ from mtp_checkpoints.formats import UNQUANTIZED
 from mtp_checkpoints.formats.base import BLOCK
 from mtp_export.progress import counted
 from mtp_export.verify.check import Item, Problem, verdict
+from mtp_export.verify.diagnosis.causes import copies
 from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.evidence.weight_facts import WeightFacts
 
@@ -63,7 +64,9 @@ def in_other_formats(main: Sequence[WeightFacts], mtp: Sequence[WeightFacts]) ->
             )
             if 2 * exact >= len(taken):
                 continue  # an exact copy, which `value_checks` tells by its digests
-            words = causes.main_layer_in_its_place(f"{layer}{part}", f"{other}{part}")
+            of_all = part == "" or _are_one(pairs)
+            place = f"{layer}{part}", f"{other}{part}"
+            words = copies.main_layer_in_its_place(*place, of_all=of_all)
             taken += [one for one, _ in pairs if one not in taken]
             problems += [Problem(one.weight.name, words) for one in taken]
     if compared:
@@ -120,7 +123,7 @@ def _taken_parts(own: Layer, theirs: Layer) -> list[str]:
     taken = [
         part
         for part, pairs in of_parts.items()
-        if any(map(_differ_in_codes, pairs)) and _are_one(pairs)
+        if any(map(_differ_in_codes, pairs)) and (_are_one(pairs) or _have_linears_of_one(pairs))
     ]
     inside = {id(one) for part in taken for one, _ in of_parts[part]}
     others = [pair for pair in _of("", own, theirs) if _is_linear(pair)]
@@ -175,6 +178,14 @@ def _are_one(pairs: Sequence[Pair]) -> bool:
     if all(map(_is_linear, pairs)):  # experts, which have nothing else to tell them by
         return all(_room_db(pair) >= 0 for pair in sampled)
     return median(map(_room_db, sampled)) >= 0
+
+
+def _have_linears_of_one(pairs: Sequence[Pair]) -> bool:
+    """Return whether several linears are one layer's, whatever norms and biases are beside them."""
+    linears = [pair for pair in pairs if _is_linear(pair)]
+    if any(not _is_linear(pair) and not _is_vector(pair) for pair in pairs):  # a router
+        return False
+    return len(linears) >= _FEWEST and all(_room_db(pair) >= 0 for pair in _sampled(linears))
 
 
 def _are_equal(pair: Pair) -> bool:

@@ -10,11 +10,12 @@ import torch
 from cases import MTP_LAYER
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.families.base import Role
-from mtp_checkpoints.formats import EncodedWeight, Fp8Block, Int8Channel
+from mtp_checkpoints.formats import UNQUANTIZED, EncodedWeight, Fp8Block, Int8Channel
 from mtp_checkpoints.quantization.mismatches import StoredTensor, compare
 from mtp_checkpoints.quantization.native import NativeFp8
 from mtp_checkpoints.quantization.stored import StoredModel, stored_model, stored_mtp, stored_source
 from quantize_rows import CONFIGS
+from runtime.checkpoints import SMALL_CONFIGS
 
 FP8, BF16 = CONFIGS["fp8"], CONFIGS["bf16"]
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
@@ -260,3 +261,18 @@ def test_k_that_the_format_does_not_divide() -> None:
     assert error.expected == "K divisible by 64 under int4_group"
     assert error.found == "[N, K] = [128, 96], which no list of it leaves out"
     assert "have quantization_config leave it out" in str(error.todo)
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_head_of_another_name_is_left_out_by_that_of_engines(listed: bool) -> None:
+    """Inkling's is `unembed`, and vLLM asks for `lm_head`."""
+    quantization = {
+        "quant_method": "modelopt",
+        "quant_algo": "FP8",
+        "ignore": ["lm_head"] if listed else [],
+    }
+    config = SMALL_CONFIGS["inkling_mm_model"] | {"quantization_config": quantization}
+    stored = stored_model(config)
+    (head,) = (one for one in stored.weights.values() if one.weight.role is Role.HEAD)
+    assert head.weight.module.endswith("unembed")
+    assert (head.format is UNQUANTIZED) == listed

@@ -1,4 +1,4 @@
-"""Causes of copies of embedding and head that are not the main model's."""
+"""Causes of copies of embedding and head that are not the main model's, and of layers that are."""
 
 from __future__ import annotations
 
@@ -58,3 +58,19 @@ def scales_taken(tensor: str, twin: str, linears: int = 1) -> str:
     """linears: how many of them two layers, or parts of both, share."""
     count = f" ({linears} linears)" if linears > 1 else ""
     return f"the scales of {tensor} are those of {twin}{count}, whose codes are others"
+
+
+def main_layer_in_its_place(layer: str, main: str, *, of_all: bool) -> str:
+    """layer, main: the names of two layers, or of a part of both. of_all: not of linears alone."""
+    if not of_all:
+        return (
+            f"the linears of {layer} are those of the main layer {main} in another format or other"
+            " codes, within the error of the format, and norms or biases beside them are not: they"
+            " were taken from the layer of the wrong number"
+        )
+    return (
+        f"{layer} is the main layer {main} in another format or other codes: its norms, router and"
+        " biases, if any, are that layer's, and so are its linears, within the error of the format."
+        " A layer of the wrong number was taken from the original: the module is the one after its"
+        " main layers"
+    )

@@ -92,16 +92,6 @@ def last_norm_shared(norms: str, last: str) -> str:
     )
 
 
-def main_layer_in_its_place(layer: str, main: str) -> str:
-    """layer, main: the names of two layers, or of a part of both."""
-    return (
-        f"{layer} is the main layer {main} in another format or other codes: its norms, router and"
-        " biases, if any, are that layer's, and so are its linears, within the error of the format."
-        " A layer of the wrong number was taken from the original: the module is the one after its"
-        " main layers"
-    )
-
-
 def overwritten_by_main(layer: str, main: str, linears: int) -> str:
     """layer, main: the names of two layers."""
     number = layer.rpartition(".")[2]
