@@ -495,3 +495,35 @@ def test_a_model_type_that_is_no_text_is_no_internal_error(
     source = rewritten(GLM, tmp_path / "type", config=lambda c: c.update(model_type=model_type))
     outcome = run_program("verify", source, "--level", "files")
     assert "internal" not in outcome.out
+
+
+def test_gates_that_were_quantized_as_all_linears_pass(tmp_path: Path) -> None:
+    """As where `ignore` has none of a delta net's: engines build them by the config too."""
+    scheme = {"num_bits": 8, "type": "float", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": scheme | {"strategy": "channel"},
+        "input_activations": scheme | {"strategy": "token", "dynamic": True},
+    }
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head", "re:^mtp.*"],
+    }
+
+    def quantize(stored: Tensors) -> None:
+        for name, one in [*stored.items()]:
+            if name.startswith("model.layers.") and one.dim() == 2:
+                scale = one.float().abs().amax(1, keepdim=True) / 448
+                stored[name] = (one.float() / scale).to(torch.float8_e4m3fn)
+                stored[f"{name}_scale"] = scale
+
+    folder = rewritten(
+        QWEN,
+        tmp_path / "all",
+        quantize,
+        lambda config: config.update(quantization_config=quantization),
+    )
+    outcome = run_program("verify", folder, "--level", "weights")
+    assert outcome.code == 0, outcome.out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -18,7 +18,7 @@ from mtp_checkpoints.formats import (
     Unquantized,
     WeightFormat,
 )
-from mtp_checkpoints.formats.base import COMPRESSED_SCALE, NATIVE_SCALE
+from mtp_checkpoints.formats.base import COMPRESSED_SCALE, NATIVE_SCALE, SCALES_OF_CODES
 from mtp_checkpoints.quantization.native import Config, NativeFp8, unusable_field
 
 
@@ -49,6 +49,28 @@ class Unfused:
 
     def fused_format(self, fused: str, parts: WeightFormat) -> WeightFormat | None:
         return parts
+
+
+# That tools may quantize, and releases do not. Engines build them by the config as other linears.
+_GATES = frozenset({Role.DELTA_GATES, Role.INDEXER_HEADS})
+
+
+def with_quantized_gates(family: ModelSpec, names: Collection[str]) -> list[TensorSpec]:
+    """Return a model's tensors, of which gates that are stored with scales are linears.
+
+    names: those of the tensors that a folder holds, none where that is not known. Source: vLLM
+    0.32.0's `create_ba_proj` of `qwen_gdn_linear_attn.py`, which has the quantization_config.
+    """
+    if not any(spec.role in _GATES for spec in family.tensors.values()):
+        return [*family.tensors.values()]
+    ends = {f".{last}" for own in SCALES_OF_CODES.values() for last in own}
+    scaled = {name.removesuffix(end) for end in ends for name in names if name.endswith(end)}
+    return [
+        spec._replace(role=Role.ATTENTION)
+        if spec.role in _GATES and spec.module in scaled and spec.name == f"{spec.module}.weight"
+        else spec
+        for spec in family.tensors.values()
+    ]
 
 
 @dataclass(frozen=True)

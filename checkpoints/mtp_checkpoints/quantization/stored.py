@@ -23,7 +23,7 @@ from mtp_checkpoints.formats import (
 )
 from mtp_checkpoints.named_tuples import rows_of
 from mtp_checkpoints.quantization.fusion_rules import EXPERTS, check_fusion_rules
-from mtp_checkpoints.quantization.method import QuantConfig
+from mtp_checkpoints.quantization.method import QuantConfig, with_quantized_gates
 from mtp_checkpoints.quantization.methods import METHODS, check_decoded, quant_config_of
 from mtp_checkpoints.quantization.mismatches import HasLayout, Mismatch, StoredTensor, compare
 from mtp_checkpoints.quantization.native import (
@@ -261,7 +261,7 @@ def stored_model(config: Mapping[str, Any], names: Collection[str] = ()) -> Stor
     """
     family = family_of(config, names)
     check_decoded(config)
-    return _stored(family, list(family.tensors.values()), quantization_of(config))
+    return _stored(family, with_quantized_gates(family, names), quantization_of(config))
 
 
 def stored_source(config: Mapping[str, Any], names: Collection[str] = ()) -> StoredModel:
@@ -354,8 +354,8 @@ def _format_of(
         return None
     module = name.removesuffix(_WEIGHT)
     known = config.format_of(module, spec.role)
-    if known is not None and spec.role is Role.HEAD and not module.endswith("lm_head"):
-        known = config.format_of("lm_head", spec.role)  # as engines call a head of any name
+    if known is not None and spec.role is Role.HEAD and spec.mtp_layer is None:
+        known = known if module.endswith("lm_head") else config.format_of("lm_head", spec.role)
     return formats.setdefault(module, known and known.in_chunks(spec.shape[0], spec.row_chunks))
 
 
