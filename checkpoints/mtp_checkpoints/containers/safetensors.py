@@ -306,11 +306,8 @@ def _check_no_stray_shard(
     indexed: int,
 ) -> None:
     """Refuse shards that no index names, unless they hold MTP modules and nothing else."""
-    for shard in beside:
+    for shard in (one for one in beside if one.path.name != MTP_NAME):
         names = [tensor.name for tensor in shard.tensors]
-        of_mtp = sum(len(module.tensors) for module in mtp_modules(names, main_layers(config)))
-        if shard.path.name == MTP_NAME:
-            continue
         if elsewhere := [name for name in names if name in weight_map]:
             raise InvalidInputError(
                 "The index puts tensors of a shard in another, which does not hold them",
@@ -319,6 +316,7 @@ def _check_no_stray_shard(
                 found=f"{weight_map[elsewhere[0]]} in the index, which does not name this file",
                 todo="Write the index again, or download the files of one revision",
             )
+        of_mtp = sum(len(module.tensors) for module in mtp_modules(names, main_layers(config)))
         if of_mtp < len(names):
             raise InvalidInputError(
                 "A shard lies in the folder but the index does not name it",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -51,23 +51,30 @@ class Unfused:
         return parts
 
 
-# That tools may quantize, and releases do not. Engines build them by the config as other linears.
+# Linears that releases leave unquantized and vLLM 0.32.0 builds by the config all the same, by the
+# ends of their names: gates of Qwen's and Ling's delta nets, and Qwen4's indexer. Others
+# of these roles are built plain, as `weights_proj` and the gates of GLM-5 Next. Source:
+# `qwen_gdn_linear_attn.py`, `bailing_moe_v3.py`, `qwen4_exp/nvidia/indexer_qsa.py`.
 _GATES = frozenset({Role.DELTA_GATES, Role.INDEXER_HEADS})
+_BUILT_BY_CONFIG = (
+    *(".linear_attn.in_proj_a", ".linear_attn.in_proj_b", ".linear_attn.in_proj_ba"),
+    *(".attention.b_proj", ".attention.f_proj", ".indexer.index_qk_proj"),
+)
 
 
 def with_quantized_gates(family: ModelSpec, names: Collection[str]) -> list[TensorSpec]:
-    """Return a model's tensors, of which gates that are stored with scales are linears.
+    """Return a model's tensors, of which gates that are stored with scales, and that engines build
+    by the config, are linears.
 
-    names: those of the tensors that a folder holds, none where that is not known. Source: vLLM
-    0.32.0's `create_ba_proj` of `qwen_gdn_linear_attn.py`, which has the quantization_config.
+    names: those of the tensors that a folder holds, none where that is not known.
     """
-    if not any(spec.role in _GATES for spec in family.tensors.values()):
-        return [*family.tensors.values()]
-    ends = {f".{last}" for own in SCALES_OF_CODES.values() for last in own}
-    scaled = {name.removesuffix(end) for end in ends for name in names if name.endswith(end)}
+    there = names if isinstance(names, Set | Mapping) else {*names}
+    lasts = [last for own in SCALES_OF_CODES.values() for last in own]
     return [
         spec._replace(role=Role.ATTENTION)
-        if spec.role in _GATES and spec.module in scaled and spec.name == f"{spec.module}.weight"
+        if spec.role in _GATES
+        and spec.module.endswith(_BUILT_BY_CONFIG)
+        and any(f"{spec.module}.{last}" in there for last in lasts)
         else spec
         for spec in family.tensors.values()
     ]

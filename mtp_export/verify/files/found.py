@@ -85,7 +85,7 @@ class Found:
         numbered = sum(module.number is not None for module in self.modules)
         return numbered or len(self.modules)
 
-    @property
+    @cached_property
     def wanted_names(self) -> Mapping[str, TensorSpec]:
         """The MTP part's weights by the names that a known family gives them; none of another."""
         stored = self.stored_part(MTP)

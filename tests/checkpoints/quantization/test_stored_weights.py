@@ -276,3 +276,29 @@ def test_a_head_of_another_name_is_left_out_by_that_of_engines(listed: bool) -> 
     (head,) = (one for one in stored.weights.values() if one.weight.role is Role.HEAD)
     assert head.weight.module.endswith("unembed")
     assert (head.format is UNQUANTIZED) == listed
+
+
+@pytest.mark.parametrize(
+    ("model_type", "last", "is_built"),
+    [
+        ("qwen3_5", "in_proj_b", True),
+        ("bailing_hybrid", "f_proj", True),
+        ("qwen4_exp", "index_qk_proj", True),
+        ("deepseek_v32", "weights_proj", False),
+        ("glm5_next", "f_a_proj", False),
+        ("glm5_next", "self_attn.b_proj", False),
+    ],
+)
+def test_gates_that_vllm_builds_by_the_config(model_type: str, last: str, is_built: bool) -> None:
+    """Of those that are stored with scales, which say that a tool quantized them."""
+    plain = SMALL_CONFIGS[model_type]
+    gates = [
+        spec
+        for spec in stored_model(plain).specs
+        if spec.module.endswith(last) and spec.mtp_layer is None
+    ]
+    scales = {f"{spec.module}.weight_scale" for spec in gates}
+    assert scales
+    roles = {spec.name: spec.role for spec in stored_model(plain, scales).specs}
+    assert all((roles[spec.name] is Role.ATTENTION) == is_built for spec in gates)
+    assert all(spec.role is not Role.ATTENTION for spec in gates)
