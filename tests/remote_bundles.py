@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -36,8 +35,7 @@ def ranges_got(server: HubServer) -> set[tuple[str, str | None]]:
 
     Those of a client that was killed end when the server finds that nobody reads its answer.
     """
-    while server.under_way:
-        time.sleep(0.01)
+    server.settle()
     got = {(request.path, request.byte_range) for request in ranges(server)}
     server.log.clear()
     return got

@@ -106,6 +106,11 @@ class HubServer(ThreadingHTTPServer):
         with self._lock:
             self.under_way += change
 
+    def settle(self) -> None:
+        """Wait until every request is in the log; clients have their answers before."""
+        while self.under_way:
+            time.sleep(0.005)
+
     @property
     def sent_bytes(self) -> int:
         """Bytes of bodies that were sent."""

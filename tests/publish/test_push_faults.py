@@ -75,6 +75,7 @@ def test_faults_that_stay_leave_nothing_and_the_same_command_goes_on(
     in_uploads = fault.startswith(("upload", "wrong"))
     hub.plant(fault, after=5 if in_uploads else 0)
     outcome = push(exported)
+    hub.settle()
     assert outcome.code == code, outcome.err
     assert words in outcome.err and outcome.err.count("\n\n") == 0
     assert "Traceback" not in outcome.err and "generation=" not in outcome.err
@@ -85,6 +86,7 @@ def test_faults_that_stay_leave_nothing_and_the_same_command_goes_on(
     assert sent >= (5 if in_uploads else 0)
     hub.mend()
     facts(exported, *(["--overwrite"] if fault == "commit conflict" else []))
+    hub.settle()
     assert content(hub).items() >= tree(exported / "bundle").items()
     shards = len(list((exported / "bundle").rglob("*.safetensors")))
     assert sent_shards(hub) == shards + 1 - sent  # one tokenizer, which both parts have
