@@ -20,6 +20,7 @@ from mtp_export.verify.decoding import controls
 from mtp_export.verify.decoding.acceptance import diagnosed
 from mtp_export.verify.decoding.controls import too_few
 from mtp_export.verify.decoding.drafter_agreement import drafter_items
+from mtp_export.verify.diagnosis.alternatives import with_main_layers
 from mtp_export.verify.evidence.corpus import Corpus
 from mtp_export.verify.evidence.statistics import Estimate
 from mtp_runtime.drafters import DRAFTERS
@@ -159,3 +160,15 @@ def test_drafter_fault_is_named(
     )
     for item in drafter_items(corpus, K):
         assert fault.cause in causes([item]), item
+
+
+def test_a_main_layer_in_whose_place_the_block_lies_is_found(good: Good) -> None:
+    """One that drafts no better as the block than what is there is no explanation."""
+    streamed, module = open_streamed(FIXTURE, "cpu"), good.few.module
+    layers = [streamed.layer(number) for number in (0, 53, 54)]
+    model = replace(good.few.model, mtp_modules=(replace(module, layer=layers[1]),))
+    corpus = replace(good.few, model=model, given=good.few.texts, given_states=good.few.states)
+    (found,) = with_main_layers(corpus, (*layers, module.layer), ())
+    assert "layer 3 and the MTP layer's block are in each other's place" in found.explained
+    assert found.is_of_main and found.own < 0.1
+    assert with_main_layers(corpus, layers, ()) == []

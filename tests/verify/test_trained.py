@@ -163,6 +163,26 @@ def test_the_module_of_a_deep_model_is_trained_where_its_drafts_are_refused(tmp_
     ]
 
 
+@pytest.mark.nightly  # takes texts through 61 layers
+def test_a_deep_main_layer_and_the_block_in_each_others_place_are_told(tmp_path: Path) -> None:
+    """The original's module would not mend both, so that it is not what the failure is about."""
+
+    def exchange(tensors: Tensors) -> None:
+        for name in [one for one in tensors if one.startswith("model.layers.53.")]:
+            other = name.replace(".53.", ".61.")
+            tensors[name], tensors[other] = tensors[other], tensors[name]
+
+    source = rewritten(FIXTURES / "deepseek-v3-tiny", tmp_path / "exchanged", exchange)
+    schemes = ("--base-quant", "bf16", "--mtp-quant", "bf16", "--link", "copy", "--quiet")
+    assert quantize(source, tmp_path / "bundle", *schemes).code == 0
+    context = opened(tmp_path / "bundle")
+    items = diagnosed(context.corpus, context=context)
+    found = [one for one in items if one.status is Status.FAIL]
+    told = "layer 53 and the MTP layer's block are in each other's place"
+    assert len(found) == 2 and all(told in one.cause for one in found)
+    assert not any(one.subject for one in found)
+
+
 def test_other_values_of_routing_are_tried_in_all_layers() -> None:
     """One at which plain text is likelier is what config.json should say."""
     folder = FIXTURES / "glm4-moe-tiny"

@@ -30,6 +30,7 @@ from mtp_export.verify.diagnosis.alternatives import (
     best_of,
     extra_alternatives,
     first_token,
+    with_main_layers,
 )
 from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.causes.pointed import mended_in_part
@@ -42,6 +43,7 @@ from mtp_export.verify.evidence.decode import Decoded
 from mtp_export.verify.evidence.extra_drafts import ExtraDraft
 from mtp_export.verify.evidence.statistics import Estimate, ratio
 from mtp_runtime.models.load import LoadOptions
+from mtp_runtime.streaming import open_streamed
 
 # Acceptance of a draft over that of the one before it, both given that all before were accepted.
 LEAST_KEPT = 0.6
@@ -137,24 +139,33 @@ def diagnosed(
     consequence, and whose module may be trained."""
     tried = alternatives(corpus) if tried is None else tried
     damage = "" if context is None else context.named_damage
+    is_refused = not damage and not _drafts(corpus)
+    if context is not None and is_refused and not _is_enough(best_of(tried)):
+        streamed = open_streamed(context.folder, context.options.device, context.mtp_folder)
+        tried = with_main_layers(corpus, streamed.layers(0), tried)
     better = [] if damage else best_of(tried)
     named = causes.damaged(damage) if damage else ""
     others = not_tested(_OTHERS, named) if damage else _none_better(_OTHERS, tried)
     if better:
         untrained = others
         others = others if context is None else _beside_training(others, better, context)
-        is_enough = (better[0].other or 0.0) >= gates.LEAST_ACCEPTANCE
-        named = others.cause if is_enough or others is not untrained else ""
+        named = others.cause if _is_enough(better) or others is not untrained else ""
     if generated:
-        yield _in_band(first_draft(corpus), named or causes.NO_KNOWN_BUG)
+        subject = others.subject if named else MTP_MODULE
+        yield _in_band(first_draft(corpus), named or causes.NO_KNOWN_BUG, subject)
     yield others
-    is_mixed_up = bool(better) and better[0].kind == LOADING and not _drafts(corpus)
+    is_mixed_up = bool(better) and better[0].kind == LOADING and is_refused
     if damage or is_mixed_up:
         why = causes.damaged(damage) if damage else causes.loaded_wrongly(_OTHERS)
         yield not_tested(_FIRST_TOKEN, why)
     else:
         yield _first_token(corpus)
     yield _contract(corpus, tried)
+
+
+def _is_enough(better: Sequence[Alternative]) -> bool:
+    """True where the best alternative drafts as a working module does."""
+    return bool(better) and (better[0].other or 0.0) >= gates.LEAST_ACCEPTANCE
 
 
 def loaded_wrongly(failures: Iterable[Item]) -> str:
@@ -277,7 +288,7 @@ def _drafts(corpus: Corpus) -> bool:
     return found is None or is_in_band(found)
 
 
-def _in_band(found: Estimate | None, cause: str) -> Item:
+def _in_band(found: Estimate | None, cause: str, subject: str = MTP_MODULE) -> Item:
     """The acceptance of first drafts, and the cause of one below a working module's."""
     name, bound = _BAND, f"at least {gates.LEAST_ACCEPTANCE}"
     if found is None:
@@ -286,7 +297,7 @@ def _in_band(found: Estimate | None, cause: str) -> Item:
         name,
         holds=is_in_band(found),
         cause=cause,
-        subject=MTP_MODULE,
+        subject=subject,
         figure=found.shown(),
         bound=bound,
     )
@@ -326,7 +337,8 @@ def _none_better(name: str, tried: Sequence[Alternative]) -> Item:
     figure = f"{best.gain.value:+.3f} nats when {best.variant.change}"
     if not better:
         return passed(name, figure=figure, bound=bound)
-    subject = MTP_MODULE if best.kind == LOADING else ""  # which the original's layer mends
+    # Which the original's layer mends.
+    subject = MTP_MODULE if best.kind == LOADING and not best.is_of_main else ""
     data = {**undone((one.variant.change, one.gain) for one in tried), EQUAL: len(better)}
     cause = one_cause(better)
     return failed(name, cause, figure=figure, bound=bound, subject=subject, data=data)

@@ -15,6 +15,7 @@ from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.experts import expert_variant_count, expert_variants, has_many
 from mtp_export.verify.diagnosis.layer_variants import LayerVariant
 from mtp_export.verify.diagnosis.suspected import module_variants
+from mtp_export.verify.diagnosis.swapped_layers import block_variants
 from mtp_export.verify.diagnosis.trainable_module import changed_half
 from mtp_export.verify.diagnosis.variant_drafts import (
     acceptance,
@@ -27,6 +28,7 @@ from mtp_export.verify.diagnosis.variants import LOADING, Variant, first_token_v
 from mtp_export.verify.evidence.corpus import Corpus, Drafts
 from mtp_export.verify.evidence.statistics import Estimate, ratio
 from mtp_runtime.drafters.base import ScoredVariant, TargetDraft
+from mtp_runtime.layers.decoder_layer import DecoderLayer
 from mtp_runtime.teacher_forcing import (
     Anchors,
     DraftInputs,
@@ -122,6 +124,11 @@ class Alternative:
         return self.variant.kind if isinstance(self.variant, Variant) else LOADING
 
     @property
+    def is_of_main(self) -> bool:
+        """True where the main model is as wrong."""
+        return isinstance(self.variant, Variant) and self.variant.is_of_main
+
+    @property
     def is_left_out(self) -> bool:
         """True where a half of the module's layer adds nothing."""
         return isinstance(self.variant, Variant) and self.variant.is_left_out
@@ -199,6 +206,18 @@ def alternatives(corpus: Corpus) -> list[Alternative]:
     with corpus.show_count("acceptance, with experts exchanged", count, "exchanges") as advance:
         exchanged = list(_compared(bench.corpus, _counted(experts, advance)))
     return _best_first([*filter(None, tried), *exchanged])
+
+
+def with_main_layers(
+    corpus: Corpus, layers: Iterable[DecoderLayer], tried: Iterable[Alternative]
+) -> list[Alternative]:
+    """Alternatives of a module whose drafts are refused, best first, and main layers as its block,
+    of which those alone are kept that make it draft as a working module does."""
+    corpus = by_torch(corpus)
+    benches = _benches(corpus)
+    found = (_on_more(benches, variant) for variant in block_variants(corpus.module, layers))
+    drafting = (one for one in found if one and (one.other or 0.0) >= gates.LEAST_ACCEPTANCE)
+    return _best_first([*tried, *drafting])
 
 
 def sampling_step(texts: Texts) -> int:

@@ -44,7 +44,8 @@ class Variant:
     next draft in place of the module's own recursion. kind: LOADING where tensors are mixed up,
     CONTRACT where the module is fed something else than it was trained on. by_acceptance: it makes
     drafts more or less certain too, so that only more accepted ones speak for it, by least_rise at
-    least. is_left_out: a half of the layer adds nothing. wrong: the cause without its tensor.
+    least. is_left_out: a half of the layer adds nothing. is_of_main: the main model is as wrong.
+    wrong: the cause without its tensor.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Variant:
     by_acceptance: bool = False
     least_rise: float = 0.0
     is_left_out: bool = False
+    is_of_main: bool = False
     wrong: str = ""
 
 
