@@ -126,8 +126,8 @@ def columns_exchanged(weight: torch.Tensor) -> torch.Tensor:
     return torch.cat([*weight.chunk(2, dim=1)][::-1], dim=1)
 
 
-def layers_exchanged(one: int, other: int, bundle: Path) -> None:
-    mark, instead = (f"model.layers.{number}." for number in (one, other))
+def layers_exchanged(one: int, other: int, bundle: Path, half: str = "") -> None:
+    mark, instead = (f"model.layers.{number}.{half}" for number in (one, other))
     for name in [name for name in read_tensors(bundle / "main") if name.startswith(mark)]:
         exchanged(name, name.replace(mark, instead), bundle)
 
@@ -222,6 +222,9 @@ SUSPECTED_LAYER_FAULTS: tuple[Fault, ...] = (
           "likelihood", "in_proj_a and in_proj_b of layer 2 are swapped", **_qwen),
     Fault("two main layers exchanged", partial(layers_exchanged, 0, 1),
           "likelihood", "layer 0 and layer 1 are in each other's place", **_qwen),
+    Fault("feed-forwards of two main layers exchanged",
+          partial(layers_exchanged, 0, 1, half="mlp."),
+          "likelihood", "the feed-forward of layer 0 and layer 1 are in each", **_qwen),
     Fault("decays and betas of every gated delta net exchanged", exchanged_everywhere,
           "likelihood", "in_proj_a and in_proj_b of every layer of its kind are swapped", **_qwen),
     Fault("rows of in_proj_b of a gated delta net in reverse order",

@@ -33,6 +33,7 @@ from mtp_export.verify.decoding.training import NAME as TRAINED
 from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.halves import MOST_SUSPECTS, AddedByHalves, Suspect
 from mtp_export.verify.diagnosis.layer_variants import (
+    WORDS,
     LayerVariant,
     Vectors,
     size_variants,
@@ -262,6 +263,7 @@ class _Layers:
         title = "likelihood, with halves of layers changed"
         whole = whole_variants(leanings.weak, self.vectors)
         tried = self._tried(joined(whole, swapped_layers(self.streamed)), title)
+        tried = self._with_halves(tried)
         far = [one for one in tried if one.better and one.is_far]
         if far and far[0].variant.layer is None:
             least = LEAST_HARM_NATS if far[0].variant.is_of_tensor else LEAST_RESIZED_NATS
@@ -275,9 +277,19 @@ class _Layers:
         """Return the failure of two layers in whose places the other one lies, of a model of few
         that knows text once they are put right; None of any other."""
         tried = self._tried(swapped_layers(self.streamed), "likelihood, with layers exchanged")
+        tried = self._with_halves(tried)
         better = [one for one in tried if one.better and _is_known(one.under, self.streamed)]
         bound = f"none of {len(tried)} gains {LEAST_HARM_NATS} nats by its interval"
         return explained(_NO_HARM, tried, better, bound) if better else None
+
+    def _with_halves(self, tried: list[Changed]) -> list[Changed]:
+        """Those that were tried, best first; halves of layers exchanged alone, too, where whole
+        ones are best."""
+        if not (tried and tried[0].better and tried[0].variant.is_exchange):
+            return tried
+        halves = joined(*(swapped_layers(self.streamed, half) for half in WORDS))
+        found = self._tried(halves, "likelihood, with halves of layers exchanged")
+        return best_first([*tried, *found])
 
     def no_harm(self, suspects: Sequence[Suspect]) -> Item:
         """No half of a layer that is suspected is better left out, or with a change undone."""

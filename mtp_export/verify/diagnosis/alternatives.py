@@ -216,7 +216,8 @@ def with_main_layers(
     corpus = by_torch(corpus)
     benches = _benches(corpus)
     found = (_on_more(benches, variant) for variant in block_variants(corpus.module, layers))
-    drafting = (one for one in found if one and (one.other or 0.0) >= gates.LEAST_ACCEPTANCE)
+    least = gates.LEAST_ACCEPTANCE
+    drafting = (one for one in found if one and one.mends_most and (one.other or 0.0) >= least)
     return _best_first([*tried, *drafting])
 
 

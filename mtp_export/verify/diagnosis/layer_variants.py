@@ -45,7 +45,7 @@ class LayerVariant:
     follow "when", and what is wrong with a bundle that is better with it. half: the part of the
     layer that is changed, "" where it is both. is_left_out: that, or an expert of it, adds
     nothing. is_of_tensor: one tensor, or one value of config.json, is changed alone. is_size: to a
-    multiple. is_trained: by steps of training."""
+    multiple. is_trained: by steps of training. is_exchange: with a layer that is changed too."""
 
     layer: int | None
     change: str
@@ -55,6 +55,7 @@ class LayerVariant:
     is_of_tensor: bool = False
     is_size: bool = False
     is_trained: bool = False
+    is_exchange: bool = False
 
 
 Named = Iterator[tuple[LayerVariant, DecoderLayer]]
