@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from mtp_checkpoints.families.signs import in_layer
 
@@ -85,6 +85,17 @@ def same_layers(lost: Iterable[Place], strange: Iterable[Place]) -> dict[int, li
     if len(own) <= 1:
         return dict.fromkeys(own, others)
     numbers, instead = ([one for one in layers if one >= 0] for layers in (own, others))
-    if len(numbers) != len(instead) or {*instead} <= {*numbers}:
+    if len(numbers) != len(instead):
         instead = numbers
-    return {-1: [-1]} | {one: [other] for one, other in zip(numbers, instead, strict=True)}
+    return {-1: [-1]} | {one: [other] for one, other in _instead(numbers, instead)}
+
+
+def _instead(numbers: Sequence[int], found: Sequence[int]) -> list[tuple[int, int]]:
+    """Return as many numbers of layers as there are, each with that of those found which is in its
+    place: in order where all that are another's are as far from it, else first its own."""
+    pairs = [*zip(numbers, found, strict=True)]
+    if len({other - one for one, other in pairs} - {0}) > 1:
+        kept = {*numbers} & {*found}
+        rest = ([one for one in own if one not in kept] for own in (numbers, found))
+        pairs = sorted([*((one, one) for one in kept), *zip(*rest, strict=True)])
+    return pairs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 # Names of one meaning in the words that frameworks have for them: the first are whole components.
 _MEANINGS = {
     "enorm": "embed norm",
@@ -58,3 +60,25 @@ def agree(name: str, other: str) -> bool:
 
 def _kinds(words: frozenset[str]) -> frozenset[str]:
     return words & {"bias"} or words & {"norm"}
+
+
+_Pair = tuple[str, str]
+_Likeness = Mapping[_Pair, tuple[float, bool]]
+
+
+def nearest(alike: _Likeness) -> dict[str, str]:
+    """The pairs of which each end is more like the other than like any else."""
+    of_names, of_others = _likest(alike, 0), _likest(alike, 1)
+    return {n: o for n, o in alike if of_names[n] == [(n, o)] == of_others[o]}
+
+
+def _likest(alike: _Likeness, end: int) -> dict[str, list[_Pair]]:
+    """The likest pairs of each name, which is one end of them."""
+    best: dict[str, list[_Pair]] = {}
+    for pair, like in alike.items():
+        known = best.setdefault(pair[end], [pair])
+        if like > alike[known[0]]:
+            best[pair[end]] = [pair]
+        elif like == alike[known[0]] and pair != known[0]:
+            known.append(pair)
+    return best

@@ -19,7 +19,7 @@ from mtp_checkpoints.families.name_parts import (
     place_of,
     same_layers,
 )
-from mtp_checkpoints.families.name_words import agree, likeness
+from mtp_checkpoints.families.name_words import agree, likeness, nearest
 from mtp_checkpoints.families.parted_names import parts_of
 from mtp_checkpoints.families.stored_names import CODES, Stored, Wanted, as_weight, holds, last_of
 
@@ -131,6 +131,8 @@ class _Search:
         self.pairs: dict[str, str] = {}  # of those that are strange, by those that are lost
         self.used: set[str] = set()
         self.apart: set[str] = set()  # of those that are lost, those that are joined
+        self.layer_of = {name: place_of(name)[0] for name in (*self.lost, *self.strange)}
+        self.layers = same_layers(map(place_of, self.lost), map(place_of, self.strange))
 
     def _is_beside(self, name: str) -> bool:
         """Return whether a tensor is a weight's, as its scale is, and no bias of it is missing."""
@@ -148,12 +150,22 @@ class _Search:
     def _holds(self, other: str, name: str) -> bool:
         return holds(self.there[self.names[other]], self.wanted[name])
 
+    def _may_be(self, name: str, other: str) -> bool:
+        """Return whether a tensor may be one that is missing: where its layer has another number in
+        the order of these, of the layer that has that."""
+        own, layers = self.layer_of[name], self.layers[self.layer_of[name]]
+        of_layer = layers == [own] or self.layer_of[other] in layers
+        return of_layer and self._holds(other, name)
+
     def renumbered(self) -> OtherNames | None:
         """All modules of several in order, some of them under another's name, each of which holds
         what the module in its place is to hold."""
         known = [name for name in self.names if name in self.wanted]
         own, theirs = by_layer(self.wanted), by_layer([*known, *self.strange])
         if len(own) < _FEWEST or len(own) != len(theirs) or own.keys() == theirs.keys():
+            return None
+        moved = {place_of(o)[0] - place_of(n)[0] for n, o in zip(own, theirs, strict=True)}
+        if len(moved - {0}) > 1:
             return None
         pairs, rules = dict[str, str](), list[Renamed]()
         for layer, found in zip(own, theirs, strict=True):
@@ -191,7 +203,7 @@ class _Search:
             others = by_ending[ending(name)]
             whole = [o for o in others if o.endswith(f".{name}") or name.endswith(f".{o}")]
             for other in whole or others:
-                if self._holds(other, name):
+                if self._may_be(name, other):
                     found[beginnings_of(name, other)][name] = other
         self._take_largest(found)
 
@@ -203,7 +215,7 @@ class _Search:
             components = other.split(".")
             for at, one in enumerate(components):
                 name = ".".join(components[:at] + components[at + 1 :])
-                if name in lost and self._holds(other, name):
+                if name in lost and self._may_be(name, other):
                     found[one][name] = other
         several = {part: own for part, own in found.items() if len(own) >= _FEWEST}
         self._take_largest({(part, ""): own for part, own in several.items()})
@@ -285,8 +297,8 @@ class _Search:
                 for name, other in self._fitting(names, others)
             }
             alike = {pair: like for pair, like in alike.items() if like[0]}
-            while nearest := _nearest(alike):
-                self._pair(nearest)
+            while pairs := nearest(alike):
+                self._pair(pairs)
                 alike = {pair: like for pair, like in alike.items() if self._free(*pair)}
 
     def by_shapes(self) -> None:
@@ -374,25 +386,3 @@ class _Whole(NamedTuple):
         shapes = {tuple(one.shape[1:]) for one in parts}
         rows = sum(one.shape[0] for one in parts)
         return cls((rows, *shapes.pop())) if len(shapes) == 1 else cls(())
-
-
-_Pair = tuple[str, str]
-_Likeness = Mapping[_Pair, tuple[float, bool]]
-
-
-def _nearest(alike: _Likeness) -> dict[str, str]:
-    """The pairs of which each end is more like the other than like any else."""
-    of_names, of_others = _likest(alike, 0), _likest(alike, 1)
-    return {n: o for n, o in alike if of_names[n] == [(n, o)] == of_others[o]}
-
-
-def _likest(alike: _Likeness, end: int) -> dict[str, list[_Pair]]:
-    """The likest pairs of each name, which is one end of them."""
-    best: dict[str, list[_Pair]] = {}
-    for pair, like in alike.items():
-        known = best.setdefault(pair[end], [pair])
-        if like > alike[known[0]]:
-            best[pair[end]] = [pair]
-        elif like == alike[known[0]] and pair != known[0]:
-            known.append(pair)
-    return best

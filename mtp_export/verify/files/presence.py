@@ -180,6 +180,8 @@ def _presence(found: Found) -> Item:
     if wanted.count is not None and count < wanted.count:
         lost = found.modules_lost
         of_lost = tuple(f"{one}." for one in lost)
+        if found.others and any(one.startswith(of_lost) for one in found.others.pairs.values()):
+            return _there_renamed(name, found, found.others, _figure(count, wanted))
         is_rest_whole = all(name.startswith(of_lost) for name in found.differing)
         are_last = is_rest_whole and (lost == found.module_names[-len(lost) :] or not lost)
         field = count_field(found.config)
@@ -201,12 +203,7 @@ def _none_there(name: str, found: Found, wanted: Announced) -> Item:
         words = causes.not_in_folder(str(folder), str(wanted))
         return failed(name, words, figure=figure, subject=str(folder), repair=found.repair)
     if found.stored is not None and found.others and found.renames(found.stored.mtp):
-        words = under_other_names(found.others)
-        for file in found.files_of(found.others.pairs):
-            words += causes.left_out_of_index(file)
-        item = verdict(name, found.strange(words))
-        item = replace(item, figure=figure, repair=found.repair)
-        return with_pairs(item, found.others)
+        return _there_renamed(name, found, found.others, figure)
     if (draft := found.draft_beside) is not None:
         words = causes.lost_beside(str(wanted), draft.kind, draft.sign)
         return failed(name, words, figure=figure, subject="config.json", repair=found.repair)
@@ -218,6 +215,14 @@ def _none_there(name: str, found: Found, wanted: Announced) -> Item:
     of_tool = (str(found.tool or ""), loss)
     words = causes.lost(str(wanted), found.module_names, *of_tool, pickled, by_hand)
     return failed(name, words, figure=figure, subject="config.json", repair=found.repair)
+
+
+def _there_renamed(name: str, found: Found, others: OtherNames, figure: str) -> Item:
+    words = under_other_names(others)
+    for file in found.files_of(others.pairs):
+        words += causes.left_out_of_index(file)
+    item = verdict(name, found.strange(words))
+    return with_pairs(replace(item, figure=figure, repair=found.repair), others)
 
 
 def _figure(count: int, wanted: Announced) -> str:
