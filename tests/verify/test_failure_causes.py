@@ -11,9 +11,9 @@ from cases import read_json
 from mtp_checkpoints.errors import VerificationError
 from mtp_checkpoints.families import family_of
 from mtp_export.verify.check import (
-    BY_TRAINING,
     ENGINE,
     EQUAL,
+    GAIN,
     UNDONE,
     CheckResult,
     Item,
@@ -291,10 +291,10 @@ def test_what_drafts_show_explains_what_several_explain_of_the_module(equal: int
 
 
 @pytest.mark.parametrize(("gain", "count"), [(0.1, 1), (0.5, 2)])
-def test_what_drafts_show_explains_what_training_gives_back_of_it(gain: float, count: int) -> None:
+def test_what_drafts_show_explains_what_gives_back_some_of_it(gain: float, count: int) -> None:
     """Any part of a damaged module makes up for some of it, none for more than it costs."""
     trained = failed(
-        "no part of the MTP module gains", "eh_proj does harm", data={EQUAL: 1, BY_TRAINING: gain}
+        "no part of the MTP module gains", "eh_proj does harm", data={EQUAL: 1, GAIN: gain}
     )
     undone = {UNDONE: [{"change": "gate and up", "gain": {"value": 0.3}}], EQUAL: 1}
     drafts = failed("no other layout drafts better", "gate is up", data=undone)

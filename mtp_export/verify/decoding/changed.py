@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 
-from mtp_export.verify.check import BY_TRAINING, EQUAL, Item, failed
+from mtp_export.verify.check import EQUAL, GAIN, Item, failed
 from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.layer_variants import LayerVariant
 from mtp_export.verify.diagnosis.undone import undone
@@ -93,9 +93,8 @@ def explained(name: str, tried: Sequence[Changed], better: Sequence[Changed], bo
     equal = explaining(better)
     all_causes = causes.one_of([one.variant.cause for one in equal])
     cause = causes.likelier(all_causes, best.gain.value, best.variant.change)
-    data = {**undone(_gains(tried), named=_gains(equal)), EQUAL: len(equal)}
-    if all(one.variant.is_trained for one in equal):
-        data[BY_TRAINING] = best.gain.value
+    undone_here = undone(_gains(tried), named=_gains(equal))
+    data = {**undone_here, EQUAL: len(equal), GAIN: best.gain.value}
     return failed(name, cause, figure=figure, bound=bound, data=data)
 
 

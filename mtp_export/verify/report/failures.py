@@ -15,11 +15,11 @@ from mtp_checkpoints.families.stored_names import as_any_expert, as_experts
 from mtp_checkpoints.tensors.bundle_folder import MAIN
 from mtp_export.progress import shortened
 from mtp_export.verify.check import (
-    BY_TRAINING,
     CORRECTED,
     ENGINE,
     EQUAL,
     FUSED_IN,
+    GAIN,
     KNOWS_MORE,
     MTP_MODULE,
     NAMES_HERE,
@@ -85,9 +85,9 @@ class Cause:
 
     def is_of(self, drafts: Cause) -> bool:
         """True where the MTP module has, by several explanations, what undoing one thing of its
-        drafts explains, or gains by training no more than that gives: any part of a damaged module
+        drafts explains, or one that gains no more than that gives: any part of a damaged module
         makes up for some of it."""
-        gain = max(item.data.get(BY_TRAINING, math.inf) for _, item in self.items)
+        gain = max(item.data.get(GAIN, math.inf) for _, item in self.items)
         undone = (one["gain"]["value"] for _, item in drafts.items for one in _undone(item))
         follows = self.is_vague or gain <= max(undone, default=0.0)
         return follows and all(MTP_MODULE in item.name for _, item in self.items)
