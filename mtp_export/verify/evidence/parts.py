@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from mtp_checkpoints.containers import is_checkpoint
 from mtp_checkpoints.containers.base import CONFIG_NAME
@@ -24,6 +24,7 @@ from mtp_checkpoints.sources.byte_source import ByteSource, Place, local_path
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP, RELEASED
 from mtp_checkpoints.tensors.manifest import MANIFEST_NAME, manifest_sha256, read_manifest
 from mtp_checkpoints.tensors.reader import Checkpoint
+from mtp_export.verify.evidence.as_named import as_named
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,16 @@ class OpenedPlace:
         """The options of the export that the manifest records."""
         options: Mapping[str, Any] = (self.manifest or {}).get("options", {})
         return options
+
+    @cached_property
+    def by_names(self) -> Self:
+        """The checkpoint as `as_named` has it, itself where its quantization is read."""
+        if self.is_bundle or self.main is None or len({part.place for part in self.parts}) > 1:
+            return self
+        named = as_named(self.main.with_shards(self.mtp.shards if self.mtp else ()))
+        return (
+            self if named is None else replace(self, parts=in_one(named.path, named), _layouts={})
+        )
 
     @cached_property
     def checkpoints(self) -> Mapping[str, Checkpoint]:

@@ -35,6 +35,7 @@ from mtp_export.verify.check import (
 )
 from mtp_export.verify.diagnosis.causes import configs as config_causes
 from mtp_export.verify.diagnosis.causes import files as causes
+from mtp_export.verify.diagnosis.causes.names import nothing_by_its_name
 from mtp_export.verify.evidence.parts import Part, PartLayout
 from mtp_export.verify.files.corrected import with_correction
 from mtp_export.verify.files.described import (
@@ -51,7 +52,7 @@ from mtp_export.verify.files.left_out import ListedDraft, lacking
 from mtp_export.verify.files.list_entries import entries_to_blame
 from mtp_export.verify.files.repair import graft_command
 from mtp_export.verify.files.summed_up import of_lost_experts, of_one_rank
-from mtp_export.verify.files.tensor_problems import sorted_out
+from mtp_export.verify.files.tensor_problems import NO_SUCH_TENSOR, sorted_out
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
@@ -83,6 +84,7 @@ def _items(context: Context) -> Iterator[Item]:
         except MtpExportError as error:
             wrong = misdescribed_by_a_field(context, part)
             yield wrong or _not_followed(context, part, error)
+            yield from _lost_by_names(context, part)
             continue
         if not layout.stored.specs:  # config.json announces no such part: `presence` says so
             continue
@@ -127,6 +129,19 @@ def _not_followed(context: Context, part: Part, error: MtpExportError) -> Item:
         _unlike(context, part, error) if isinstance(error, UnlikeLinears) and error.left_out else {}
     )
     return failed(name, str(error), subject=str(part.place / CONFIG_NAME), data=data)
+
+
+def _lost_by_names(context: Context, part: Part) -> Iterator[Item]:
+    """The weights that a part lacks by its names alone, where its quantization is not read."""
+    named = context.by_names.part(part.name)
+    if context.by_names is context or named is None:
+        return
+    layout = context.by_names.layout(named)
+    missing = (one for one in layout.differences if one.found == NO_SUCH_TENSOR)
+    lost = [Problem(one.tensor, nothing_by_its_name(one.tensor)) for one in missing]
+    if lost:
+        lost = of_lost_experts(layout, lost) if part.name == MAIN else lost
+        yield verdict(f"{part.name}: weights by their names", lost)
 
 
 def _unlike(context: Context, part: Part, error: UnlikeLinears) -> dict[str, Any]:

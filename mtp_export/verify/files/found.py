@@ -30,6 +30,7 @@ from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_export.verify.check import Problem
 from mtp_export.verify.files.astray import each
 from mtp_export.verify.files.repair import graft_command
+from mtp_export.verify.files.unpaired import unpaired
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
@@ -47,11 +48,16 @@ class Found:
     def config(self) -> Mapping[str, Any]:
         return next(iter(self.context.checkpoints.values())).config
 
+    @property
+    def named(self) -> Context:
+        """The same by its names, where its quantization is not read."""
+        return self.context.by_names
+
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
         return {
             name: tensor
-            for checkpoint in self.context.checkpoints.values()
+            for checkpoint in self.named.checkpoints.values()
             for name, tensor in checkpoint.tensors.items()
         }
 
@@ -61,7 +67,7 @@ class Found:
 
     @cached_property
     def mtp_names(self) -> Sequence[str]:
-        mtp = self.context.mtp
+        mtp = self.named.mtp
         return () if mtp is None else tuple(mtp.tensors)
 
     @cached_property
@@ -93,11 +99,11 @@ class Found:
 
     def stored_part(self, name: str) -> StoredModel | None:
         """A part of a known family as its config.json gives it; None of another."""
-        part = self.context.part(name)
+        part = self.named.part(name)
         if part is None or part.checkpoint is None:
             return None
         try:
-            return self.context.layout(part).stored
+            return self.named.layout(part).stored
         except MtpExportError:  # config_match says why
             return None
 
@@ -105,7 +111,8 @@ class Found:
     def stored(self) -> StoredModel | None:
         """The whole model of a known family as its config.json gives it; None of another."""
         try:
-            return stored_model(self.config, self.tensors)
+            config = next(iter(self.named.checkpoints.values())).config
+            return stored_model(config, self.tensors)
         except MtpExportError:  # config_match says why
             return None
 
@@ -128,16 +135,16 @@ class Found:
     @property
     def astray(self) -> list[str]:
         """The MTP part's tensors that no engine looks for, and those that are missing."""
-        if self.mtp is None or self.context.mtp is None:
+        if self.mtp is None or self.named.mtp is None:
             return []
-        there, wanted = self.context.mtp.tensors, self.mtp.tensors
+        there, wanted = self.named.mtp.tensors, self.mtp.tensors
         return sorted(there.keys() - wanted.keys()) + sorted(wanted.keys() - there.keys())
 
     @property
     def wrong_in_main(self) -> set[str]:
         """Tensors of main layers that are not as config.json says, by their names in these."""
-        part = self.context.part(MAIN) if self.stored_part(MAIN) is not None else None
-        found = () if part is None else self.context.layout(part).differences
+        part = self.named.part(MAIN) if self.stored_part(MAIN) is not None else None
+        found = () if part is None else self.named.layout(part).differences
         return {in_layer(as_weight(one.tensor))[1] for one in found}
 
     @property
@@ -145,6 +152,14 @@ class Found:
         """Those of them that matter: no copies that may be left out."""
         wanted = {} if self.mtp is None else self.mtp.tensors
         return [n for n in self.astray if n not in wanted or not wanted[n].optional]
+
+    @property
+    def unpaired(self) -> Sequence[tuple[str, str]]:
+        """The modules' codes without scales and scales without codes, each with a sentence; in a
+        quantization that is not read, where no main layer has any."""
+        main, mtp = self.context.main, self.context.mtp
+        of_format = self.named is not self.context and main and any(unpaired(main.tensors))
+        return [] if of_format or mtp is None else [*unpaired(mtp.tensors)]
 
     @property
     def modules_lost(self) -> list[str]:

@@ -57,7 +57,6 @@ from mtp_export.verify.files.lost_experts import lost_experts
 from mtp_export.verify.files.lost_layers import lost_layers, may_have_lost
 from mtp_export.verify.files.main_shapes import is_matrix, shapes_as_main
 from mtp_export.verify.files.repair import unlike_source
-from mtp_export.verify.files.unpaired import unpaired
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
@@ -251,7 +250,7 @@ def _complete(found: Found) -> Item:
             first = gap.partition(" ")[0]
             problems += each([first, *_below(first, astray)], gap)
     told = tuple(f"{problem.subject}." for problem in problems)
-    of_others = ((name, words) for name, words in unpaired(own) if not name.startswith(told))
+    of_others = ((name, words) for name, words in found.unpaired if not name.startswith(told))
     problems += [Problem(name, words) for name, words in of_others]
     if fused is not None:
         of_experts = _below(f"{fused.partition(EXPERTS)[0]}{EXPERTS.rstrip('.')}", astray)

@@ -1,4 +1,4 @@
-"""Causes of failures of weights that are there under other names."""
+"""Causes of failures of weights that are there under other names, or under none."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ def under_other_names(found: OtherNames, of: str = "the module") -> str:
         " them so, with their scales if they have any, in the files and in the"
         f" index{_untold(found)}"
     )
+
+
+def nothing_by_its_name(name: str) -> str:
+    """name: that of a weight in a quantization that is not read."""
+    return f"{name} is missing: nothing is there by its name, in whatever quantization"
 
 
 def _by_beginnings(found: OtherNames) -> Iterator[str]:
