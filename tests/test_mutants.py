@@ -86,6 +86,7 @@ WHOLE = (
     "mtp_export/verify/weights/neurons.py",
     "mtp_export/verify/weights/norm_places.py",
     "mtp_export/verify/weights/query_and_key_norms.py",
+    "mtp_export/verify/weights/shifted_norms.py",
     "mtp_export/verify/weights/unnamed_values.py",
     "mtp_export/verify/report/failures.py",
     "mtp_export/verify/report/golden.py",

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _OF_VALUES = (
     *("weights.value_checks", "weights.own_scales", "weights.zero_points", "weights.word_order"),
     *("weights.channel_groups", "weights.joined_numbers", "weights.mtp_values"),
-    "weights.lost_bits",
+    *("weights.shifted_norms", "weights.lost_bits"),
     *("weights.unnamed_values", "weights.cut_off", "weights.neurons", "weights.norm_places"),
     *("weights.query_and_key_norms", "weights.scaled_runs"),
     *("weights.norm_sizes", "weights.repeated_parts", "weights.sizes:far_from_like"),

@@ -23,7 +23,6 @@ from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.evidence.part_walk import in_threads
 from mtp_export.verify.evidence.unwritten import written_weights
 from mtp_export.verify.weights.extents import extent_of, is_zero, zero_words
-from mtp_export.verify.weights.unnamed_values import main_norms, norms_as_main
 
 if TYPE_CHECKING:
     import torch
@@ -46,13 +45,7 @@ def run(context: Context) -> Iterator[Item]:
     weights = written_weights(layout, context.unwritten_tensors)
     norms = [w for w in weights if w.stored.weight.role is Role.NORM]
     of_main = dict(_norms_of_main(context, layout.stored.family))
-    if layout.stored.family.facts.norm_offset:
-        own = [norm.tensors[0] for norm in norms]
-        main = [*main_norms(context, own)]
-        if all(item.status is not Status.FAIL for item in main):
-            yield norms_as_main(context, own, adds_one=True)
-        yield from main
-    else:
+    if not layout.stored.family.facts.norm_offset:
         yield _norms([norm for norm in norms if not norm.name.endswith(_BIAS)], of_main)
         yield from _norms_around_zero(of_main)
     yield from _own_norms(context, layout.stored.family, norms, of_main)
@@ -77,8 +70,10 @@ def _norms(norms: Sequence[WeightOnDisk], of_main: Mapping[str, torch.Tensor]) -
         for norm in norms
     }
     most = max(negative.values(), default=0.0)
-    theirs = (float(one.min()) for name, one in of_main.items() if not name.endswith(_BIAS))
-    all_positive = len(of_main) > 1 and min(theirs) >= 0
+    theirs = [
+        float((one < 0).float().mean()) for name, one in of_main.items() if not name.endswith(_BIAS)
+    ]
+    all_positive = len(of_main) > 1 and max(theirs) <= gates.SOME_NEGATIVE
     least = gates.MANY_NEGATIVE if all_positive else gates.NEGATIVE_NORM
     bound = least if most <= least else gates.SOME_NEGATIVE
     return verdict(

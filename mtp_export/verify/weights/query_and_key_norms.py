@@ -67,8 +67,9 @@ class Pair:
 
 
 def run(context: Context) -> Iterator[Item]:
-    """The norms of all layers that have such, main and MTP."""
-    lost = context.unwritten_tensors
+    """The norms of all layers that have such, main and MTP, but for those that an earlier item is
+    about: of that item, not of its pair, is what is wrong."""
+    lost = context.unwritten_tensors | context.named_tensors
     pairs = [pair for layout in context.read_layouts for pair in _pairs(layout, lost)]
     if pairs:
         yield verdict(

@@ -18,7 +18,6 @@ from mtp_checkpoints.families.name_parts import linear_of
 from mtp_checkpoints.families.signs import has_layers, is_joint_projection
 from mtp_checkpoints.formats.base import BLOCK
 from mtp_checkpoints.tensors.bundle_folder import MTP
-from mtp_checkpoints.tensors.mlx_forms import mlx_file
 from mtp_checkpoints.tensors.tensor_reader import TensorReader, read_rows
 from mtp_checkpoints.weights.weight_values import PIECE_ELEMENTS
 from mtp_export.progress import ProgressCallback, counted, format_bytes
@@ -78,7 +77,7 @@ def run(context: Context) -> Iterator[Item]:
             )
         )
     yield from _values(facts, format_bytes(total))
-    yield norms_as_main(context, decoded)
+    yield _norms_as_main(context, decoded)
     yield from _halves(facts)
     yield _twins(facts)
     codes = len(tensors) - len(decoded)
@@ -168,12 +167,9 @@ def _problems(facts: Sequence[_Facts], words: Sequence[str]) -> list[Problem]:
     return [Problem(one.tensor.name, text) for one, text in zip(facts, words, strict=True)]
 
 
-def norms_as_main(
-    context: Context, tensors: Sequence[TensorInfo], *, adds_one: bool = False
-) -> Item:
+def _norms_as_main(context: Context, tensors: Sequence[TensorInfo]) -> Item:
     """Each norm that the main model's layers have too lies where theirs do: around 1 where engines
-    multiply by w, around 0 where they multiply by 1 + w. adds_one: engines of this model are known
-    to multiply by 1 + w."""
+    multiply by w, around 0 where they multiply by 1 + w."""
     name, found, compared = "mtp: norms as the main model's", dict[str, bool](), 0
     of_main = () if context.main is None else context.main.tensors.values()
     main = _norms_by_kind(one for one in of_main if _multiplies_stream(one.name))
@@ -184,7 +180,7 @@ def norms_as_main(
             continue
         compared += len(norms)
         for norm in norms:
-            if _is_filled(norm):  # which `cut_off` tells
+            if is_filled(norm):  # which `cut_off` tells
                 continue
             most = max(map(_median, theirs)) + _MOST_APART
             if _lies_around_one(norm, most) if usual[0] else _is_centred(norm):
@@ -193,35 +189,13 @@ def norms_as_main(
         centred = next(iter(found.values()))
         shifted = (one.name for one in tensors if _is_as_shifted(one, centred=centred))
         found |= dict.fromkeys(shifted, centred)
-    medians = {one.name: _median(one) for one in tensors if one.name in found}
-    marked = {one.name: mlx_file(one) for one in tensors}
     problems = [
-        Problem(
-            norm,
-            causes.norm_off_by_one(norm, medians[norm], lower=centred, of_mlx=marked[norm])
-            if adds_one
-            else causes.norm_unlike_main(norm, centred=centred),
-        )
+        Problem(norm, causes.norm_unlike_main(norm, centred=centred))
         for norm, centred in found.items()
     ]
     if not compared:
         return not_tested(name, "none has the name of a main layer's")
     return verdict(name, problems, f"{compared} norms")
-
-
-def main_norms(context: Context, tensors: Sequence[TensorInfo]) -> Iterator[Item]:
-    """The main layers' norms hold the w of 1 + w, some of which is negative, as some of the
-    module's is. tensors: the module's norms."""
-    of_main = () if context.main is None else context.main.tensors.values()
-    by_kind = _norms_by_kind(one for one in of_main if _multiplies_stream(one.name))
-    main = [norm for norms in by_kind.values() for norm in norms[:_MAIN_NORMS]]
-    if not main or not tensors:
-        return
-    theirs, own = (max(map(_negative, norms)) for norms in (main, tensors))
-    shifted = theirs == 0 and own > gates.SOME_NEGATIVE and all(map(_lies_around_one, main))
-    name, words = "main: norms hold the w of 1 + w", causes.main_norms_hold_w(own)
-    figure = f"{len(main)} norms, at most {theirs:.0%} negative; of the module {own:.0%}"
-    yield verdict(name, [Problem(main[0].name, words)] if shifted else [], figure)
 
 
 def _multiplies_stream(name: str) -> bool:
@@ -265,7 +239,7 @@ def _lies_around_one(norm: TensorInfo, most: float = inf) -> bool:
     return gates.MEDIAN_NORM < _median(norm) < most and not _is_centred(norm)
 
 
-def _is_filled(norm: TensorInfo) -> bool:
+def is_filled(norm: TensorInfo) -> bool:
     """Return whether one value is a large part of a norm."""
     import torch
 

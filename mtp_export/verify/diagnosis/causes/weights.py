@@ -141,6 +141,15 @@ def norm_off_by_one(tensor: str, median: float, *, lower: bool, of_mlx: str = ""
     )
 
 
+def norm_had_one_added(tensor: str, median: float) -> str:
+    """Of a model whose engines multiply by norms as they are."""
+    return (
+        f"{tensor} is 1 too large: its median is {median:.2f}, engines of this model multiply by it"
+        " as it is, and the main layers' norms suit that: 1 was added to it when it was converted."
+        " Take 1 from it"
+    )
+
+
 def main_norms_hold_w(negative: float) -> str:
     """negative: the largest share in a norm of the MTP module."""
     return (
