@@ -83,6 +83,7 @@ WHOLE = (
     "mtp_export/verify/files/repair.py",
     "mtp_export/verify/pairing_proof.py",
     "mtp_export/verify/weights/main_layer_copies.py",
+    "mtp_export/verify/weights/mtp_halves.py",
     "mtp_export/verify/weights/neurons.py",
     "mtp_export/verify/weights/norm_places.py",
     "mtp_export/verify/weights/query_and_key_norms.py",

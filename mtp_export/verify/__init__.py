@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 _OF_VALUES = (
     *("weights.value_checks", "weights.own_scales", "weights.zero_points", "weights.word_order"),
-    *("weights.channel_groups", "weights.joined_numbers", "weights.mtp_values"),
+    *("weights.channel_groups", "weights.joined_numbers", "weights.mtp_halves"),
+    "weights.mtp_values",
     *("weights.shifted_norms", "weights.lost_bits"),
     *("weights.unnamed_values", "weights.cut_off", "weights.neurons", "weights.norm_places"),
     *("weights.query_and_key_norms", "weights.scaled_runs"),

@@ -58,6 +58,9 @@ SOME_NEGATIVE = 0.02
 # The largest share of zeros in a block of a matrix. Int4 in groups rounds a sixth of a matrix to
 # zero, in one scale per row a third; a block that is small beside what shares its scale, all of it.
 ZERO_SHARE = 0.75
+# How many times larger one half of a projection's columns may be than the other, by their root mean
+# squares. Released ones differ 20 to 30 times.
+HALF_RATIO = 300.0
 # The largest share of a weight that may be as large as its largest element, of one with so many
 # between that and zero. Of what is cut off at its median it is half; of ternary ones nothing lies
 # between.

@@ -34,10 +34,12 @@ _OF_TOKENS = (Role.EMBEDDING, Role.HEAD, Role.OWN_EMBEDDING, Role.OWN_HEAD)
 
 
 def run(context: Context) -> Iterator[Item]:
-    """The matrices and norms of all parts that the walk looked into."""
-    facts = [*noted(context)]
+    """The matrices and norms of all parts that the walk looked into, but for those that an earlier
+    item is about."""
+    facts, named = [*noted(context)], context.named_tensors
     if facts:
-        wrong = [problem for one in facts for problem in _problems(one, one.note)]
+        told = (one for one in facts if one.weight.name not in named)
+        wrong = [problem for one in told for problem in _problems(one, one.note)]
         yield verdict("no weight is cut off or lost in part", wrong, f"{len(facts):,} weights")
 
 

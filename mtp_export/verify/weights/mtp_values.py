@@ -1,5 +1,5 @@
 """Values of the MTP modules, beyond those of any weight: norms that multiply by w, and linears of
-which no part was rounded to zero."""
+which no block was rounded to zero."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from mtp_checkpoints.families.base import Role, weight_name
-from mtp_checkpoints.families.name_parts import linear_of
 from mtp_checkpoints.families.signs import in_layer
 from mtp_checkpoints.formats.base import BLOCK
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.progress import counted
 from mtp_export.verify import gates
-from mtp_export.verify.check import Item, Problem, Status, judged, not_tested, verdict
-from mtp_export.verify.diagnosis.causes import parts_lost
+from mtp_export.verify.check import Item, Problem, not_tested, verdict
 from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.evidence.part_walk import in_threads
 from mtp_export.verify.evidence.unwritten import written_weights
@@ -27,7 +25,7 @@ from mtp_export.verify.weights.extents import extent_of, is_zero, zero_words
 if TYPE_CHECKING:
     import torch
 
-    from mtp_checkpoints.families.spec import Input, ModelSpec
+    from mtp_checkpoints.families.spec import ModelSpec
     from mtp_export.verify.context import Context
 
 _BIAS = ".bias"  # of a norm, as an indexer's, which may have either sign
@@ -50,14 +48,9 @@ def run(context: Context) -> Iterator[Item]:
         yield from _norms_around_zero(of_main)
     yield from _own_norms(context, layout.stored.family, norms, of_main)
     linears = [weight for weight in weights if weight.stored.weight.is_linear_weight]
-    projections = [w for w in weights if w.stored.weight.role is Role.MTP_PROJECTION]
-    halves = [_halves(weight, _inputs_of(layout.stored.family, weight)) for weight in projections]
-    yield from halves
-    whole = [
-        weight
-        for weight, item in zip(projections, halves, strict=True)
-        if item.status is not Status.FAIL
-    ]
+    named = context.named_tensors  # by `mtp_halves`
+    projections = [one for one in weights if one.stored.weight.role is Role.MTP_PROJECTION]
+    whole = [one for one in projections if one.name not in named]
     yield from _blocks([*linears, *whole], context.options.workers)
     yield from _scales(linears)
 
@@ -147,66 +140,6 @@ def _norms_of_main(context: Context, family: ModelSpec) -> Iterator[tuple[str, t
 def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     """True for equal norms, but for those that are constant: `value_checks` names them."""
     return one.equal(other) and bool(one.min() != one.max())
-
-
-@dataclass(frozen=True)
-class _Half:
-    """One half of a projection's columns: the root mean square, and the share of zeros."""
-
-    size: float
-    zeros: float
-
-
-def _inputs_of(family: ModelSpec, weight: WeightOnDisk) -> tuple[Input, Input]:
-    """Return the inputs that the halves of a projection's columns take."""
-    module = weight.stored.weight.module
-    return next(one.inputs for one in family.mtp if one.modules.projection == module)
-
-
-def _halves(weight: WeightOnDisk, inputs: tuple[Input, Input]) -> Item:
-    """Neither half of a projection's columns, of embedding and hidden state, is zeroed or taken for
-    the other."""
-    name = f"mtp: halves of {linear_of(weight.stored.weight.name)}"
-    try:
-        first, second = _measured_halves(weight)
-    except ValueError as error:
-        return not_tested(name, f"it cannot be decoded: {error}", subject=weight.name)
-    smaller, larger = sorted((first.size, second.size))
-    ratio = f" ({larger / smaller:.1f} times)" if smaller else ""
-    number, middle = int(first.zeros <= second.zeros), weight.stored.weight.shape[1] // 2
-    zeroed = parts_lost.half_zeroed(
-        weight.name,
-        number,
-        middle,
-        takes=f"the {inputs[number]}",
-        has_scales=weight.has_scales,
-        all_zero=max(first.zeros, second.zeros) == 1,
-    )
-    alike = first == second and first.size > 0  # sums over every element of each
-    return judged(
-        name,
-        max(first.zeros, second.zeros) <= gates.ZERO_SHARE and not alike,
-        causes.halves_alike(weight.name) if alike else zeroed,
-        figure=f"{first.size:.3g} and {second.size:.3g}{ratio};"
-        f" {first.zeros:.0%} and {second.zeros:.0%} zeros",
-        bound=f"≤ {gates.ZERO_SHARE:.0%} zeros",
-        subject=weight.name,
-        data={"size": [first.size, second.size], "zeros": [first.zeros, second.zeros]},
-    )
-
-
-def _measured_halves(weight: WeightOnDisk) -> tuple[_Half, _Half]:
-    import torch
-
-    squares, zeros, elements = torch.zeros(2, dtype=torch.float64), torch.zeros(2), 0
-    for start, stop in weight.pieces():
-        values = weight.encoded(start, stop).dequantize().double()
-        halves = torch.stack(values.chunk(2, dim=1))
-        squares += halves.square().sum(dim=(1, 2))
-        zeros += (halves == 0).sum(dim=(1, 2))
-        elements += halves[0].numel()
-    sizes, shares = (squares / elements).sqrt().tolist(), (zeros / elements).tolist()
-    return _Half(sizes[0], shares[0]), _Half(sizes[1], shares[1])
 
 
 def _blocks(linears: Sequence[WeightOnDisk], workers: int) -> Iterator[Item]:

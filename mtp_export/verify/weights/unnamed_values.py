@@ -259,11 +259,8 @@ def _halves(facts: Sequence[_Facts]) -> Iterator[Item]:
             continue
         first, second = one.half_zeros
         words = parts_lost.half_zeroed(
-            one.tensor.name,
-            int(first <= second),
-            rows,
-            takes="",
-            has_scales=one.has_scales,
+            parts_lost.half(one.tensor.name, int(first <= second), rows),
+            "shared" if one.has_scales else "none",
             all_zero=max(first, second) == 1,
         )
         zeroed = max(first, second) > gates.ZERO_SHARE

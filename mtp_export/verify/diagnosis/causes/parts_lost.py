@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from mtp_export.progress import counted
 
+Scales = Literal["none", "apart", "shared"]  # of the halves of a projection
+_BLIND = "Drafts see one of embedding and hidden state alone"
+_FILLED = "it was never written, or dropped and filled in"
+_COARSE = "it was quantized by coarser scales before"
 NOT_WRITTEN = "the file of one of both was not written to its end"
 
 
@@ -32,25 +37,43 @@ def rows_lost(count: int, total: int) -> str:
     return f"{count:,} of its {counted(total, 'row')} are zero"
 
 
-def half_zeroed(
-    tensor: str, number: int, middle: int, *, takes: str, has_scales: bool, all_zero: bool
-) -> str:
-    """number: of the half, whose columns begin at 0 or the middle. takes: its input, "" where it is
-    not known. has_scales: the tensor is quantized as it is stored."""
-    half, first = ("first", "second")[number], number * middle
+def half(tensor: str, number: int, middle: int, takes: str = "") -> str:
+    """Name a half of a projection's columns. number: of the half, whose columns begin at 0 or the
+    middle. takes: its input, "" where it is not known."""
+    which, first = ("first", "second")[number], number * middle
     taking = f", which takes {takes}," if takes else ""
-    columns = f"{first} to {first + middle - 1}"
-    words = f"the {half} half of {tensor}'s columns ({columns}){taking} is"
-    blind = "Drafts see one of embedding and hidden state alone"
-    if all_zero and not has_scales:
-        return f"{words} zero: it was never written, or dropped and filled in. {blind}"
+    return f"the {which} half of {tensor}'s columns ({first} to {first + middle - 1}){taking}"
+
+
+def half_zeroed(half: str, scales: Scales, *, all_zero: bool) -> str:
+    """half: its name, of a tensor whose halves have one scale together, each its own, or none."""
+    if all_zero and scales != "shared":
+        return f"{half} is zero: {_FILLED}. {_BLIND}"
+    if scales == "apart":
+        return f"{half} is nearly all zero: its codes were lost, or {_COARSE} them. {_BLIND}"
     coarse = (
         "rounded to zero: the halves differ in size, and a scale that both share is too coarse for"
-        f" the smaller. {blind}"
+        f" the smaller. {_BLIND}"
     )
-    if has_scales:
-        return f"{words} {coarse}. Keep it in bf16, or give each half scales of its own"
-    return f"{words} {coarse}. It was quantized before it was stored unquantized"
+    if scales == "shared":
+        return f"{half} is {coarse}. Keep it in bf16, or give each half scales of its own"
+    return f"{half} is {coarse}. It was quantized before it was stored unquantized"
+
+
+def half_filled(half: str) -> str:
+    """half: its name."""
+    return (
+        f"{half} has one value or size nearly everywhere: it, or its codes or scales,"
+        f" {_FILLED.removeprefix('it ')}. {_BLIND}"
+    )
+
+
+def half_far_smaller(half: str, ratio: float) -> str:
+    """half: its name. ratio: of the other's root mean square and its own."""
+    return (
+        f"{half} is {ratio:,.0f} times smaller than the other: it was multiplied by a number, or"
+        f" its scales were lost. {_BLIND}"
+    )
 
 
 def part_zero(
