@@ -52,6 +52,14 @@ def likeness(name: str, other: str) -> float:
     return len(own & others) / max(1, len(own | others))
 
 
+def near(name: str, other: str) -> bool:
+    """Return whether two names differ in one component alone, of which they have words in
+    common."""
+    parts, others = name.split("."), other.split(".")
+    differing = [(one, own) for one, own in zip(parts, others, strict=False) if one != own]
+    return len(parts) == len(others) and len(differing) == 1 and likeness(*differing[0]) > 0
+
+
 def agree(name: str, other: str) -> bool:
     """Return whether two names may be of one kind of tensor, as a norm and a bias are not."""
     kinds = [_kinds(_words(one)) for one in (name, other)]

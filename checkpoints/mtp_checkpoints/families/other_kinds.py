@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 
-from mtp_checkpoints.families.other_names import InPlace
+from mtp_checkpoints.families.renamed import InPlace
 from mtp_checkpoints.families.stored_names import Stored, Wanted
 
 _FEWEST = 2  # modules by which a part of a layer is known as another's

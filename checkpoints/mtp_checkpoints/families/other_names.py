@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
@@ -19,8 +18,9 @@ from mtp_checkpoints.families.name_parts import (
     place_of,
     same_layers,
 )
-from mtp_checkpoints.families.name_words import agree, likeness, nearest
+from mtp_checkpoints.families.name_words import agree, likeness, near, nearest
 from mtp_checkpoints.families.parted_names import parts_of
+from mtp_checkpoints.families.renamed import InPlace, OtherNames, Renamed
 from mtp_checkpoints.families.stored_names import CODES, Stored, Wanted, as_weight, holds, last_of
 
 _FEWEST = 2  # tensors of a rule
@@ -29,55 +29,14 @@ _MOSTLY = 0.5  # of the words of two names
 _COMPARED = 100_000  # pairs of names
 
 
-@dataclass(frozen=True)
-class Renamed:
-    """Weights whose names begin otherwise than engines expect, all of that beginning alike."""
-
-    wanted: str
-    found: str
-    count: int
-
-
-@dataclass(frozen=True)
-class InPlace:
-    """Tensors, or modules of a part of a layer, that engines look for, and those in their place;
-    part is the component that these have more, or the part of the layer."""
-
-    wanted: Sequence[str]
-    found: Sequence[str]
-    part: str = ""
-
-
-@dataclass(frozen=True)
-class OtherNames:
-    """Weights of a module under other names, each with the name that it should have.
-
-    pairs: the wanted names of the stored ones, all. Told in short: beginnings, the commonest first;
-    inside, of names that have one component more, which is its part; singly, the pairs of neither.
-    joined: one tensor each of the rows of several, or several parts of one. alike: tensors of equal
-    shapes whose names do not tell which is which. untold: tensors that no engine looks for and that
-    are nothing that is missing; lacking: weights that no name is for.
-    is_sure: a good half of what is missing is here, and more than what is untold.
-    """
-
-    pairs: Mapping[str, str]
-    beginnings: Sequence[Renamed]
-    inside: Sequence[InPlace]
-    singly: Mapping[str, str]
-    joined: Sequence[InPlace]
-    alike: Sequence[InPlace]
-    untold: Sequence[str]
-    lacking: Sequence[str]
-    is_sure: bool
-
-
 def other_names(
     wanted: Mapping[str, Wanted],
     there: Mapping[str, Stored],
     joins: Collection[tuple[str, ...]] = (),
 ) -> OtherNames | None:
     """Return the weights that are there under other names, of which each is at most one that is
-    missing; None where that is not a good half of what is missing.
+    missing; where that is not a good half of what is missing, those whose names differ in a
+    component alone, of like words. None for none.
 
     wanted: weights by the names that `as_weight` returns of them. joins: linears, by the last
     components of their names, that engines and trainers join, beside gate and up.
@@ -98,8 +57,12 @@ def other_names(
     alike = search.alike()
     grouped = [name for one in (*joined, *alike) for name in (*one.wanted, *one.found)]
     told = sum(name in search.pairs or name in grouped for name in missing)
-    if 2 * told <= len(missing):
-        return None
+    is_half = 2 * told > len(missing)
+    if not is_half:
+        search.keep_near()
+        inside, joined, alike, grouped, told = [], [], [], [], len(search.pairs)
+        if not told:
+            return None
     untold = [one for one in search.strange if one not in search.used and one not in grouped]
     beginnings, singly = search.beginnings(inside)
     return OtherNames(
@@ -111,7 +74,7 @@ def other_names(
         [search.as_stored(one) for one in alike],
         [search.names[one] for one in untold],
         [name for name in missing if name not in search.pairs and name not in grouped],
-        is_sure=len(untold) <= told,
+        is_sure=is_half and len(untold) <= told,
     )
 
 
@@ -321,6 +284,11 @@ class _Search:
                 by_fitting[own].append(name)
             found += [InPlace(n, o) for o, n in by_fitting.items() if len(o) == len(n) > 1]
         return found
+
+    def keep_near(self) -> None:
+        """Leave the pairs alone whose names tell them whatever else is missing."""
+        self.pairs = {name: other for name, other in self.pairs.items() if near(name, other)}
+        self.used = {*self.pairs.values()}
 
     def _by_expert(self) -> Iterator[tuple[list[str], list[str]]]:
         """Yield what is free, of each layer's experts and of what is of none: of several layers the

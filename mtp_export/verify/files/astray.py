@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.families.base import TensorSpec
+from mtp_checkpoints.families.name_parts import module_of
 from mtp_checkpoints.families.other_kinds import of_another_kind
-from mtp_checkpoints.families.other_names import OtherNames
+from mtp_checkpoints.families.renamed import OtherNames
 from mtp_export.verify.check import Item, Problem
 from mtp_export.verify.diagnosis.causes import presence as causes
 from mtp_export.verify.diagnosis.causes.names import under_other_names
@@ -47,15 +48,21 @@ class Strange:
         if pairs := exchanged(self.wanted, self.mtp):
             return pairs
         if others is not None and others.is_sure:
-            return each([*others.pairs, *self.names], under_other_names(others))
+            return self._under_other_names(others)
         if kinds := of_another_kind(self.wanted, self.mtp):
             own = (causes.of_another_kind(one.part, one.wanted, one.found) for one in kinds)
             return each([*self.names, *self.mtp], "; ".join(own))
         if others is not None:
-            return each([*others.pairs, *self.names], under_other_names(others))
+            return self._under_other_names(others)
         unlike = of_other_shapes(self.wanted, self.every, self.mtp, self.width, self.wrong)
         subjects = [one.subject for one in unlike]  # and all else of another model's layer
         return each([*subjects, *self.names, *self.mtp], unlike[0].words) if unlike else []
+
+    def _under_other_names(self, others: OtherNames) -> list[Problem]:
+        """With what lies beside them, as their scales."""
+        modules = {module_of(name) for name in others.pairs}
+        beside = (name for name in self.every if module_of(name) in modules)
+        return each([*others.pairs, *beside, *self.names], under_other_names(others))
 
 
 def _is_flat(name: str) -> bool:

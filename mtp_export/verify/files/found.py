@@ -12,7 +12,8 @@ from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.containers.safetensors import SUFFIX
 from mtp_checkpoints.errors import MtpExportError
 from mtp_checkpoints.families.base import TensorSpec
-from mtp_checkpoints.families.other_names import OtherNames, other_names
+from mtp_checkpoints.families.other_names import other_names
+from mtp_checkpoints.families.renamed import OtherNames
 from mtp_checkpoints.families.signs import (
     Announced,
     NamedModule,
@@ -152,6 +153,12 @@ class Found:
         """Those of them that matter: no copies that may be left out."""
         wanted = {} if self.mtp is None else self.mtp.tensors
         return [n for n in self.astray if n not in wanted or not wanted[n].optional]
+
+    def of_weights(self, names: Sequence[str]) -> list[str]:
+        """Return tensors of the MTP part of a known family, and those that hold the codes of the
+        weights that they are of, of which other checks tell what lacks."""
+        weights = {} if self.mtp is None else self.mtp.weight_of
+        return [*names, *(weights[name].tensors[0].name for name in names if name in weights)]
 
     @property
     def unpaired(self) -> Sequence[tuple[str, str]]:

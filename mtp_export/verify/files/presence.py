@@ -12,7 +12,8 @@ from mtp_checkpoints.containers.base import CONFIG_NAME, TensorInfo
 from mtp_checkpoints.containers.safetensors import INDEX_NAME, whole_set
 from mtp_checkpoints.families import FAMILIES
 from mtp_checkpoints.families.class_names import draft_class, foreign_class
-from mtp_checkpoints.families.other_names import OtherNames, other_names
+from mtp_checkpoints.families.other_names import other_names
+from mtp_checkpoints.families.renamed import OtherNames
 from mtp_checkpoints.families.signs import (
     Announced,
     are_transposed,
@@ -246,12 +247,14 @@ def _complete(found: Found) -> Item:
     said = None if of_family else experts_of(found.config)
     experts, astray = expert_count(found.wanted_names) or said, found.astray
     for module in found.modules:
-        for gap in expert_gaps(module.tensors, experts):
+        there = module.tensors if others is None else others.by_own_names(module.tensors)
+        for gap in expert_gaps(there, experts):
             first = gap.partition(" ")[0]
-            problems += each([first, *_below(first, astray)], gap)
+            problems += each([first, *found.of_weights(_below(first, astray))], gap)
     told = tuple(f"{problem.subject}." for problem in problems)
     of_others = ((name, words) for name, words in found.unpaired if not name.startswith(told))
-    problems += [Problem(name, words) for name, words in of_others]
+    for name, words in of_others:
+        problems += each(found.of_weights([name]), words)
     if fused is not None:
         of_experts = _below(f"{fused.partition(EXPERTS)[0]}{EXPERTS.rstrip('.')}", astray)
         problems[:0] = each([fused, *of_experts], causes.fused(fused))

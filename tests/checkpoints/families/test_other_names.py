@@ -11,12 +11,8 @@ import pytest
 from mtp_checkpoints.dtypes import DType
 from mtp_checkpoints.families import family_of
 from mtp_checkpoints.families.other_kinds import of_another_kind
-from mtp_checkpoints.families.other_names import (
-    InPlace,
-    OtherNames,
-    Renamed,
-    other_names,
-)
+from mtp_checkpoints.families.other_names import other_names
+from mtp_checkpoints.families.renamed import InPlace, OtherNames, Renamed
 from runtime.checkpoints import SMALL_CONFIGS
 
 NORM, SQUARE, WIDE = (4,), (4, 4), (8, 4)

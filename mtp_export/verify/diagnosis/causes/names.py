@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from mtp_checkpoints.families.other_names import InPlace, OtherNames, Renamed
+from mtp_checkpoints.families.renamed import InPlace, OtherNames, Renamed
 from mtp_checkpoints.families.stored_names import as_any_expert
 from mtp_export.progress import shortened
 
@@ -79,14 +79,15 @@ def _inside(one: InPlace) -> str:
 
 
 def _singly(pairs: Mapping[str, str]) -> list[str]:
-    """Those of experts as one where all experts' are renamed alike."""
-    alike: dict[tuple[str, str], int] = {}
+    """Those of several experts as one where these are renamed alike."""
+    alike: dict[tuple[str, str], list[str]] = {}
     for found, wanted in pairs.items():
-        pair = (as_any_expert(found), as_any_expert(wanted))
-        alike[pair] = alike.get(pair, 0) + 1
+        alike.setdefault((as_any_expert(found), as_any_expert(wanted)), []).append(found)
     said = [
-        f"{found}{f' ({count:,})' if count > 1 else ''} lies where engines look for {wanted}"
-        for (found, wanted), count in alike.items()
+        f"{found} ({len(own):,}) lies where engines look for {wanted}"
+        if len(own) > 1
+        else f"{own[0]} lies where engines look for {pairs[own[0]]}"
+        for (found, wanted), own in alike.items()
     ]
     more = len(said) - _SINGLY
     return [

@@ -272,7 +272,7 @@ def codes_without_scale(name: str, dtype: str) -> str:
 
 
 def scale_without_codes(name: str) -> str:
-    return f"{name} is a scale, and no weight is beside it"
+    return f"{name} is a scale, and its weight is missing: none is beside it"
 
 
 def scale_beside_floats(name: str, dtype: str, scale: str) -> str:
