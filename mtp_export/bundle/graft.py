@@ -13,6 +13,7 @@ from mtp_checkpoints.errors import UnsupportedError, UsageError
 from mtp_checkpoints.formats import FORMATS, GGUF, has_groups
 from mtp_checkpoints.formats.base import ReadOnlyFormat
 from mtp_checkpoints.layouts import engine_of, names_that_read, target_names, target_of
+from mtp_checkpoints.layouts.base import unquantized_drafts
 from mtp_checkpoints.quantization.method import VLLM
 from mtp_checkpoints.quantization.methods import undecoded_of
 from mtp_checkpoints.quantization.native import (
@@ -297,8 +298,8 @@ def _storages(main: StoredModel) -> frozenset[str]:
 
 
 def _check_draft_is_read(options: GraftOptions, draft: Draft, main: StoredModel) -> None:
-    """Refuse a quantized draft where the target's engine builds every draft unquantized beside such
-    a main model, and either in a precision that it does not read (UnsupportedError)."""
+    """Refuse a quantized draft where the target's engine builds every draft unquantized, and either
+    in a precision that it does not read (UnsupportedError)."""
     engine = engine_of(options.bundle.target)
     both = draft.storages | _storages(main)
     for storage, reason in engine.unread.items():
@@ -310,12 +311,11 @@ def _check_draft_is_read(options: GraftOptions, draft: Draft, main: StoredModel)
                 expected=f"--target {' or '.join(names_that_read(both))}",
                 found=f"--mtp-quant {options.mtp_quant}" if of_draft else options.bundle.target,
             )
-    unquantized_beside = engine.draft_reading.unquantized_beside if engine.draft_reading else set()
-    storages = _storages(main) & unquantized_beside
-    if storages and draft.storages:
+    reading = engine.draft_reading
+    plain = reading and unquantized_drafts(reading.draft(main.family), _storages(main))
+    if plain and draft.storages:
         raise UnsupportedError(
-            f"{engine.title} builds every draft unquantized beside a main model in"
-            f" {' and '.join(sorted(storages))}",
+            f"{engine.title} builds {plain}",
             where=options.bundle.input_dir,
             expected="--mtp-quant bf16",
             found=f"--mtp-quant {options.mtp_quant}",

@@ -119,9 +119,12 @@ class Experts(nn.Module):
         load(own if shard_id == "w2" else own.chunk(2)[shard_id == "w3"], loaded)
 
 
-def layers(count: int, make: Callable[..., nn.Module], **_: Any) -> tuple[nn.ModuleList, int, int]:
+def layers(
+    count: int, make: Callable[..., nn.Module], *, prefix: str = "", **_: Any
+) -> tuple[nn.ModuleList, int, int]:
     """SGLang's make_pp_layers on one rank."""
-    return nn.ModuleList(make(idx=index, prefix="") for index in range(count)), 0, count
+    made = (make(idx=index, prefix=f"{prefix}.{index}") for index in range(count))
+    return nn.ModuleList(made), 0, count
 
 
 def submitted(
@@ -240,17 +243,32 @@ _USUAL: dict[str, Any] = {"rope_parameters": {"rope_theta": 1e4}, "rope_theta": 
 _USUAL |= {"rope_scaling": None, "hidden_act": "silu", "tie_word_embeddings": False}
 
 
-def loading_of(folder: str, module: str, name: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """The loading of a folder by a class, which is given more fields than config.json has."""
-    document = json.loads(Path(folder, "config.json").read_text())
+NUMBERED = ("step3p5_mtp",)  # modules whose classes are told the number of the draft
+
+
+class _Config(SimpleNamespace):
+    """Fields of a config, which some classes look for by name."""
+
+    def __contains__(self, name: str) -> bool:
+        return name in vars(self)
+
+
+def config_of(document: dict[str, Any], fields: dict[str, Any]) -> Any:
+    """A config.json, or the part of it that is the text's, with more fields, as models have it."""
     document = document.get("text_config", document)
-    make: Callable[..., Any] = SimpleNamespace
+    make: Callable[..., Any] = _Config
     if document["model_type"] in _CONFIGS:
         file, kind = _CONFIGS[document["model_type"]]
         make = getattr(importlib.import_module(f"{_OF_CONFIGS}.{file}"), kind)
-    config = make(**_USUAL | document | fields)
+    return make(**_USUAL | document | fields)
+
+
+def loading_of(folder: str, module: str, name: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """The loading of a folder by a class, which is given more fields than config.json has."""
+    document = json.loads(Path(folder, "config.json").read_text())
     own = getattr(importlib.import_module(f"{_MODELS}.{module}"), name)
-    model = own(config, **{"draft_model_idx": 0} if module in ("step3p5_mtp",) else {})
+    more = {"draft_model_idx": 0} if module in NUMBERED else {}
+    model = own(config_of(document, fields), **more)
     parameters = dict(model.named_parameters())
     for parameter in parameters.values():
         parameter.data.fill_(UNTOUCHED)

@@ -7,7 +7,9 @@ Ling-2.5, of the same model_type, has other layers: bailing_linear.py.
 
 from __future__ import annotations
 
-from mtp_checkpoints.families.bailing_moe import ATTENTION, decoder, named
+from dataclasses import replace
+
+from mtp_checkpoints.families.bailing_moe import ATTENTION, SGLANG_HYBRID, decoder, named
 from mtp_checkpoints.families.base import Role, TensorMaker
 from mtp_checkpoints.families.contract import MtpContract
 from mtp_checkpoints.families.examples import EXPERTS, PLAIN, SMALL, Config, Example, Reader
@@ -20,6 +22,7 @@ from mtp_checkpoints.families.releases import Releases
 from mtp_checkpoints.families.spec import ModelSpec
 
 _CONTRACT = MtpContract(source="vLLM")
+_SGLANG = replace(SGLANG_HYBRID, modules=(*SGLANG_HYBRID.modules, ("mlp.", "")))
 _DEFAULTS = {"first_k_dense_replace": 2, "moe_router_enable_expert_bias": True}
 _FULL, _LINEAR = "full_attention", "linear_attention"
 _GRANULARITY = "gated_attention_proj_granularity_type"
@@ -31,7 +34,7 @@ def spec(fields: Fields) -> ModelSpec:
     known = named(fields).with_defaults(**_DEFAULTS)
     attentions = {_FULL: _latent(known), _LINEAR: _delta(known)}
     kinds = [*_kinds(known, main_layers(known)), _FULL]
-    return decoder(known, [attentions[kind] for kind in kinds], _CONTRACT)
+    return decoder(known, [attentions[kind] for kind in kinds], _CONTRACT, _SGLANG)
 
 
 def _kinds(fields: Fields, layers: int) -> list[str]:

@@ -7,7 +7,7 @@ Source: vLLM's bailing_moe_linear and bailing_moe_mtp; SGLang's bailing_moe_line
 from __future__ import annotations
 
 from mtp_checkpoints.families.bailing_hybrid import latent
-from mtp_checkpoints.families.bailing_moe import decoder, joined_attention, named
+from mtp_checkpoints.families.bailing_moe import SGLANG_HYBRID, decoder, joined_attention, named
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.families.contract import MtpContract
 from mtp_checkpoints.families.examples import BAILING_MOE_V2, SMALL, Config, Example, Reader
@@ -29,7 +29,7 @@ def spec(fields: Fields) -> ModelSpec:
     linear, full = joined_attention(known, heads, *gates), latent("latent attention", known)
     period = known.whole("layer_group_size", 1)
     kinds = [linear if (index + 1) % period else full for index in range(main_layers(known))]
-    return decoder(known, [*kinds, full], _CONTRACT)
+    return decoder(known, [*kinds, full], _CONTRACT, SGLANG_HYBRID)
 
 
 _BAILING_LINEAR: Config = BAILING_MOE_V2 | {

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.engine_draft import AS_STORED, SGLANG_NEXTN, EngineDraft
 from mtp_checkpoints.families.examples import BAILING_MOE_V2, Config, Example, Reader
 from mtp_checkpoints.families.facts import refuse_set
 from mtp_checkpoints.families.fields import Fields
@@ -28,6 +29,10 @@ _CONTRACT = MtpContract(source="SGLang")
 _NAMES = MoeNames(bias="gate.expert_bias")
 _KNOWN = ("sglang",)
 ATTENTION = "attention"
+_OUTPUT = (f"{ATTENTION}.dense", f"{ATTENTION}.o_proj")  # of models/bailing_moe_nextn.py
+_SGLANG = replace(SGLANG_NEXTN, projection=AS_STORED, listed=(_OUTPUT,))
+# The layer of a decoder that mixes two attentions has its own name, and another of the output.
+SGLANG_HYBRID = replace(_SGLANG, layer=None, modules=(_OUTPUT,))
 
 
 def spec(fields: Fields) -> ModelSpec:
@@ -45,7 +50,12 @@ def named(fields: Fields) -> Fields:
     ).with_defaults(n_shared_experts=1)
 
 
-def decoder(fields: Fields, attentions: Sequence[Listed], contract: MtpContract) -> ModelSpec:
+def decoder(
+    fields: Fields,
+    attentions: Sequence[Listed],
+    contract: MtpContract,
+    sglang: EngineDraft = _SGLANG,
+) -> ModelSpec:
     """Describe a decoder of any attentions, those of main layers and of the MTP layer."""
     for key in ("tie_word_embeddings", "use_bias"):
         refuse_set(fields, key)
@@ -63,7 +73,9 @@ def decoder(fields: Fields, attentions: Sequence[Listed], contract: MtpContract)
         for index, attention in enumerate(attentions)
     ]
     module = MtpSpec(layers[last], MtpModules.with_last_norm(layers[last].prefix))
-    described = listed_decoder(TextPart.whole(fields), layers[:last], [module] * count, contract)
+    described = listed_decoder(
+        TextPart.whole(fields), layers[:last], [module] * count, contract, sglang=sglang
+    )
     return replace(described, embedding="model.word_embeddings")
 
 

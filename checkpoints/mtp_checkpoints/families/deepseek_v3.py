@@ -6,6 +6,7 @@ Source: README_WEIGHTS.md and the index of the released checkpoints (91,991 tens
 from __future__ import annotations
 
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.engine_draft import EngineDraft
 from mtp_checkpoints.families.examples import SMALL, Example, Reader
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.moe_decoder import moe_decoder
@@ -18,16 +19,17 @@ _USUAL = MtpContract(source="transformers, generate(use_mtp=True)")
 
 
 def spec(
-    fields: Fields, usual_contract: MtpContract = _USUAL, mtp_names: tuple[str, ...] = ()
+    fields: Fields,
+    usual_contract: MtpContract = _USUAL,
+    sglang: EngineDraft | None = None,
 ) -> ModelSpec:
-    """Describe a config.json. Without mtp_names: SGLang replaces model.layers.61 in configs by its
-    own name."""
+    """Describe a config.json; sglang as for moe_decoder."""
     attention = Mla.of(fields)
     return moe_decoder(
         fields,
         lambda layer: attention,
         usual_contract=usual_contract,
-        mtp_names=mtp_names,
+        sglang=sglang,
         refused=("attention_bias", "tie_word_embeddings"),
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.engine_draft import EngineDraft
 from mtp_checkpoints.families.examples import INDEXER, SMALL, Config, Example
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.moe_decoder import attention_of, moe_decoder
@@ -31,7 +32,7 @@ def sparse_decoder(
     has_indexer: Callable[[int], bool],
     *,
     usually_rotates_pairs: bool,
-    mtp_names: tuple[str, ...] = (),
+    sglang: EngineDraft | None = None,
 ) -> ModelSpec:
     """Describe a config.json, given which layers have indexers of their own; one without shares the
     choice of the last layer before it that has one."""
@@ -46,7 +47,7 @@ def sparse_decoder(
         fields,
         attention,
         usual_contract=_USUAL,
-        mtp_names=mtp_names,
+        sglang=sglang,
         refused=("attention_bias", "tie_word_embeddings"),
     )
 

@@ -96,7 +96,6 @@ def spec(fields: Fields) -> ModelSpec:
         norm="norm",
         head="head",
         mtp_names=(*(f"model.layers.{main + index}" for index in range(count)), SGLANG_DRAFT),
-        sglang_layer=SGLANG_DRAFT,
         quantized_fields=((EXPERT_DTYPE, "fp8"),),
         more=_one_stream(fields, ""),
     )

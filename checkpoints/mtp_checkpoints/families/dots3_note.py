@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from mtp_checkpoints.families.base import SGLANG_DRAFT, Role, TensorMaker
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.engine_draft import EngineDraft
 from mtp_checkpoints.families.examples import EXPERTS, LATENT, PLAIN, SMALL, Config, Example, Reader
 from mtp_checkpoints.families.facts import ModelFacts, refuse_set
 from mtp_checkpoints.families.fields import Fields
@@ -34,7 +35,8 @@ _OF_SLIDING = (
     *("num_attention_heads", "q_lora_rank", "kv_lora_rank"),
     *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )
-_OF_SGLANG = (SGLANG_DRAFT, "model.heads.0.decoder", "model.heads.0")  # and around the layer
+_HEAD = "model.heads.0"
+_SGLANG = EngineDraft(f"{_HEAD}.decoder", projection=f"{_HEAD}.eh_proj")
 _EMBEDDING = "model.mtp.embed_tokens.weight"
 _MODULES = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 
@@ -68,8 +70,9 @@ def spec(fields: Fields) -> ModelSpec:
         layers,
         [_mtp(fields, LayerSpec(f"model.layers.{main}", sliding, mlp, attention_name=""))] * count,
         _CONTRACT,
+        sglang=_SGLANG,
     )
-    return replace(described, mtp_names=_OF_SGLANG)
+    return replace(described, mtp_names=(SGLANG_DRAFT, *described.mtp_names, _HEAD))
 
 
 def _mtp(fields: Fields, layer: LayerSpec) -> MtpSpec:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.engine_draft import EngineDraft
 from mtp_checkpoints.families.examples import PLAIN, Config, Example, Reader
 from mtp_checkpoints.families.facts import refuse_set
 from mtp_checkpoints.families.fields import Fields
@@ -46,6 +47,7 @@ def spec(fields: Fields) -> ModelSpec:
         ],
         _CONTRACT,
         mtp_prefix="model.mtp_block",
+        sglang=EngineDraft("model.mtp_block"),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.engine_draft import SGLANG_FIRST_LAYER
 from mtp_checkpoints.families.examples import EXPERTS, PLAIN, Config, Example, Reader
 from mtp_checkpoints.families.exaone_attention import exaone_attention
 from mtp_checkpoints.families.fields import Fields
@@ -37,13 +38,14 @@ def spec(fields: Fields) -> ModelSpec:
         known.with_values(num_nextn_predict_layers=0),
         attentions.__getitem__,
         usual_contract=_CONTRACT,
-        mtp_names=(),
+        sglang=SGLANG_FIRST_LAYER,
         names=_NAMES,
     )
     layer = LayerSpec("mtp.layers.0", of_mtp, GatedMlp.of(known))
     return replace(
         main,
         mtp=(MtpSpec(layer, MtpModules.of_qwen(), prefix="mtp"),) * at_most_one_mtp_layer(known, 0),
+        mtp_names=(),
         mtp_prefix="mtp",
         linear_projection=True,
         uncomputed="windows differ from layer to layer" if known.has("sliding_windows") else "",

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from mtp_checkpoints.families.base import Role, TensorMaker, TensorSpec
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.engine_draft import SGLANG_USUAL
 from mtp_checkpoints.families.examples import PANGU_LIKE, Config, Example, Reader
 from mtp_checkpoints.families.facts import ModelFacts, refuse_set
 from mtp_checkpoints.families.fields import Fields
@@ -26,6 +27,8 @@ from mtp_checkpoints.families.spec import LayerSpec, ModelSpec, MtpModules, MtpS
 from mtp_checkpoints.families.text_part import TextPart
 
 _CONTRACT = MtpContract(source="SGLang")
+_GATES = ("self_attn.gate_proj", "self_attn.attn_gate")  # those of attention, in SGLang
+_SGLANG = replace(SGLANG_USUAL, modules=(_GATES,))
 _PLAIN, _ZERO, _GATED = "LlamaRMSNorm", "ZeroCenteredRMSNorm", "GatedNorm"
 _BOTH = "ZeroCenteredGatedNorm"
 _RANK = 16  # of the gates of norms
@@ -55,7 +58,11 @@ def spec(fields: Fields) -> ModelSpec:
         for index, kind in enumerate(_kinds(known, main))
     ]
     described = listed_decoder(
-        TextPart.whole(known), layers, [_mtp(known, main, latent, moe, mlp)] * count, _CONTRACT
+        TextPart.whole(known),
+        layers,
+        [_mtp(known, main, latent, moe, mlp)] * count,
+        _CONTRACT,
+        sglang=_SGLANG,
     )
     zero_centred = known.word("norm_type") in (_ZERO, _BOTH)
     return replace(

@@ -7,6 +7,7 @@ Source: config.json of the released checkpoints; vLLM's glm4_moe_mtp; transforme
 from __future__ import annotations
 
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.engine_draft import SGLANG_NEXTN
 from mtp_checkpoints.families.examples import GLM4_MOE, Example, Reader
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.moe_decoder import moe_decoder
@@ -21,7 +22,7 @@ _USUAL = MtpContract(source="transformers, generate(use_mtp=True), and SGLang")
 def spec(fields: Fields) -> ModelSpec:
     """Describe a config.json."""
     attention = Gqa.of(fields)
-    return moe_decoder(fields, lambda layer: attention, usual_contract=_USUAL)
+    return moe_decoder(fields, lambda layer: attention, usual_contract=_USUAL, sglang=SGLANG_NEXTN)
 
 
 EXAMPLES = {

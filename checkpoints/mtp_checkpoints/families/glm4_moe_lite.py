@@ -10,8 +10,8 @@ glm4_moe_lite.
 from __future__ import annotations
 
 from mtp_checkpoints.families import deepseek_v3
-from mtp_checkpoints.families.base import SGLANG_DRAFT
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.engine_draft import SGLANG_NEXTN
 from mtp_checkpoints.families.examples import GLM4_MOE_LITE, Example, Reader
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.releases import GLM, Releases
@@ -23,7 +23,7 @@ _USUAL = MtpContract(source="transformers, generate(use_mtp=True), and SGLang")
 
 def spec(fields: Fields) -> ModelSpec:
     """Describe a config.json."""
-    return deepseek_v3.spec(fields, _USUAL, mtp_names=(SGLANG_DRAFT,))
+    return deepseek_v3.spec(fields, _USUAL, SGLANG_NEXTN)
 
 
 EXAMPLES = {

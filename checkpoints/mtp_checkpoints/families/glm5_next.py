@@ -6,8 +6,11 @@ Source: transformers' glm5_next and its conversion mapping; vLLM's glm5next.
 
 from __future__ import annotations
 
-from mtp_checkpoints.families.base import Role
+from dataclasses import replace
+
+from mtp_checkpoints.families.base import SGLANG_DRAFT, Role
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.engine_draft import SGLANG_NEXTN
 from mtp_checkpoints.families.examples import EXPERTS, PLAIN, SMALL, VISION, Config, Example, Reader
 from mtp_checkpoints.families.facts import refuse_set
 from mtp_checkpoints.families.fields import Fields
@@ -59,7 +62,10 @@ def spec(fields: Fields) -> ModelSpec:
         for index in range(main, main + count)
     ]
     modules = [MtpSpec(one, MtpModules.without_copies(one.prefix, _MODULES)) for one in mtp]
-    return listed_decoder(part, layers, modules, _CONTRACT)
+    last = f"layers.{main}"
+    listed = tuple((f"{one}.{last}", SGLANG_DRAFT) for one in (part.prefix, "model"))
+    sglang = replace(SGLANG_NEXTN, listed=listed)
+    return listed_decoder(part, layers, modules, _CONTRACT, sglang=sglang)
 
 
 def _kinds(fields: Fields, layers: int) -> list[str]:

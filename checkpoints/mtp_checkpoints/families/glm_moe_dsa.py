@@ -9,8 +9,8 @@ Source: config.json and the index of the released checkpoints; transformers' glm
 from __future__ import annotations
 
 from mtp_checkpoints.errors import InvalidInputError
-from mtp_checkpoints.families.base import SGLANG_DRAFT
 from mtp_checkpoints.families.deepseek_v32 import sparse_decoder
+from mtp_checkpoints.families.engine_draft import SGLANG_NEXTN
 from mtp_checkpoints.families.examples import GLM4_MOE_LITE, INDEXER, Config, Example
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.moe_decoder import main_layers
@@ -27,9 +27,7 @@ def spec(fields: Fields) -> ModelSpec:
     def has_indexer(layer: int) -> bool:
         return layer >= len(types) or types[layer] == "full"
 
-    return sparse_decoder(
-        fields, has_indexer, usually_rotates_pairs=True, mtp_names=(SGLANG_DRAFT,)
-    )
+    return sparse_decoder(fields, has_indexer, usually_rotates_pairs=True, sglang=SGLANG_NEXTN)
 
 
 def indexer_types(fields: Fields, layers: int) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ Source: transformers' hy_v3; vLLM's hy_v3_mtp, which alone zeroes position 0.
 from __future__ import annotations
 
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.engine_draft import SGLANG_USUAL
 from mtp_checkpoints.families.examples import PLAIN, Config, Example, Reader
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.moe_decoder import DecoderNames, moe_decoder
@@ -33,7 +34,9 @@ def spec(fields: Fields) -> ModelSpec:
     """Describe a config.json."""
     known = fields.named(**_FIELDS).with_defaults(**_DEFAULTS)
     attention = Gqa.of(known)
-    return moe_decoder(known, lambda layer: attention, usual_contract=_CONTRACT, names=_NAMES)
+    return moe_decoder(
+        known, lambda layer: attention, usual_contract=_CONTRACT, sglang=SGLANG_USUAL, names=_NAMES
+    )
 
 
 _HY_V3: Config = PLAIN | {

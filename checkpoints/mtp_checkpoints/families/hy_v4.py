@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mtp_checkpoints.families.base import Role
+from mtp_checkpoints.families.base import SGLANG_DRAFT, Role
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.engine_draft import EngineDraft
 from mtp_checkpoints.families.examples import EXPERTS, LATENT, PLAIN, SMALL, Config, Example, Reader
 from mtp_checkpoints.families.facts import refuse_set
 from mtp_checkpoints.families.fields import Fields
@@ -25,6 +26,12 @@ from mtp_checkpoints.families.text_part import TextPart
 
 _CONTRACT = MtpContract(source="vLLM and SGLang")
 _MTP = "model.mtp_layers"
+# Of models/hunyuan_v4_nextn.py, which has no name before its first dot.
+_SGLANG = EngineDraft(
+    f".{SGLANG_DRAFT}",
+    listed=((f"{_MTP}.0", SGLANG_DRAFT), ("mtp_layers.0", SGLANG_DRAFT)),
+    renames=frozenset({"fp8"}),
+)
 _SPARSE = "latent attention with gates and sinks, of picked tokens"
 _OWN = Role.ATTENTION
 
@@ -61,6 +68,7 @@ def spec(fields: Fields) -> ModelSpec:
         [MtpSpec(layer, MtpModules.with_last_norm(layer.prefix)) for layer in mtp],
         _CONTRACT,
         mtp_prefix=_MTP,
+        sglang=_SGLANG,
     )
     return replace(described, more=_head(fields), may_fuse=True)
 

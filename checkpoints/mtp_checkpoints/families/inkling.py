@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.engine_draft import SGLANG_UNQUANTIZED
 from mtp_checkpoints.families.examples import PLAIN, Config, Example, Reader
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.listed_decoder import listed_decoder
@@ -46,7 +47,9 @@ def spec(fields: Fields) -> ModelSpec:
     ]
     local = own.wholes("local_layer_ids")
     mtp = [_mtp(text, own, index, slides=index in local) for index in range(count)]
-    described = listed_decoder(part, layers, mtp, _CONTRACT, mtp_prefix=_MTP)
+    described = listed_decoder(
+        part, layers, mtp, _CONTRACT, mtp_prefix=_MTP, sglang=SGLANG_UNQUANTIZED
+    )
     return replace(
         described,
         embedding=f"{_MAIN}.embed",

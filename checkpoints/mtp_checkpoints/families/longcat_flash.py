@@ -12,6 +12,7 @@ from functools import cached_property
 
 from mtp_checkpoints.families.base import ModulePatterns, Role, TensorMaker
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.engine_draft import EngineDraft
 from mtp_checkpoints.families.examples import ENDS, HEADS, PLAIN, SMALL, Config, Example, Reader
 from mtp_checkpoints.families.facts import ModelFacts, refuse_set
 from mtp_checkpoints.families.fields import Fields
@@ -28,6 +29,7 @@ from mtp_checkpoints.families.text_part import TextPart
 _CONTRACT = MtpContract(source="vLLM and SGLang")
 _MTP = "model.mtp"
 _PROJECTION = f"{_MTP}.layers.0.eh_proj"
+_SGLANG = EngineDraft("", (("transformer_layer.mlp.", "mlps."),), projection="eh_proj")
 _NORMS = tuple(
     f"{norm}.{half}" for half in (0, 1) for norm in ("input_layernorm", "post_attention_layernorm")
 )
@@ -51,7 +53,12 @@ def spec(fields: Fields) -> ModelSpec:
         for index in range(main)
     ]
     described = listed_decoder(
-        TextPart.whole(known), layers, [_mtp(known)] * count, _CONTRACT, mtp_prefix=_MTP
+        TextPart.whole(known),
+        layers,
+        [_mtp(known)] * count,
+        _CONTRACT,
+        mtp_prefix=_MTP,
+        sglang=_SGLANG,
     )
     return _Model(**vars(replace(described, linear_projection=True)))
 

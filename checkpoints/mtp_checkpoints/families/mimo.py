@@ -6,6 +6,7 @@ Source: config.json of the release; vLLM's and SGLang's mimo_mtp.
 from __future__ import annotations
 
 from mtp_checkpoints.families.contract import Hidden, MtpContract
+from mtp_checkpoints.families.engine_draft import EngineDraft
 from mtp_checkpoints.families.examples import PLAIN, Config, Example, Reader
 from mtp_checkpoints.families.facts import ModelFacts, refuse_set
 from mtp_checkpoints.families.fields import Fields
@@ -43,6 +44,7 @@ def spec(fields: Fields) -> ModelSpec:
         usual_contract=_CONTRACT,
         mtp_names=tuple(f"model.layers.{main + index}" for index in range(count)),  # vLLM's
         mtp_prefix=_MTP,
+        sglang=EngineDraft(""),
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.families.contract import Hidden, MtpContract
+from mtp_checkpoints.families.engine_draft import SGLANG_USUAL
 from mtp_checkpoints.families.examples import EXPERTS, PLAIN, Config, Example, Reader
 from mtp_checkpoints.families.facts import refuse_set
 from mtp_checkpoints.families.fields import Fields
@@ -59,7 +60,14 @@ def _decoder(fields: Fields, *, joined: bool) -> ModelSpec:
         )
         for index in range(count)
     ]
-    return listed_decoder(TextPart.whole(fields), layers, mtp, _CONTRACT, mtp_prefix="model.mtp")
+    return listed_decoder(
+        TextPart.whole(fields),
+        layers,
+        mtp,
+        _CONTRACT,
+        mtp_prefix="model.mtp",
+        sglang=SGLANG_USUAL,
+    )
 
 
 def _moe(fields: Fields) -> Moe:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.families.base import SGLANG_DRAFT
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.engine_draft import EngineDraft, sglang_deepseek
 from mtp_checkpoints.families.facts import ModelFacts, refuse_set
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.layer_halves import Attention
@@ -35,14 +36,15 @@ def moe_decoder(
     attention: Callable[[int], Attention],
     *,
     usual_contract: MtpContract,
-    mtp_names: tuple[str, ...] = (SGLANG_DRAFT,),
+    sglang: EngineDraft | None,
     refused: tuple[str, ...] = ("tie_word_embeddings",),
     names: DecoderNames = _USUAL,
 ) -> ModelSpec:
     """Describe a config.json, given the attention of each layer by its index.
 
-    usual_contract: that of MTP modules whose config.json records none. refused: keys that no
-    release of the family sets. names: those of modules, where they are not DeepSeek-V3's. Raises
+    usual_contract: that of MTP modules whose config.json records none. sglang: SGLang's class of
+    their drafts, None for DeepSeek's, which replaces the layer's name in lists. refused: keys that
+    no release of the family sets. names: those of modules, where they are not DeepSeek-V3's. Raises
     InvalidInputError for a missing or unusable field, UnsupportedError for a variant that no
     release has.
     """
@@ -68,7 +70,8 @@ def moe_decoder(
         tuple(MtpSpec(layer, names.mtp(layer.prefix)) for layer in layers[main:]),
         mtp_contract=usual_contract.overridden_by(fields),
         usual_contract=usual_contract,
-        mtp_names=mtp_names,
+        mtp_names=() if sglang is None else (SGLANG_DRAFT,),
+        sglang=sglang or sglang_deepseek(_prefix(main)),
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.engine_draft import EngineDraft
 from mtp_checkpoints.families.examples import NEMOTRON_H, Example, Reader
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.gated_delta_decoder import at_most_one_mtp_layer
@@ -24,6 +25,10 @@ from mtp_checkpoints.families.spec import LayerSpec, ModelSpec, MtpModules, MtpS
 from mtp_checkpoints.families.text_part import TextPart
 
 _CONTRACT = MtpContract(source="vLLM and SGLang")
+_PROJECTION = "mtp.layers.0.eh_proj"
+_SGLANG = EngineDraft(
+    "mtp.layers", projection=_PROJECTION, listed=(("language_model.mtp.", "mtp."),)
+)
 Part = Mamba2 | PlainGqa | UngatedMoe | UngatedMlp
 _PARTS: dict[str, type[Part]] = {
     "linear_attention": Mamba2,
@@ -68,7 +73,9 @@ def decoder(
     part = replace(part, fields=named.with_defaults(rms_norm_eps=_NORM_EPS))
     layers = [_layer(f"{root}backbone.layers.{at}", one) for at, one in enumerate(main)]
     mtp = [_mtp(f"{root}mtp", *module)] if at_most_one_mtp_layer(part.fields, 0) else []
-    described = listed_decoder(part, layers, mtp, _CONTRACT, mtp_prefix=f"{root}mtp")
+    described = listed_decoder(
+        part, layers, mtp, _CONTRACT, mtp_prefix=f"{root}mtp", sglang=_SGLANG
+    )
     embedding = f"{root}backbone.embeddings"
     return replace(
         described,

@@ -9,13 +9,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.engine_draft import SGLANG_FIRST_LAYER
 from mtp_checkpoints.families.examples import EXPERTS, PLAIN, Config, Example, Reader
 from mtp_checkpoints.families.facts import refuse_set
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.mellum import softmax_decoder
 from mtp_checkpoints.families.moe_decoder import main_layers
 from mtp_checkpoints.families.parts.gqa import Gqa
-from mtp_checkpoints.families.qwen3_next import SGLANG_LAYER, refuse_dense_layers
+from mtp_checkpoints.families.qwen3_next import refuse_dense_layers
 from mtp_checkpoints.families.releases import Releases
 from mtp_checkpoints.families.spec import ModelSpec
 
@@ -32,7 +33,7 @@ def spec(fields: Fields) -> ModelSpec:
     main = main_layers(known)
     attentions = [Gqa.of(known)] * (main + 1)
     described = softmax_decoder(known, attentions, [True] * main, _CONTRACT)
-    return replace(described, engines=("sglang",), sglang_layer=SGLANG_LAYER)
+    return replace(described, engines=("sglang",), sglang=SGLANG_FIRST_LAYER)
 
 
 _QWEN3_MOE: Config = PLAIN | {

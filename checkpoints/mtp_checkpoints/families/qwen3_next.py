@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mtp_checkpoints.errors import UnsupportedError
+from mtp_checkpoints.families.engine_draft import SGLANG_FIRST_LAYER
 from mtp_checkpoints.families.examples import QWEN3_NEXT, Example, Reader
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.gated_delta_decoder import gated_delta_decoder
@@ -19,8 +20,6 @@ from mtp_checkpoints.families.releases import QWEN, Releases
 from mtp_checkpoints.families.signs import USUAL_COUNTS
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.families.text_part import TextPart
-
-SGLANG_LAYER = "model.layers.0"  # of models/qwen3_next_mtp.py
 
 
 def spec(fields: Fields) -> ModelSpec:
@@ -33,7 +32,7 @@ def spec(fields: Fields) -> ModelSpec:
         usual_mtp_layers=USUAL_COUNTS["qwen3_next"],
         is_interleaved=True,
     )
-    return replace(described, sglang_layer=SGLANG_LAYER)
+    return replace(described, sglang=SGLANG_FIRST_LAYER)
 
 
 def refuse_dense_layers(fields: Fields) -> None:

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.families.contract import Hidden, MtpContract
+from mtp_checkpoints.families.engine_draft import SGLANG_OWN_NAMES
 from mtp_checkpoints.families.examples import (
     OF_NEXT_ALONE,
     QWEN3_NEXT,
@@ -79,7 +80,9 @@ def _decoder(part: TextPart, *, is_fused: bool) -> ModelSpec:
             *_mixer(fields, "mtp"),
         ),
     )
-    described = listed_decoder(part, layers, [module] * count, _CONTRACT, mtp_prefix="mtp")
+    described = listed_decoder(
+        part, layers, [module] * count, _CONTRACT, mtp_prefix="mtp", sglang=SGLANG_OWN_NAMES
+    )
     return replace(
         described,
         facts=replace(described.facts, norm_offset=1.0),

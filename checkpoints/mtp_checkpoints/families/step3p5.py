@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.families.contract import Hidden, MtpContract
+from mtp_checkpoints.families.engine_draft import SGLANG_UNQUANTIZED
 from mtp_checkpoints.families.examples import STEP3P5, Config, Example, Reader
 from mtp_checkpoints.families.facts import refuse_set
 from mtp_checkpoints.families.fields import Fields
@@ -74,6 +75,7 @@ def decoder(part: TextPart) -> ModelSpec:
         layers[:main],
         [_mtp(fields, layer, is_first=not number) for number, layer in enumerate(layers[main:])],
         _CONTRACT,
+        sglang=SGLANG_UNQUANTIZED,
     )
     facts = replace(described.facts, norm_offset=1.0)
     return replace(described, facts=facts, may_fuse=True)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
 from mtp_checkpoints.containers import SAFETENSORS
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
+from mtp_checkpoints.families.engine_draft import EngineDraft
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.spec import ModelSpec
-from mtp_checkpoints.formats import GGUF, storages_of
+from mtp_checkpoints.formats import GGUF, NvFp4, NvFp4A16, storages_of
 from mtp_checkpoints.quantization.method import Dialect
 from mtp_checkpoints.quantization.native import with_renamed_modules
 from mtp_checkpoints.quantization.readers import Reads, as_it_is
@@ -20,6 +21,7 @@ from mtp_checkpoints.quantization.sglang_quark import QuarkDraft
 from mtp_checkpoints.quantization.stored import StoredModel, stored_mtp
 
 Config = dict[str, Any]
+NVFP4_OF_MODELOPT = frozenset({NvFp4.storage, NvFp4A16.storage})
 
 
 @dataclass(frozen=True)
@@ -102,42 +104,36 @@ class DraftReading:
     """Way in which an engine finds the precision of a draft in the released names.
 
     by_main_config: it follows the quantization_config of main/config.json, else the draft's own.
-    layer_name replaces `model.layers.N` of the MTP layer in tensor names and patterns; None where
-    the engine keeps it. reason says the same in a sentence, for reports. method is the drafting
-    method it holds for, where it is one of several. reads returns what it takes another's config
-    for, given the tensors' names. renamed: quant_methods whose lists it renames with the layer.
-    unquantized_beside: formats of main models beside which it builds every draft unquantized.
-    loads_tables: it loads the draft's own embedding and head. builds_projection: a module of names
-    of its own has its projection built as any linear, but beside NVFP4. refuses_recomputed:
-    model_types whose draft it does not load with tensors that all others skip, as is_recomputed
-    tells. by_class: quant_methods whose config each of its draft classes takes in another way,
-    with the class of a config.json that reads knows, None for others.
+    reason says the same in a sentence, for reports. method is the drafting method it holds for,
+    where it is one of several. draft returns the class that it has for a family's drafts. reads
+    returns what it takes another's config for, given the tensors' names. loads_tables: it loads the
+    draft's own embedding and head. refuses_recomputed: model_types whose draft it does not load
+    with tensors that all others skip, as is_recomputed tells. by_class: quant_methods whose config
+    each of its draft classes takes in another way, with the class of a config.json that reads
+    knows, None for others.
     """
 
     by_main_config: bool
     reason: str
-    layer_name: str | None = None
     method: str = ""
+    draft: Callable[[ModelSpec], EngineDraft] = lambda family: EngineDraft()
     reads: Reads = as_it_is
-    renamed: frozenset[str] = frozenset()
     loads_tables: bool = True
-    builds_projection: bool = False
-    unquantized_beside: frozenset[str] = frozenset()
     refuses_recomputed: frozenset[str] = frozenset()
     by_class: Mapping[str, Callable[[Mapping[str, Any]], QuarkDraft | None]] = field(
         default_factory=dict
     )
 
-    def of_family(self, family: ModelSpec) -> DraftReading:
-        """Return the way for a model of a family: an MTP module of names of its own has another
-        layer_name than a layer after the last, and lists that nobody renames."""
-        if not family.mtp_prefix or self.layer_name is None:
-            return self
-        reason = "the draft is built by the quantization_config of its own config.json"
-        name = family.sglang_layer or None
-        if name is not None:
-            reason += f", in which its layer is {name}"
-        return replace(self, layer_name=name, reason=reason, renamed=frozenset())
+
+def unquantized_drafts(draft: EngineDraft, of_main: Collection[str]) -> str | None:
+    """Return in words which drafts a class builds unquantized, whatever a config says, beside main
+    models in these formats, by name; None where it builds them by the config."""
+    if not draft.by_config:
+        return "every draft of this model unquantized"
+    beside = NVFP4_OF_MODELOPT.intersection(of_main)
+    if draft.beside_nvfp4 or not beside:
+        return None
+    return f"every draft unquantized beside a main model in {' and '.join(sorted(beside))}"
 
 
 @dataclass(frozen=True)

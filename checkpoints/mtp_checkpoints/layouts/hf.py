@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import partial
+from operator import attrgetter
 from shlex import quote
 from typing import Any
 
-from mtp_checkpoints.families.base import SGLANG_DRAFT
+from mtp_checkpoints.families.engine_draft import AS_STORED, EngineDraft
+from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.formats import (
     GGUF,
     Int8Channel,
     MxFp4Packed,
     MxFp8,
-    NvFp4,
-    NvFp4A16,
     QuarkInt4,
     QuarkInt8,
 )
@@ -29,16 +29,23 @@ from mtp_checkpoints.layouts.base import (
 )
 from mtp_checkpoints.quantization.method import SGLANG, VLLM
 from mtp_checkpoints.quantization.methods import METHODS
-from mtp_checkpoints.quantization.readers import RENAMED_BY_SGLANG, sglang_reads, vllm_reads
+from mtp_checkpoints.quantization.readers import sglang_reads, vllm_reads
 from mtp_checkpoints.quantization.sglang_quark import quark_draft
 from mtp_checkpoints.quantization.undecoded import MLX_METHOD
 
 VLLM_PROBE = "command -v vllm"
+
+
+def _vllm_draft(family: ModelSpec) -> EngineDraft:
+    """Return the class of a family's drafts: `fc` of qwen3_5_mtp.py is any linear."""
+    return EngineDraft(projection=AS_STORED if family.linear_projection else None)
+
+
 VLLM_READING = DraftReading(
     by_main_config=True,
     reason="vLLM builds the draft with the quantization_config of the main model",
+    draft=_vllm_draft,
     reads=vllm_reads,
-    builds_projection=True,  # `fc` of qwen3_5_mtp.py and qwen3_next_mtp.py
     refuses_recomputed=frozenset({"glm4_moe"}),  # glm4_moe_mtp.py looks up every name of the layer
 )
 # Of compressed-tensors vLLM builds a head as any linear that a target names. So does SGLang 0.5.23,
@@ -140,15 +147,11 @@ HF = Target(
             title="SGLang",
             draft_reading=DraftReading(
                 by_main_config=False,
-                reason=f"SGLang knows the draft's layer as {SGLANG_DRAFT}, which entries of ignore"
-                " and the like must match",
-                layer_name=SGLANG_DRAFT,
+                reason="SGLang builds the draft by the quantization_config of its own config.json",
+                draft=attrgetter("sglang"),
                 reads=sglang_reads,
-                renamed=RENAMED_BY_SGLANG,
                 by_class={"quark": quark_draft},
                 loads_tables=False,
-                # of its models/*_nextn.py
-                unquantized_beside=frozenset({NvFp4.storage, NvFp4A16.storage}),
             ),
             unread={
                 MxFp4Packed.storage: "its compressed-tensors loader has no linear layers in mxfp4,"

@@ -10,11 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.families import family_of
-from mtp_checkpoints.families.base import SGLANG_DRAFT, Role
+from mtp_checkpoints.families.base import Role
+from mtp_checkpoints.families.engine_draft import EngineDraft
 from mtp_checkpoints.formats import WHOLE_ROW
 from mtp_checkpoints.quantization.absent import with_absent_listed
 from mtp_checkpoints.quantization.fusion_rules import EXPERTS
@@ -23,7 +25,6 @@ from mtp_checkpoints.quantization.methods.bitsandbytes import SKIPPED
 from mtp_checkpoints.quantization.methods.gptq import BLOCKS, PERMUTED
 from mtp_checkpoints.quantization.methods.quark import NAMED
 from mtp_checkpoints.quantization.native import (
-    COMPRESSED,
     Config,
     method_of,
     quantization_of,
@@ -31,17 +32,12 @@ from mtp_checkpoints.quantization.native import (
 )
 from mtp_checkpoints.quantization.sglang_quark import quark_of_sglang
 
-RENAMED_BY_SGLANG = frozenset({COMPRESSED, "fp8", "modelopt"})
-"""Methods in whose lists SGLang replaces the name of a draft's layer by its own: those whose config
-class has `apply_weight_name_mapper`."""
-
 _AUTO_ROUND_FORMATS = ("auto_round:auto_gptq", "auto_round:auto_awq")
 _FP8_LISTS = ("ignored_layers", "modules_to_not_convert")  # in vLLM's order
 _SPECIAL = re.compile(r"[*+?^$()\[\]{}|\\]")
 
 _EXPERTS = EXPERTS.rstrip(".")
 _NEVER_ASKED = (Role.ATTENTION_GATES, Role.INDEXER_HEADS)
-_OF_SGLANG = f"{SGLANG_DRAFT}."
 
 Reads = Callable[[Mapping[str, Any], Collection[str]], Config]
 
@@ -49,6 +45,23 @@ Reads = Callable[[Mapping[str, Any], Collection[str]], Config]
 def as_it_is(config: Mapping[str, Any], _: Collection[str]) -> Config:
     """Return a config.json for an engine that takes it by its words."""
     return dict(config)
+
+
+def with_renamed_entries(config: Mapping[str, Any], draft: EngineDraft) -> Config:
+    """Return a config.json with the entries of its lists as a class of drafts renames them."""
+    quantization = quantization_of(config)
+    if not draft.listed or method_of(quantization) not in draft.renames:
+        return dict(config)
+    return replaced_quantization(config, _renamed(quantization, draft.entry_of))
+
+
+def _renamed(value: Any, rename: Callable[[str], str]) -> Any:
+    """Return a value in which every string is renamed, keys too."""
+    if isinstance(value, Mapping):
+        return {rename(key): _renamed(one, rename) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_renamed(one, rename) for one in value]
+    return rename(value) if isinstance(value, str) else value
 
 
 def vllm_reads(config: Mapping[str, Any], tensors: Collection[str]) -> Config:
@@ -257,7 +270,7 @@ def _with_whole_linears(config: Mapping[str, Any], quantization: Config) -> Conf
     first = next((key for key in _FP8_LISTS if quantization.get(key)), None)
     if first is None:
         return quantization
-    linears, experts = _linears_and_experts(config)
+    linears, experts = _linears_and_experts(config, str)
 
     def acts(name: str) -> bool:
         return name in linears or (_EXPERTS in name and any(one in name for one in experts))
@@ -336,7 +349,10 @@ def _with_components(
 def _with_reached_names(config: Mapping[str, Any], quantization: Config) -> Config:
     """Return ModelOpt's config with the entries that reach a module of SGLang's: a part of a name
     does where it is whole components of a linear's, and of experts the whole name alone."""
-    holder, modules = _nested(quantization), _linears_and_experts(config)
+    family = family_of(config)
+    layers = [module.layer.prefix for module in family.mtp]
+    modules = _linears_and_experts(config, partial(family.sglang.name_of, layers))
+    holder = _nested(quantization)
     changed = {
         key: [name for entry in holder[key] for name in _reached(str(entry), *modules)]
         for key in ("ignore", "exclude_modules")
@@ -350,18 +366,23 @@ def _with_reached_names(config: Mapping[str, Any], quantization: Config) -> Conf
 def _reached(entry: str, linears: Collection[str], experts: Collection[str]) -> list[str]:
     """Return an entry, or the linears that it reaches where experts are below it; nothing for one
     that reaches none."""
-    if "*" in entry or "." not in entry or entry in experts or entry.startswith(_OF_SGLANG):
+    if "*" in entry or "." not in entry or entry in experts:
         return [entry]
     below = [one for one in linears if f".{entry}." in f".{one}."]
     return below if any(entry in one for one in experts) else [entry] if below else []
 
 
-def _linears_and_experts(config: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Return the modules of the linears but for experts, and those of all experts of a layer."""
+def _linears_and_experts(
+    config: Mapping[str, Any], rename: Callable[[str], str]
+) -> tuple[list[str], list[str]]:
+    """Return the modules of the linears but for experts, and those of all experts of a layer, by
+    the names that an engine has for them."""
     every = family_of(config).tensors.values()
     of_experts = (spec.name for spec in every if spec.role is Role.ROUTED_EXPERT)
     linears = (spec for spec in every if spec.is_linear_or_projection)
     return (
-        [one.module for one in linears if one.role is not Role.ROUTED_EXPERT],
-        list(dict.fromkeys(f"{name.partition(EXPERTS)[0]}{_EXPERTS}" for name in of_experts)),
+        [rename(one.module) for one in linears if one.role is not Role.ROUTED_EXPERT],
+        list(
+            dict.fromkeys(rename(f"{name.partition(EXPERTS)[0]}{_EXPERTS}") for name in of_experts)
+        ),
     )

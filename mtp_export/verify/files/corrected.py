@@ -13,7 +13,7 @@ from mtp_checkpoints.layouts import engine_of
 from mtp_checkpoints.quantization.native import quantization_of, replaced_quantization
 from mtp_checkpoints.tensors.reader import MODELOPT_FILE
 from mtp_export.verify.check import CORRECTED, ENGINE, LISTS, TO_ADD, TO_TAKE, Item, Status
-from mtp_export.verify.diagnosis.causes import files as causes
+from mtp_export.verify.diagnosis.causes import lists as list_causes
 from mtp_export.verify.evidence.parts import are_in_one_place
 from mtp_export.verify.files.list_entries import lists_in, with_list, without
 
@@ -99,10 +99,10 @@ class _Correction:
         self.added = {key: _more(own.get(key), old[key]) for key in changed}
         self.added = {key: more for key, more in self.added.items() if more}
         self.lists = {key: own.get(key) for key in changed}
-        self.words = causes.lists_corrected(self.taken, self.added)
+        self.words = list_causes.lists_corrected(self.taken, self.added)
         for item in refused:
             title = engine_of(item.data[ENGINE]).title
-            self.words += causes.refused_by_engine(title, item.cause)
+            self.words += list_causes.refused_by_engine(title, item.cause)
         self.place = _place(context, written)
 
     @property

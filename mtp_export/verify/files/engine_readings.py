@@ -3,8 +3,7 @@ the lists that it follows."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,16 +11,22 @@ from typing import TYPE_CHECKING, Any
 from mtp_checkpoints.containers.base import CONFIG_NAME, TensorInfo
 from mtp_checkpoints.errors import InvalidInputError, MtpExportError, UnsupportedError
 from mtp_checkpoints.families.base import FLOATS, Role, weight_name
+from mtp_checkpoints.families.engine_draft import EngineDraft
 from mtp_checkpoints.families.parts import Moe
 from mtp_checkpoints.families.spec import ModelSpec
-from mtp_checkpoints.formats import NvFp4, NvFp4A16, mixes_groups_with_fp8
-from mtp_checkpoints.layouts.base import DraftReading, Engine
+from mtp_checkpoints.formats import mixes_groups_with_fp8
+from mtp_checkpoints.layouts.base import (
+    NVFP4_OF_MODELOPT,
+    DraftReading,
+    Engine,
+    unquantized_drafts,
+)
 from mtp_checkpoints.quantization.absent import with_projection_listed
 from mtp_checkpoints.quantization.fusion_rules import EXPERTS
 from mtp_checkpoints.quantization.methods import METHODS, quant_config_of, undecoded_of
 from mtp_checkpoints.quantization.mismatches import is_recomputed
 from mtp_checkpoints.quantization.native import method_of, quantization_of
-from mtp_checkpoints.quantization.readers import NotTriedError
+from mtp_checkpoints.quantization.readers import NotTriedError, with_renamed_entries
 from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight
 from mtp_checkpoints.tensors.bundle_folder import MAIN
 from mtp_export.progress import counted
@@ -38,7 +43,7 @@ from mtp_export.verify.check import (
     not_tested,
     verdict,
 )
-from mtp_export.verify.diagnosis.causes import files as causes
+from mtp_export.verify.diagnosis.causes import lists
 from mtp_export.verify.evidence.parts import PartLayout
 from mtp_export.verify.files.described import undecoded_main
 from mtp_export.verify.files.left_out import ListedDraft, lacking
@@ -48,7 +53,6 @@ if TYPE_CHECKING:
     from mtp_export.verify.context import Context
 
 _EXCLUDE = "exclude"  # Quark's list
-_NVFP4_OF_MODELOPT = {NvFp4.storage, NvFp4A16.storage}  # beside which drafts are unquantized
 
 
 def draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
@@ -64,11 +68,10 @@ def draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
             why = f"--engine {context.options.engine} leaves it out"
             yield not_tested(name, why, data={LEFT_OUT: True})
             continue
-        if unread := of_main - engine.storages:
-            why = f"{engine.title} does not read a main model in {' and '.join(sorted(unread))}"
-            yield not_tested(name, why)
+        if unread := " and ".join(sorted(of_main - engine.storages)):
+            yield not_tested(name, f"{engine.title} does not read a main model in {unread}")
             continue
-        reading = engine.draft_reading.of_family(layout.stored.family)
+        reading, draft = engine.draft_reading, engine.draft_reading.draft(layout.stored.family)
         config = layout.checkpoint.config
         if reading.by_main_config:
             if context.main is None:
@@ -82,6 +85,7 @@ def draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
         if class_of is not None and class_of(config) is None:
             yield not_tested(name, f"how {engine.title} renames these lists is not repeated here")
             continue
+        config = with_renamed_entries(config, draft)
         if not context.is_bundle:
             main = context.main.tensors if context.main is not None else ()
             try:
@@ -96,19 +100,26 @@ def draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
                     else failed(name, str(error), subject=CONFIG_NAME, data=data)
                 )
                 continue
-            if not (reading.builds_projection and layout.stored.family.linear_projection):
+            if draft.projection is None:
                 config = with_projection_listed(config, tensors)
-        plain = _built_plain(engine, reading, of_main)
-        item = _as_read(name, layout, None if plain else quantization_of(config), plain or reading)
+        plain = unquantized_drafts(draft, of_main)
+        reading = replace(reading, reason=_reason(engine, draft, plain, config))
+        item = _as_read(name, layout, None if plain else quantization_of(config), reading)
         yield replace(item, data={**item.data, ENGINE: engine.name})
 
 
-def _built_plain(engine: Engine, reading: DraftReading, of_main: set[str]) -> DraftReading | None:
-    """The reading with the reason why no draft beside these storages is built by a config; None
-    where drafts are."""
-    beside = " and ".join(sorted(reading.unquantized_beside & of_main))
-    reason = causes.built_unquantized_beside(engine.title, beside)
-    return replace(reading, reason=reason) if beside else None
+def _reason(
+    engine: Engine, draft: EngineDraft, plain: str | None, config: Mapping[str, Any]
+) -> str:
+    """Why an engine builds a draft as it does. plain: which drafts it builds unquantized."""
+    assert engine.draft_reading is not None, f"_readers returned {engine.name}"
+    if plain is not None:
+        return lists.built_unquantized(engine.title, plain)
+    if draft.layer is None:
+        return engine.draft_reading.reason
+    renames = draft.listed and method_of(quantization_of(config)) in draft.renames
+    replaced = draft.listed[0][0] if renames else ""
+    return lists.layer_known_as(engine.title, draft.layer, replaced)
 
 
 def _storages_of_main(context: Context) -> set[str]:
@@ -150,59 +161,66 @@ def _readers(context: Context, family: ModelSpec) -> list[Engine]:
     own_config = any(engine.dialect and engine.dialect.own_config for engine in of_dialect)
     if base == GRAFTED:
         return of_dialect or engines
-    renames = scheme is not None and bool(family.sglang_layer)
+    renames = scheme is not None and not _names_layer(family)
     return of_dialect if own_config or renames or mixes_groups_with_fp8(storages) else engines
+
+
+def _names_layer(family: ModelSpec) -> bool:
+    """Return whether lists that are written here have SGLang's name of the draft's layer."""
+    own, draft = [module.layer.prefix for module in family.mtp], family.sglang
+    listed = {*own, *family.mtp_names, *map(draft.entry_of, own)}
+    return not draft.modules and listed.issuperset(draft.name_of(own, one) for one in own)
 
 
 def _as_read(name: str, layout: PartLayout, config: Any, reading: DraftReading) -> Item:
     """The draft's tensors compared with what an engine expects by a quantization_config."""
     specs = [one.weight for one in layout.stored.weights.values()]
     tensors = _by_released_names(layout)
-    rename: Callable[[str], str] = str
-    family = layout.stored.family
-    keeps_patterns = reading.layer_name in family.patterns.mtp_names
+    family, reason = layout.stored.family, reading.reason
+    draft = reading.draft(family)
     layers = tuple(dict.fromkeys(module.layer.prefix for module in family.mtp))
-    reason = reading.reason
-    if reading.layer_name is not None:
-        rename = partial(_with_layer_name, layers, reading.layer_name)
-        if not keeps_patterns and config and str(config.get("quant_method")) in reading.renamed:
-            config = json.loads(rename(json.dumps(config)))
-            reason = f"{reason}, with {layers[0]} in them replaced as it is written"
-        tensors = {rename(key): tensor for key, tensor in tensors.items()}
+    rename = partial(draft.name_of, layers)
+    named = tuple(filter(None, dict.fromkeys(map(rename, layers))))
+    entries_are_renamed = named == tuple(dict.fromkeys(map(draft.entry_of, layers)))
+    tensors = {rename(key): tensor for key, tensor in tensors.items()}
     refused, built = _refused(layout, reading), [*_built_quantized(layout, config, reading)]
     if refused or built:
-        problems = [*refused, *(problem for problem, _ in built)]
+        found = [problem for problem, _ in built]
+        problems = [*refused, *(found if draft.layer is None else _with_reason(reason, found))]
         item = verdict(name, problems, counted(len(specs), "weight"))
         to_add = lacking(config, layout.stored.quantization, [module for _, module in built])
         return replace(item, data={**item.data, TO_ADD: to_add})
     try:
         read = layout.stored.reread(config, rename)
     except MtpExportError as error:
-        cause = causes.misread_by_engine(reason, error)
+        cause = lists.misread_by_engine(reason, error)
         return failed(name, cause, subject="config.json")
     if not reading.loads_tables:
         tables = {_module_of(table) for table in read.tables.values()}
         tensors = {n: one for n, one in tensors.items() if n.rpartition(".")[0] not in tables}
         read = read.of_tensors(lambda spec: spec.role not in COPIED)
-    named = (reading.layer_name,) if reading.layer_name else layers
     written = layout.stored.quantization
-    listed = ListedDraft(read, tensors, config, named, written=written, rename=rename)
+    listed = ListedDraft(read, tensors, config, named, written=written, rename=draft.entry_of)
     if problems := listed.problems():  # of which each tensor's are the consequence
-        misread = partial(causes.misread_by_engine, reason)
+        misread = partial(lists.misread_by_engine, reason)
         problems = [Problem(one.subject, misread(one.words)) for one in problems]
         return with_lists(verdict(name, problems, counted(len(specs), "weight")), listed)
     # What is missing or strange by the released names is said of these.
     absent = {*map(rename, layout.stored.tensors.keys() ^ layout.checkpoint.tensors.keys())}
-    problems = _differing(tensors, read, absent, linears_alone=keeps_patterns)
+    problems = _differing(tensors, read, absent, linears_alone=not entries_are_renamed)
     to_add = {}
     if not problems and (built := [*_built_projections(layout, config, reading)]):
         problems, to_add = [one for one, _ in built], {_EXCLUDE: [module for _, module in built]}
-    if problems:  # the reason once, before all of them
-        first = problems[0]
-        words = causes.misread_by_engine(reason, first.words)
-        problems[0] = Problem(first.subject, words)
-    item = verdict(name, problems, counted(len(specs), "weight"))
+    item = verdict(name, _with_reason(reason, problems), counted(len(specs), "weight"))
     return replace(item, data={**item.data, TO_ADD: to_add}) if to_add else item
+
+
+def _with_reason(reason: str, problems: list[Problem]) -> list[Problem]:
+    """The problems, the first of which says the reason too."""
+    if not problems:
+        return []
+    first = problems[0]
+    return [Problem(first.subject, lists.misread_by_engine(reason, first.words)), *problems[1:]]
 
 
 def _built_quantized(
@@ -215,14 +233,16 @@ def _built_quantized(
         return
     tensors, known = layout.checkpoint.tensors, quant_config_of(config)
     as_one = METHODS[method_of(config)].experts_as_one
-    for name, single, role in _asked_as_others(layout.stored.family, reading):
+    family = layout.stored.family
+    draft, layers = reading.draft(family), [module.layer.prefix for module in family.mtp]
+    for name, single, role in _asked_as_others(family, draft, layers):
         layer, experts, _ = single.partition(EXPERTS)
         module = f"{layer}{experts.rstrip('.')}" if as_one else single
         built, tensor = known.format_of(module, role), tensors.get(name)
         if built is None or tensor is None or tensor.dtype not in FLOATS:
             continue
-        if role is Role.ROUTED_EXPERT or built.storage not in _NVFP4_OF_MODELOPT:
-            words = causes.built_quantized(name.removesuffix(".weight"), str(built.storage))
+        if role is Role.ROUTED_EXPERT or built.storage not in NVFP4_OF_MODELOPT:
+            words = lists.built_quantized(name.removesuffix(".weight"), str(built.storage))
             yield Problem(name, words), module
 
 
@@ -239,20 +259,23 @@ def _built_projections(
     for module in (one.modules.projection for one in layout.stored.family.mtp):
         tensor = layout.checkpoint.tensors.get(weight_name(module)) if module else None
         if built is not None and tensor is not None and tensor.dtype in FLOATS:
-            words = causes.projection_built(known.projection, str(built.storage), _EXCLUDE)
+            words = lists.projection_built(known.projection, str(built.storage), _EXCLUDE)
             yield Problem(tensor.name, words), known.projection
 
 
-def _asked_as_others(family: ModelSpec, reading: DraftReading) -> Iterator[tuple[str, str, Role]]:
+def _asked_as_others(
+    family: ModelSpec, draft: EngineDraft, layers: Sequence[str]
+) -> Iterator[tuple[str, str, Role]]:
     """Yield tensors of the MTP layers, each with the linear and the role that an engine asks its
     config for."""
     for module in family.mtp:
         layer, projection = module.layer, module.modules.projection
-        if projection and family.linear_projection and reading.builds_projection:
-            yield weight_name(projection), projection, Role.ATTENTION
+        if projection and draft.projection is not None:
+            yield weight_name(projection), draft.projection or projection, Role.ATTENTION
         if isinstance(layer.feed_forward, Moe):
             for fused, single in layer.feed_forward.apart(layer.feed_forward_prefix).items():
-                yield fused, single[0].removesuffix(".weight"), Role.ROUTED_EXPERT
+                asked = draft.name_of(layers, single[0].removesuffix(".weight"))
+                yield fused, asked, Role.ROUTED_EXPERT
 
 
 def _refused(layout: PartLayout, reading: DraftReading) -> list[Problem]:
@@ -260,7 +283,7 @@ def _refused(layout: PartLayout, reading: DraftReading) -> list[Problem]:
     if layout.checkpoint.config.get("model_type") not in reading.refuses_recomputed:
         return []
     names = filter(is_recomputed, layout.checkpoint.tensors)
-    return [Problem(name, causes.recomputed_not_skipped(name)) for name in names]
+    return [Problem(name, lists.recomputed_not_skipped(name)) for name in names]
 
 
 def _differing(
@@ -304,9 +327,3 @@ def _by_released_names(layout: PartLayout) -> Mapping[str, TensorInfo]:
         for tensor, name in zip(one.tensors, one.released_names, strict=True)
     }
     return {released.get(key, key): tensor for key, tensor in layout.checkpoint.tensors.items()}
-
-
-def _with_layer_name(layers: Sequence[str], layer_name: str, text: str) -> str:
-    for layer in layers:
-        text = text.replace(layer, layer_name)
-    return text

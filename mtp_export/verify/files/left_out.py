@@ -20,7 +20,7 @@ from mtp_checkpoints.quantization.methods import METHODS, quant_config_of
 from mtp_checkpoints.quantization.native import method_of
 from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight
 from mtp_export.verify.check import Problem
-from mtp_export.verify.diagnosis.causes import files as causes
+from mtp_export.verify.diagnosis.causes import lists
 from mtp_export.verify.files.list_entries import ListEntries, format_by, read, without
 
 _GROUPS = "config_groups"
@@ -50,7 +50,7 @@ class ListedDraft:
         projections that are quantized where no loader of the method reads them so."""
         found = [*self._lacking(), *self._too_many(self._wrongly_plain)]
         return found + [
-            Problem(weight.tensors[0].name, causes.projection_quantized(weight.weight.module))
+            Problem(weight.tensors[0].name, lists.projection_quantized(weight.weight.module))
             for weight in self._matrices
             if self._is_unread(weight) and self._is_plain(weight) is False
         ]
@@ -155,7 +155,7 @@ class ListedDraft:
         if not weights:
             return
         idle = [] if self._with_them is None else [*self._idle(self._with_them)]
-        words = causes.not_left_out(len(weights), _module_of(weights[0]), self.part, idle)
+        words = lists.not_left_out(len(weights), _module_of(weights[0]), self.part, idle)
         yield Problem(weights[0].tensors[0].name, words)
 
     def _idle(self, with_them: Mapping[str, Any]) -> Iterator[str]:
@@ -217,7 +217,7 @@ class ListedDraft:
             by_entry.setdefault(self._to_blame(weight), []).append(weight)
         for entry, alike in by_entry.items():
             name = alike[0].tensors[0].name
-            words = causes.left_out_though_quantized(
+            words = lists.left_out_though_quantized(
                 len(alike),
                 _module_of(alike[0]),
                 entry,
@@ -226,7 +226,7 @@ class ListedDraft:
             )
             if self.written and not self.quantization:  # of drafts that are never built by one
                 name = alike[0].weight.name
-                words = causes.quantized_in_vain(len(alike), _module_of(alike[0]))
+                words = lists.quantized_in_vain(len(alike), _module_of(alike[0]))
             yield Problem(name if self._as_written else CONFIG_NAME, words)
 
     def _to_blame(self, weight: StoredWeight) -> str:
@@ -234,7 +234,7 @@ class ListedDraft:
         module, role = _module_of(weight), weight.weight.role
         if blamed := self._listed.to_blame(module, role):
             return " and ".join(one.text for one in blamed)
-        return causes.NO_TARGET if format_by(self._of_every_linear, module, role) else ""
+        return lists.NO_TARGET if format_by(self._of_every_linear, module, role) else ""
 
     @cached_property
     def _of_every_linear(self) -> QuantConfig | None:

@@ -17,7 +17,7 @@ from mtp_checkpoints.quantization.methods import undecoded_of
 from mtp_checkpoints.quantization.methods.quark import entry_for, left_out
 from mtp_checkpoints.quantization.native import method_of, quantization_of
 from mtp_export.verify.check import Item, Problem, not_tested, verdict
-from mtp_export.verify.diagnosis.causes import files as causes
+from mtp_export.verify.diagnosis.causes import lists
 
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
@@ -54,7 +54,7 @@ def _problems(
         layers = dict.fromkeys(".".join(module.split(".")[:3]) for module in plain)
         added = ", ".join(f"{_REGEX}{re.escape(layer)}\\." for layer in layers)
         idle = [f"{one} in {_EXCLUDE}" for one in entries if _is_glob_of(one, plain)]
-        words = causes.not_left_out(len(plain), plain[0], "the MTP module", idle)
+        words = lists.not_left_out(len(plain), plain[0], "the MTP module", idle)
         yield Problem(CONFIG_NAME, f"{words}: add {added} to {_EXCLUDE}")
     listed = [
         one for one in modules if _is_plain(one, tensors) is False and entry_for(one, entries)
@@ -63,7 +63,7 @@ def _problems(
         entry = f"{entry_for(listed[0], entries)} in {_EXCLUDE}"
         yield Problem(
             CONFIG_NAME,
-            causes.left_out_though_quantized(
+            lists.left_out_though_quantized(
                 len(listed), listed[0], entry, "the MTP module", has_config=True
             ),
         )

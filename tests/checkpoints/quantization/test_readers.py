@@ -10,14 +10,16 @@ import pytest
 from cases import read_json
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.families import family_of
+from mtp_checkpoints.families.base import SGLANG_DRAFT as DRAFT
 from mtp_checkpoints.families.base import Role
+from mtp_checkpoints.families.engine_draft import sglang_deepseek
 from mtp_checkpoints.quantization.methods import quant_config_of
 from mtp_checkpoints.quantization.readers import (
-    RENAMED_BY_SGLANG,
     Reads,
     as_it_is,
     sglang_reads,
     vllm_reads,
+    with_renamed_entries,
 )
 from quantized_by_others import METHODS
 from runtime.checkpoints import SMALL_CONFIGS
@@ -179,17 +181,21 @@ def test_parts_of_names_in_modelopts_list(nested: bool) -> None:
             return {"quant_method": "modelopt", "quantization": own}
         return {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": [entry]}
 
+    own, expert, experts = (one.replace(LAYER, DRAFT) for one in (OWN, EXPERT, EXPERTS))
     for entry, module in (
         ("mlp.experts", EXPERT),
         (EXPERT, EXPERT),
-        ("3.self", OWN),
+        ("self_attn.o_p", OWN),
         (LAYER, EXPERT),
     ):
         assert is_left_out(vllm_reads, config(entry), module)
+        entry, module = (one.replace(LAYER, DRAFT) for one in (entry, module))
         assert not is_left_out(sglang_reads, config(entry), module)
-    for entry in (OWN, LAYER, f"{LAYER}*", "self_attn", "3.self_attn", "*.self_attn.*"):
-        assert is_left_out(sglang_reads, config(entry), OWN)
-    assert is_left_out(sglang_reads, config(EXPERTS), EXPERT)
+    for entry in (own, DRAFT, f"{DRAFT}*", "self_attn", "decoder.self_attn", "*.self_attn.*"):
+        assert is_left_out(sglang_reads, config(entry), own)
+    for entry in (OWN, LAYER, "3.self_attn"):
+        assert not is_left_out(sglang_reads, config(entry), own)
+    assert is_left_out(sglang_reads, config(experts), expert)
 
 
 def test_vllm_finds_a_head_by_its_name_alone() -> None:
@@ -212,8 +218,18 @@ def test_a_head_is_a_linear_of_modelopt() -> None:
     assert config.format_of(f"{LAYER}.shared_head.head", Role.HEAD) is not None
 
 
-def test_sglang_renames_where_a_config_class_of_its_can() -> None:
-    assert {"compressed-tensors", "fp8", "modelopt"} == RENAMED_BY_SGLANG
+@pytest.mark.parametrize(
+    ("method", "renamed"),
+    [("compressed-tensors", True), ("fp8", True), ("modelopt", True), ("awq", False)],
+)
+def test_sglang_renames_where_a_config_class_of_its_can(method: str, renamed: bool) -> None:
+    listed = {"ignore": ["model.layers.61.mlp"], "names": {"a.model.layers.61": 1}}
+    config = {"quantization_config": {"quant_method": method, **listed}}
+    found = with_renamed_entries(config, sglang_deepseek("model.layers.61"))
+    wanted = {"ignore": ["model.decoder.mlp"], "names": {"a.model.decoder": 1}}
+    assert found["quantization_config"] == {"quant_method": method} | (
+        wanted if renamed else listed
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,98 @@
+"""Lists by the names that SGLang's class of a family's drafts has for its modules, and classes that
+build drafts unquantized."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cases import edit_json
+from faults.small_model import family_config, write_dense
+from mtp_checkpoints.families import family_of
+from quantized_by_others import METHODS
+from verify.foreign import INDEX, Tensors, rewritten
+from verify.test_foreign_checkpoints import failures, verified
+
+OF_SGLANG = "mtp: precision as SGLang reads it"
+# The entry that leaves the first MTP layer out for SGLang.
+LAYERS = {
+    "mimo_v2_flash": "model.decoder",
+    "ernie4_5_moe": "model.mtp_block",
+    "bailing_moe": "model.decoder",
+    "hy_v3": "model.decoder",
+    "bailing_hybrid": "",  # which keeps the names of the tensors
+}
+
+
+def write(model_type: str, folder: Path, *, mtp: bool, method: str = "awq") -> Path:
+    """A checkpoint of a family by a method, its MTP layers quantized too or left out by their
+    names."""
+    config, how = family_config(model_type), METHODS[method]
+    family = family_of(config)
+    every = (spec for spec in family.tensors.values() if re.match(how.covers, spec.name))
+    linears = [spec for spec in every if spec.is_linear_weight]
+    names = [name for one in family.mtp for name in (one.layer.prefix, one.modules.projection)]
+
+    def change(stored: Tensors) -> None:
+        for spec in linears:
+            if spec.mtp_layer is None or mtp:
+                parts, _ = how.encode(stored.pop(spec.name).float())
+                for last, one in parts.items():
+                    stored[f"{spec.module}.{last}"] = one.contiguous()
+
+    dense = write_dense(folder / "dense", config=config)
+    (dense / INDEX).unlink()
+    quantization: dict[str, Any] = dict(how.config)
+    if not mtp:
+        quantization["modules_to_not_convert"] = names
+    return rewritten(
+        dense, folder / "own", change, lambda c: c.update(quantization_config=quantization)
+    )
+
+
+@pytest.mark.parametrize("model_type", LAYERS)
+def test_the_list_must_have_its_names(tmp_path: Path, model_type: str) -> None:
+    folder, layer = write(model_type, tmp_path, mtp=False), LAYERS[model_type]
+    _, items = verified(folder)
+    assert failures(items) == ({OF_SGLANG} if layer else set())
+    if layer:
+        edit_json(
+            folder / "config.json",
+            lambda c: c["quantization_config"]["modules_to_not_convert"].append(layer),
+        )
+        cause = items[OF_SGLANG]["cause"]
+        known = family_of(family_config(model_type)).sglang.layer
+        assert cause.startswith(f"SGLang knows the draft's layer as {known}")
+        assert layer in items[OF_SGLANG]["data"]["lists"]["modules_to_not_convert"]
+        outcome, items = verified(folder)
+        assert (failures(items), outcome.code) == (set(), 0)
+
+
+@pytest.mark.parametrize("model_type", ["exaone_moe", "mimo"])
+def test_a_layer_by_the_name_of_a_main_one_or_none_has_no_entry(
+    tmp_path: Path, model_type: str
+) -> None:
+    """Which would leave a main layer out, too."""
+    _, items = verified(write(model_type, tmp_path, mtp=False))
+    assert failures(items) == {OF_SGLANG}
+    assert "lists" not in items[OF_SGLANG]["data"]
+
+
+def test_a_class_that_takes_no_config(tmp_path: Path) -> None:
+    """SGLang's of Step-3.5 gives its decoder layer none."""
+    _, items = verified(write("step3p5", tmp_path / "quantized", mtp=True))
+    assert failures(items) == {OF_SGLANG}
+    words = "SGLang builds every draft of this model unquantized: "
+    assert items[OF_SGLANG]["cause"].startswith(words)
+    _, items = verified(write("step3p5", tmp_path / "plain", mtp=False))
+    assert failures(items) == set()
+
+
+@pytest.mark.parametrize(("model_type", "passes"), [("qwen3_moe", True), ("glm4_moe", False)])
+def test_drafts_beside_nvfp4(tmp_path: Path, model_type: str, passes: bool) -> None:
+    """Some of SGLang's classes alone build them unquantized."""
+    _, items = verified(write(model_type, tmp_path, mtp=True, method="modelopt nvfp4"))
+    assert failures(items) == (set() if passes else {OF_SGLANG})
