@@ -56,11 +56,19 @@ LOST: dict[str, tuple[Callable[[str], str], str]] = {
     "the module": (lambda _: "", r"^config.json announces 1 MTP module .* \(model.layers.3\) is"),
     "a norm": (
         lambda name: "" if ".enorm." in name else name,
-        r"^model.layers.3.enorm.weight is missing: nothing is there by its name",
+        r"^model.layers.3.enorm.weight is missing: no values are there by its name",
     ),
     "a linear": (
         lambda name: "" if ".o_proj." in name else name,
-        r"^model.layers.3.self_attn.o_proj.weight is missing: nothing is there by its name",
+        r"^model.layers.3.self_attn.o_proj.weight is missing: no values are there by its name",
+    ),
+    "the codes of a linear": (
+        lambda name: "" if re.search(r"o_proj\.(W_q|codes|weight|qweight)$", name) else name,
+        r"^model.layers.3.self_attn.o_proj.\w+ is (missing: no values|a scale, and its weight)",
+    ),
+    "the name of a linear": (
+        lambda name: name.replace(".o_proj.", ".o_projection."),
+        r"under other names \(1\): model.layers.3.self_attn.o_projection.* lies where",
     ),
     "the experts": (
         lambda name: "" if ".experts." in name else name,

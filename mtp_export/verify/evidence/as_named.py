@@ -25,8 +25,8 @@ _Signature = frozenset[tuple[object, ...]]
 
 def as_named(checkpoint: Checkpoint) -> Checkpoint | None:
     """Return a whole checkpoint of a known family as if it were unquantized: each matrix is there
-    of whose module any tensor is. None where its quantization is read, or its model is not known,
-    or names most of its weights otherwise."""
+    of whose module any tensor is, unless its codes alone are lost. None where its quantization
+    is read, or its model is not known, or names most of its weights otherwise."""
     if not _is_unread(checkpoint.config):
         return None
     config = with_quantization(checkpoint.config, None)
@@ -62,7 +62,32 @@ class _Named:
 
     @cached_property
     def parts(self) -> Mapping[str, Sequence[str]]:
-        """Tensors by the matrix that they are parts of: those of its module, or below."""
+        """Tensors by the matrix that they are parts of; none of one whose codes are lost."""
+        return {name: own for name, own in self._beside.items() if not self._lacks_codes(name)}
+
+    def _lacks_codes(self, name: str) -> bool:
+        """Return whether a matrix has others of the parts that its like in main layers has, and not
+        the largest."""
+        ends, like = self._ends(name), self._main_ends.get(_kind(name), {})
+        return ends < like.keys() and max(like, key=like.__getitem__) not in ends
+
+    def _ends(self, name: str) -> set[str]:
+        return {one.removeprefix(name.removesuffix(_WEIGHT)) for one in self._beside[name]}
+
+    @cached_property
+    def _main_ends(self) -> Mapping[str, Mapping[str, int]]:
+        """Sizes of the parts of main layers' matrices, by the ends of their names, of each kind."""
+        found: dict[str, dict[str, int]] = defaultdict(dict)
+        for name, own in self._beside.items():
+            if not self._is_of_mtp(name):
+                module = name.removesuffix(_WEIGHT)
+                sizes = {one.removeprefix(module): self.tensors[one].size_bytes for one in own}
+                found[_kind(name)] |= sizes
+        return found
+
+    @cached_property
+    def _beside(self) -> Mapping[str, Sequence[str]]:
+        """Tensors by the matrix of whose module they are, or below."""
         modules = {
             name.removesuffix(_WEIGHT): name for name in filter(self._is_matrix, self.wanted)
         }
@@ -115,7 +140,7 @@ class _Named:
         return replace(checkpoint, config=config, shards=(first, *others))
 
     def _unquantized(self) -> Iterator[TensorInfo]:
-        taken = {part for own in self.parts.values() for part in own}
+        taken = {part for own in self._beside.values() for part in own}
         for name, own in self.parts.items():
             yield self._made(name, self.wanted[name].shape, own[0])
         some = next(iter(self.tensors))
@@ -126,11 +151,11 @@ class _Named:
 
     def _others(self, names: Iterable[str]) -> Iterator[TensorInfo]:
         """Yield what is stored as it is, and modules of other names whose tensors are as those of a
-        known one of the same last name, as the matrix that they are."""
-        shapes = {
-            self._signature(name.removesuffix(_WEIGHT), own): self.wanted[name].shape
-            for name, own in self.parts.items()
-        }
+        known one, as the matrix that they are."""
+        shapes: dict[_Signature, set[tuple[int, ...]]] = defaultdict(set)
+        for name, own in self.parts.items():
+            for signature in self._signatures(name.removesuffix(_WEIGHT), own):
+                shapes[signature].add(self.wanted[name].shape)
         lasts = {last for name in self.wanted if (last := last_of(name)) != "weight"}  # as a bias
         modules: dict[str, list[str]] = defaultdict(list)
         for name in names:
@@ -140,7 +165,8 @@ class _Named:
                 modules[name.rpartition(".")[0]].append(name)
         main = {_kind(n) for own in modules.values() for n in own if not self._is_of_mtp(n)}
         for module, own in modules.items():
-            shape = shapes.get(self._signature(module, own))
+            known = (shapes.get(signature, ()) for signature in self._signatures(module, own))
+            shape = next((only for one in known if len(one) == 1 for only in one), None)
             if shape is not None:
                 yield self._made(f"{module}{_WEIGHT}", shape, own[0])
             else:
@@ -150,11 +176,12 @@ class _Named:
     def _is_of_mtp(self, name: str) -> bool:
         return any(name.startswith(f"{module.name}.") for module in self.stored.family.mtp)
 
-    def _signature(self, module: str, names: Iterable[str]) -> _Signature:
-        return frozenset(
-            (module.rpartition(".")[2], name.removeprefix(module), *self.tensors[name][1:3])
-            for name in names
-        )
+    def _signatures(self, module: str, names: Sequence[str]) -> Iterator[_Signature]:
+        """Yield the ends of the names, dtypes and shapes of a module's tensors, first those of
+        modules of the same last name."""
+        for last in (last_of(module), ""):
+            ends = ((one.removeprefix(module), *self.tensors[one][1:3]) for one in names)
+            yield frozenset((last, *end) for end in ends)
 
     def _made(self, name: str, shape: tuple[int, ...], like: str) -> TensorInfo:
         dtype = self.wanted[name].dtypes[0] if name in self.wanted else FLOATS[0]

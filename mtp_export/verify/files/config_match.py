@@ -35,7 +35,7 @@ from mtp_export.verify.check import (
 )
 from mtp_export.verify.diagnosis.causes import configs as config_causes
 from mtp_export.verify.diagnosis.causes import files as causes
-from mtp_export.verify.diagnosis.causes.names import nothing_by_its_name
+from mtp_export.verify.diagnosis.causes.names import no_values_by_its_name
 from mtp_export.verify.evidence.parts import Part, PartLayout
 from mtp_export.verify.files.corrected import with_correction
 from mtp_export.verify.files.described import (
@@ -138,7 +138,7 @@ def _lost_by_names(context: Context, part: Part) -> Iterator[Item]:
         return
     layout = context.by_names.layout(named)
     missing = (one for one in layout.differences if one.found == NO_SUCH_TENSOR)
-    lost = [Problem(one.tensor, nothing_by_its_name(one.tensor)) for one in missing]
+    lost = [Problem(one.tensor, no_values_by_its_name(one.tensor)) for one in missing]
     if lost:
         lost = of_lost_experts(layout, lost) if part.name == MAIN else lost
         yield verdict(f"{part.name}: weights by their names", lost)

@@ -30,9 +30,9 @@ def under_other_names(found: OtherNames, of: str = "the module") -> str:
     )
 
 
-def nothing_by_its_name(name: str) -> str:
+def no_values_by_its_name(name: str) -> str:
     """name: that of a weight in a quantization that is not read."""
-    return f"{name} is missing: nothing is there by its name, in whatever quantization"
+    return f"{name} is missing: no values are there by its name, in whatever quantization"
 
 
 def _by_beginnings(found: OtherNames) -> Iterator[str]:
