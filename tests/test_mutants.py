@@ -72,6 +72,7 @@ WHOLE = (
     "mtp_export/verify/diagnosis/sketches.py",
     "mtp_export/verify/diagnosis/undone.py",
     "mtp_export/verify/files/listed_files.py",
+    "mtp_export/verify/evidence/as_named.py",
     "mtp_export/verify/evidence/likelihood.py",
     "mtp_export/verify/evidence/memory_room.py",
     "mtp_export/verify/evidence/mlp_notes.py",

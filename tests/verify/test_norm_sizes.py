@@ -107,3 +107,37 @@ def test_norms_of_1_plus_w_that_are_all_one_too_small_are_named(tmp_path: Path) 
 
     found = failures(rewritten(QWEN, tmp_path / "damaged", shift))
     assert "is 1 too small: its median is" in found[LAYERS]["cause"]
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "factor"),
+    [
+        (GLM, f"{GLM_MTP}enorm.weight", 32),
+        (GLM, f"{GLM_MTP}hnorm.weight", 1 / 32),
+        (GLM, f"{GLM_MTP}shared_head.norm.weight", 1 / 100),
+        (QWEN, "mtp.pre_fc_norm_hidden.weight", 32),
+        (QWEN, "mtp.norm.weight", 32),
+    ],
+)
+def test_a_norm_without_a_like_in_the_main_layers_is_compared_with_all(
+    source: Path, name: str, factor: float, tmp_path: Path
+) -> None:
+    added = 0 if source == GLM else 1  # by engines
+
+    def multiply(stored: Tensors, name: str) -> None:
+        stored[name] = ((stored[name].float() + added) * factor - added).bfloat16()
+
+    (item,) = failures(rewritten(source, tmp_path / "damaged", changed(multiply, name))).values()
+    assert (item["name"], item["subject"]) == (SIZES, name)
+    assert "of the main model's norms: it was multiplied" in item["cause"]
+
+
+def test_norms_before_the_projection_are_told_together(tmp_path: Path) -> None:
+    """As nothing moves scales into them."""
+    names = [f"{GLM_MTP}{last}.weight" for last in ("enorm", "hnorm")]
+
+    def multiply(stored: Tensors, name: str) -> None:
+        stored[name] = stored[name] * 50
+
+    (item,) = failures(rewritten(GLM, tmp_path / "damaged", changed(multiply, *names))).values()
+    assert [problem["subject"] for problem in item["data"]["problems"]] == names

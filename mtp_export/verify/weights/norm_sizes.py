@@ -4,7 +4,7 @@ size, and those of one main layer alone are not 1 too small or too large."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mtp_checkpoints.families.base import FLOATS, Role, TensorSpec
@@ -37,7 +37,8 @@ def run(context: Context) -> Iterator[Item]:
         return
     offset = family.facts.norm_offset
     specs = family.tensors.values()
-    main = _norms(context, context.main, (one for one in specs if one.mtp_layer is None))
+    of_all = _norms(context, context.main, (one for one in specs if one.mtp_layer is None))
+    main = {layer: norms for layer, norms in of_all.items() if layer}
     module: Layers = {}
     if context.mtp is not None:
         of_mtp = (one for one in specs if one.mtp_layer is not None)
@@ -46,19 +47,19 @@ def run(context: Context) -> Iterator[Item]:
     yield verdict("main: norms of the layers alike", problems, counted(len(main), "layer"))
     if module:
         told = context.named_tensors
-        found = [one for one in _sizes(module, main, offset) if one.subject not in told]
+        found = [one for one in _sizes(module, of_all, offset) if one.subject not in told]
         count = counted(sum(map(len, module.values())), "norm")
         yield verdict("mtp: norms as large as the main layers'", found, count)
 
 
 def _norms(context: Context, checkpoint: Checkpoint, specs: Iterable[TensorSpec]) -> Layers:
-    """Return the norms of a part's layers that are written and not constant."""
+    """Return the norms of a part that are written and not constant, under "" those of no layer."""
     found: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
     lost = context.unwritten_tensors
     for spec in specs:
         tensor, (layer, kind) = checkpoint.tensors.get(spec.name), in_layer(spec.name)
         is_norm = spec.role is Role.NORM and len(spec.shape) == 1 and kind.endswith(".weight")
-        if tensor is None or not layer or not is_norm or tensor.dtype not in FLOATS:
+        if tensor is None or not is_norm or tensor.dtype not in FLOATS:
             continue
         if tensor.name in lost:
             continue
@@ -126,7 +127,8 @@ def _far_from_all(main: Layers, module: Layers, offset: float) -> Iterator[Probl
                 nearest, among = (
                     (sizes[-2], "largest") if size == sizes[-1] else (sizes[1], "smallest")
                 )
-                words = balance.norm_of_another_size(f"{layer}.{kind}", size / nearest, among)
+                of_main = f"{among} of the main layers' norms of its name"
+                words = balance.norm_of_another_size(f"{layer}.{kind}", size / nearest, of_main)
                 yield Problem(f"{layer}.{kind}", words)
 
 
@@ -140,26 +142,31 @@ def _by_kind(main: Layers, offset: float) -> Mapping[str, Mapping[str, float]]:
 
 
 def _sizes(module: Layers, main: Layers, offset: float) -> Iterator[Problem]:
-    """Yield the norms of the module that are far larger or smaller than all of the main layers'.
-    None where several of a layer are: scales of the main model's linears may lie in its norms."""
+    """Yield the norms of the module that are far larger or smaller than all of the main model's of
+    their name. None where several of a layer are: scales of the main model's linears may lie in its
+    norms. Of a name that it has not, as those before the projection, beside all of its norms."""
     by_kind = _by_kind(main, offset)
+    every = [size for sizes in by_kind.values() for size in sizes.values()]
     for layer, norms in module.items():
-        found = []
+        found, others = list[Problem](), list[Problem]()
         for kind, values in norms.items():
-            theirs, own = by_kind.get(kind, {}).values(), _size(kind, values, offset)
-            if len(theirs) < _A_PAIR:
-                continue
-            for other, among in ((max(theirs), "largest"), (min(theirs), "smallest")):
-                factor = own / other
-                if (
-                    factor > gates.NORM_RATIO
-                    if among == "largest"
-                    else factor * gates.NORM_RATIO < 1
-                ):
-                    found.append((f"{layer}.{kind}", factor, among))
-        if len(found) == 1:
-            (name, factor, among), *_ = found
-            yield Problem(name, balance.norm_of_another_size(name, factor, among))
+            theirs = [*by_kind.get(kind, {}).values()]
+            size, name = _size(kind, values, offset), f"{layer}.{kind}".lstrip(".")
+            if len(theirs) >= _A_PAIR:
+                found += _far(name, size, theirs, "main layers' norms of its name")
+            elif len(every) >= _A_PAIR and not theirs:
+                others += _far(name, size, every, "main model's norms")
+        yield from others
+        yield from found if len(found) == 1 else ()
+
+
+def _far(name: str, size: float, theirs: Sequence[float], of_main: str) -> Iterator[Problem]:
+    """Yield a norm that is far larger than the largest of some or far smaller than the smallest."""
+    for other, among in ((max(theirs), "largest"), (min(theirs), "smallest")):
+        factor = size / other
+        if factor > gates.NORM_RATIO if among == "largest" else factor * gates.NORM_RATIO < 1:
+            words = balance.norm_of_another_size(name, factor, f"{among} of the {of_main}")
+            yield Problem(name, words)
 
 
 def _size(kind: str, values: torch.Tensor, offset: float) -> float:

@@ -15,11 +15,13 @@ from mtp_checkpoints.formats import UNQUANTIZED
 from mtp_export.progress import counted
 from mtp_export.verify import gates
 from mtp_export.verify.check import Item, Problem, judged, verdict
+from mtp_export.verify.diagnosis.causes import balance
 from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.evidence.weight_facts import WeightFacts
 from mtp_export.verify.weights.mtp_values import scale_ratio
 
 if TYPE_CHECKING:
+    from mtp_checkpoints.families.base import TensorSpec
     from mtp_export.verify.context import Context
 
 _A_PAIR = 2
@@ -68,14 +70,16 @@ def scales_alike(facts: Sequence[WeightFacts]) -> Item:
 
 
 def far_from_like(context: Context) -> Iterator[Item]:
-    """No matrix is of another size than all others of its kind, which are near to each other, but
-    for those that an earlier item is about."""
+    """No matrix is of another size than all others of its kind, which are near to each other, and
+    no linear than all others, but for those that an earlier item is about."""
     facts = [
         fact
         for layout in context.read_layouts
         for fact in written_facts(context, context.walks.of(layout.name).facts)
     ]
-    problems, named = [], context.named_tensors
+    problems, named = [*_of_all_linears(facts)], context.named_tensors
+    problems = [one for one in problems if one.subject not in named]
+    named |= {one.subject for one in problems}
     for alike in _by_kind(facts).values():
         sizes = sorted(rms for _, rms in alike)
         for fact, rms in alike:
@@ -99,9 +103,31 @@ def _by_kind(
     return kinds
 
 
-def is_alone(size: float, sizes: Sequence[float]) -> bool:
-    """Return whether the largest or the smallest size of a kind is far from all others, which are
-    near to each other. sizes: of all, in order."""
+def _of_all_linears(facts: Sequence[WeightFacts]) -> Iterator[Problem]:
+    """Yield the linear, or projection of a module, that is larger or smaller by far than all
+    others."""
+    sizes = {
+        fact.weight.name: fact.statistics.root_mean_square
+        for fact in facts
+        if varies(fact) and _is_linear(fact.weight.stored.weight)
+    }
+    ordered = sorted(sizes.values())
+    for name, size in sizes.items():
+        if is_alone(size, ordered, gates.LINEAR_RATIO):
+            nearest, among = (ordered[-2], "largest")
+            if size == ordered[0]:
+                nearest, among = (ordered[1], "smallest")
+            yield Problem(name, balance.linear_of_another_size(name, size / nearest, among))
+
+
+def _is_linear(spec: TensorSpec) -> bool:
+    is_values = spec.dtypes[0] in FLOATS  # no codes of fused experts, whose scales lie apart
+    return is_values and (spec.is_linear_or_projection or spec.role is Role.MTP_INPUT)
+
+
+def is_alone(size: float, sizes: Sequence[float], least: float = gates.GAP_RATIO) -> bool:
+    """Return whether the largest or the smallest size of a kind is far from all others, by so many
+    times at least, which are near to each other. sizes: of all, in order."""
     if len(sizes) < _FEW_SIZES:
         return False
     others, gap = (sizes[:-1], sizes[-1] / sizes[-2])
@@ -109,7 +135,7 @@ def is_alone(size: float, sizes: Sequence[float]) -> bool:
         others, gap = (sizes[1:], sizes[1] / sizes[0])
     elif size != sizes[-1]:
         return False
-    return gap > max(gates.GAP_RATIO, (others[-1] / others[0]) ** 2)
+    return gap > max(least, (others[-1] / others[0]) ** 2)
 
 
 def _middle(sizes: Sequence[float], usual: float) -> float:

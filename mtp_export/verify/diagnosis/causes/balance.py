@@ -42,10 +42,19 @@ def norms_apart(query: str, key: str, factor: float) -> str:
 
 
 def norm_of_another_size(norm: str, factor: float, among: str) -> str:
-    """among: which of the main layers' it is compared with, the largest or the smallest."""
+    """among: which of the main model's it is compared with, such as "largest of the norms"."""
     return (
-        f"{norm} is {factor:.3g} times as large as the {among} of the main layers' norms of its"
-        " name: it was multiplied by a number or by a tool's scales, or is another tensor"
+        f"{norm} is {factor:.3g} times as large as the {among}: it was multiplied by a number or by"
+        " a tool's scales, or is another tensor"
+    )
+
+
+def linear_of_another_size(tensor: str, factor: float, among: str) -> str:
+    """among: which of the model's other linears it is compared with, the largest or smallest."""
+    return (
+        f"{tensor} is {factor:.3g} times as large as the {among} of all other linears by its root"
+        " mean square: it was multiplied by a number, or its scales are inverted, left out or"
+        " another tensor's"
     )
 
 
