@@ -571,7 +571,11 @@ DAMAGED = (
         glm(),
         damages.hidden_axis_reordered,
         "run",
-        ("another main model", _without("loading:"), "graft .*--replace"),
+        (
+            "worse than the frequencies .* the whole layer is another main model's",
+            _without("loading:|in each other's place"),
+            "graft .*--replace",
+        ),
     ),
     Folder(
         "bf16 that is labelled fp16",
@@ -715,7 +719,11 @@ DAMAGED = (
     ),
     Folder("never trained", glm(), damages.random_layer, "weights", ("norm",)),
     Folder(
-        "of another training", glm(), damages.another_training, "run", ("another|loading|contract",)
+        "of another training",
+        glm(),
+        damages.another_training,
+        "run",
+        ("the whole layer is another main model's", _without("loading:|contract:")),
     ),
     Folder(
         "experts in another order",

@@ -3,8 +3,12 @@ damaged gains on other code."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +18,11 @@ from faults import planting
 from faults.blind import opened
 from faults.fault import Fault
 from faults.suspected_faults import TRAINED_LAYER_FAULTS, noisy
-from mtp_export.verify.check import Status
+from mtp_export.verify.check import EQUAL, Status, failed
 from mtp_export.verify.decoding.acceptance import diagnosed
 from mtp_export.verify.decoding.changed import compared
 from mtp_export.verify.decoding.several_vectors import of_several
-from mtp_export.verify.decoding.training import MOST_SMALL
+from mtp_export.verify.decoding.training import MOST_SMALL, or_useless
 from mtp_export.verify.diagnosis.layer_variants import LayerVariant, rerouted
 from mtp_export.verify.diagnosis.trainable import Trainable
 from mtp_export.verify.diagnosis.trainable_module import INPUTS, TrainableModule
@@ -147,6 +151,28 @@ def test_a_module_under_autograd_is_the_one_that_runs_and_gains_where_it_is_dama
     half = (0, INPUTS)
     gain = of_module.own.fitted_gain(of_module.trained_half(half)[1], 0.98)
     assert gain is not None and gain.low is not None and gain.low > LEAST_TRAINED_NATS
+
+
+def test_a_module_that_knows_no_text_is_told_as_a_whole() -> None:
+    """Its best change still leaves it worse than how often tokens come; a good one is far above."""
+    folder = FIXTURES / "glm4-moe-tiny"
+    tokenizer = Tokenizer.find(folder)
+    texts = (PlainTexts.of_modules(tokenizer, some[:6], 4) for some in (TRAINING, JUDGING))
+    trials = Trials.of(Trainable.of(open_streamed(folder, "cpu")), *texts)
+    counts = Counter(trials.code.texts.tokens.tolist())
+    total = len(trials.code.texts.tokens) + 0.5 * trials.model.head.linear.weight.shape[0]
+    logs = [
+        math.log((counts[t] + 0.5) / total) for t in trials.judging.table[:, 1:].flatten().tolist()
+    ]
+    assert trials.by_frequencies() == pytest.approx(sum(logs) / len(logs))
+    assert trials.own.fitted() > trials.by_frequencies() + 2
+    undone = LayerVariant(0, "two norms are exchanged", "they are in each other's place")
+    best = compared(trials.own, [(undone, trials.own)])[0]
+    useless: Any = SimpleNamespace(fitted=lambda: trials.by_frequencies() - 1)
+    found = failed("training", undone.cause, data={EQUAL: 3})
+    assert or_useless(found, trials, best) is found
+    told = or_useless(found, trials, replace(best, under=useless))
+    assert "the whole layer is another main model's" in told.cause and told.data[EQUAL] == 1
 
 
 @pytest.mark.nightly  # takes 144 texts through 61 layers

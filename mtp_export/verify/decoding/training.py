@@ -4,16 +4,18 @@ damaged gains on other code what nothing of a good model does."""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 
 import torch
 
 from mtp_checkpoints.errors import UnsupportedError
-from mtp_export.verify.check import MTP_MODULE, Item, Status, not_tested, passed
+from mtp_export.verify.check import EQUAL, MTP_MODULE, Item, Status, not_tested, passed
 from mtp_export.verify.context import Context
 from mtp_export.verify.decoding.changed import CONFIDENCE, Changed, best_first, compared, explained
 from mtp_export.verify.decoding.several_vectors import of_several
 from mtp_export.verify.diagnosis.causes import decoding as causes
+from mtp_export.verify.diagnosis.causes.pointed import knows_no_text
 from mtp_export.verify.diagnosis.layer_variants import LayerVariant
 from mtp_export.verify.diagnosis.neurons import agreements
 from mtp_export.verify.diagnosis.slopes import pointed
@@ -260,7 +262,19 @@ def _none_of(trials: Trials, name: str, context: Context, more: Trials | None = 
     better = [one for one in single if one.gains(0)]
     if better and (several := of_several(trials, better[0])) is not None:
         better = [several]
-    return explained(name, _merged(better, single, tried), better or far, bound)
+    found = explained(name, _merged(better, single, tried), better or far, bound)
+    is_main = more is not None
+    return found if is_main else or_useless(found, trials, (better or far)[0])
+
+
+def or_useless(found: Item, trials: Trials, best: Changed) -> Item:
+    """The failure of a module; where the best change leaves it worse than the frequencies of tokens
+    it names nothing, and the module is wrong as a whole."""
+    frequencies = trials.by_frequencies()
+    if best.under.fitted() > frequencies:
+        return found
+    cause = knows_no_text(trials.model.noun, -trials.own.fitted(), -frequencies)
+    return replace(found, cause=cause, data={**found.data, EQUAL: 1})
 
 
 def _suspected(trials: Trials, far: Sequence[Changed]) -> list[Half]:

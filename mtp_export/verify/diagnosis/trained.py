@@ -81,6 +81,14 @@ class Trials:
         """The judging texts under the model as it is."""
         return Likelihood.of_states(self.judged[-1], self.model.head, self.judging)
 
+    def by_frequencies(self) -> float:
+        """The mean log-probability of a token of the judging texts by how often each comes in the
+        others, half a time more."""
+        vocab = len(self.model.head.token_ids)
+        counts = torch.bincount(self.code.texts.tokens, minlength=vocab).double() + 0.5
+        shares = (counts / counts.sum()).log()
+        return float(shares[self.judging.table[:, 1:]].mean())
+
     @cached_property
     def temperature(self) -> float:
         """The one that fits the model as it is, at which slopes are taken: at another one they lead

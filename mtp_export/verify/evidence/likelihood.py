@@ -80,6 +80,10 @@ class Likelihood:
         sums, count = self.sums[of_kind].sum(dim=0), int(self.counts[of_kind].sum())
         return [float(value) / count for value in sums]
 
+    def fitted(self) -> float:
+        """The mean log-likelihood of a token of all texts, at the temperature that fits them."""
+        return float(self.sums.sum(dim=0).max()) / int(self.counts.sum())
+
     def _of_kind(self, kind: str) -> torch.Tensor:
         """The mask of texts [n] of a kind."""
         return torch.tensor([one == kind for one in self.plain.kinds])

@@ -13,6 +13,17 @@ INPUTS_DO_HARM = (
 )
 
 
+def knows_no_text(noun: str, own: float, frequencies: float) -> str:
+    """noun: the MTP layer. own, frequencies: nats per token by which plain text is less likely than
+    certain, under the layer and by how often its tokens come."""
+    return (
+        f"{noun} predicts plain text worse than the frequencies of its tokens do ({own:.1f} nats"
+        f" per token; {frequencies:.1f}), and so it does with any one change undone or part"
+        " trained: the whole layer is another main model's, whose hidden states it expects, or was"
+        " never trained, or eh_proj, which all of it is fed by, is damaged"
+    )
+
+
 def ordered(clause: str) -> str:
     """clause: on the order of its rows, columns or elements."""
     return f"is not as it was trained: {clause}"
