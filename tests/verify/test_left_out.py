@@ -64,6 +64,17 @@ def test_the_entry_that_lacks_is_named(tmp_path: Path, method: str) -> None:
     assert f"add {LACKS[method]}" in items[item]["cause"]
 
 
+def test_an_idle_entry_of_a_file_of_modelopt_s_is_named(tmp_path: Path) -> None:
+    """And one of fp8's, of which vLLM reads whole linears alone."""
+    for method, entry in (
+        ("modelopt fp8, in a file", "model.layers.4* in exclude_modules matches no module"),
+        ("fp8", "model.layers.4 in modules_to_not_convert, like 1 more, matches no module"),
+    ):
+        _unlisted(method).save(tmp_path / method)
+        _, items = verified(tmp_path / method)
+        assert f"leaves them out nowhere ({entry} of it)" in items[ITEM]["cause"]
+
+
 def _left_out(checkpoint: Checkpoint, *modules: str) -> Checkpoint:
     """Leave modules out as the checkpoint's method does."""
     own = {"quant_method": "modelopt", **checkpoint.quantization}

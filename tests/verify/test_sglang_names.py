@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from cases import edit_json
 from faults.small_model import family_config, write_dense
@@ -16,7 +17,8 @@ from quantized_by_others import METHODS
 from verify.foreign import INDEX, Tensors, rewritten
 from verify.test_foreign_checkpoints import failures, verified
 
-OF_SGLANG = "mtp: precision as SGLang reads it"
+OF_VLLM, OF_SGLANG = (f"mtp: precision as {engine} reads it" for engine in ("vLLM", "SGLang"))
+LEFT_OUT = "mtp: left out of quantization as stored"
 # The entry that leaves the first MTP layer out for SGLang.
 LAYERS = {
     "mimo_v2_flash": "model.decoder",
@@ -79,6 +81,34 @@ def test_a_layer_by_the_name_of_a_main_one_or_none_has_no_entry(
     _, items = verified(write(model_type, tmp_path, mtp=False))
     assert failures(items) == {OF_SGLANG}
     assert "lists" not in items[OF_SGLANG]["data"]
+
+
+@pytest.mark.parametrize("entries", [[], ["mtp.layers.0"]])
+def test_lists_are_repaired_for_the_others(tmp_path: Path, entries: list[str]) -> None:
+    """Without the entries that SGLang lacks, which are a main layer's names."""
+    folder = write("exaone_moe", tmp_path, mtp=True, method="fp8")
+    edit_json(folder / "config.json", lambda c: c["quantization_config"].update(listed(entries)))
+    plain = write("exaone_moe", tmp_path / "plain", mtp=False)
+    stored = load_file(plain / "model.safetensors")
+    own = {n: t for n, t in load_file(folder / "model.safetensors").items() if "mtp." not in n}
+    own |= {name: tensor for name, tensor in stored.items() if "mtp." in name}
+    save_file(own, folder / "model.safetensors")
+    _, items = verified(folder)
+    named = OF_VLLM if entries else LEFT_OUT
+    cause, lists = items[named]["cause"], items[named]["data"]["lists"]
+    assert "That alone mends nothing for SGLang: SGLang knows the draft's layer as" in cause
+    assert ("(mtp.layers.0 in modules_to_not_convert, like 1 more" in cause) is bool(entries)
+    assert "mtp.fc" in lists["ignored_layers"] and not {*entries, "mtp.fc"} - {
+        *lists["ignored_layers"]
+    }
+    edit_json(folder / "config.json", lambda c: c["quantization_config"].update(lists))
+    _, items = verified(folder)
+    assert failures(items) == {OF_SGLANG}
+
+
+def listed(entries: list[str]) -> dict[str, list[str]]:
+    """Both of the lists of native fp8."""
+    return {"modules_to_not_convert": entries, "ignored_layers": entries}
 
 
 def test_a_class_that_takes_no_config(tmp_path: Path) -> None:

@@ -34,20 +34,41 @@ def with_correction(
     if not advised or context.is_bundle or not are_in_one_place(context.parts):
         return items
     written = quantization_of(context.checkpoints[context.parts[0].name].config)
-    lists, left = written, items
-    for _ in range(_MOST_CHANGES):
-        changed = _changed(lists, left)
-        if changed == lists:
-            break
-        lists, left = changed, [*judged(_with_lists(context, changed))]
+    spared, (lists, left) = "", _mended(context, written, items, judged)
     wrong = {item.name: item for item in left if item.status is Status.FAIL}
+    if any(map(_is_advised, wrong.values())):  # names of an engine's may be other modules' to all
+        for engine in dict.fromkeys(item.data[ENGINE] for item in left if ENGINE in item.data):
+            others, of_them = _mended(context, written, items, judged, engine)
+            found = {item.name: item for item in of_them if item.status is Status.FAIL}
+            if all(one.data.get(ENGINE) == engine for one in found.values()):
+                spared, lists, left, wrong = engine, others, of_them, found
+                break
     mended = advised - {item.name for item in wrong.values() if _is_advised(item)}
     if not mended:
         return items
-    refused = [one for one in wrong.values() if ENGINE in one.data and not _is_advised(one)]
+    read = [one for one in wrong.values() if ENGINE in one.data]
+    refused = [one for one in read if one.data[ENGINE] == spared or not _is_advised(one)]
     whole = len(refused) == len(wrong) and any(item.name not in wrong for item in left)
     correction = _Correction(context, written, lists, refused)
     return [correction.told(item, mended, whole=whole, wrong=wrong) for item in items]
+
+
+def _mended(
+    context: Context,
+    written: _Lists,
+    items: Sequence[Item],
+    judged: Callable[[Context], Iterable[Item]],
+    spared: str = "",
+) -> tuple[_Lists, Sequence[Item]]:
+    """Return the lists that the advice of items leads to, and the items of them; without that for
+    the engine `spared`, whose names are another module's for others."""
+    lists, left = written, items
+    for _ in range(_MOST_CHANGES):
+        changed = _changed(lists, [one for one in left if one.data.get(ENGINE) != spared])
+        if changed == lists:
+            break
+        lists, left = changed, [*judged(_with_lists(context, changed))]
+    return lists, left
 
 
 def _is_advised(item: Item) -> bool:

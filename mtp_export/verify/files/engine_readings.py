@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from mtp_checkpoints.containers.base import CONFIG_NAME, TensorInfo
@@ -130,10 +131,20 @@ def _storages_of_main(context: Context) -> set[str]:
     return {kind.format.storage for kinds in mains for kind in kinds} | titles
 
 
-def with_lists(item: Item, listed: ListedDraft) -> Item:
-    """The item with the entries that lists lack, and that are too many."""
-    data = {TO_ADD: listed.to_add, TO_TAKE: listed.to_take}
+def with_lists(
+    item: Item, listed: ListedDraft, more: Mapping[str, Any] = MappingProxyType({})
+) -> Item:
+    """The item with the entries that lists lack, `more` of them, and that are too many."""
+    to_add = {key: _joined(listed.to_add.get(key), one) for key, one in more.items()}
+    data = {TO_ADD: {**listed.to_add, **to_add}, TO_TAKE: listed.to_take}
     return replace(item, data={**item.data, **{key: one for key, one in data.items() if one}})
+
+
+def _joined(some: Any, more: Any) -> Any:
+    """Entries of one list or object, and more of them."""
+    if isinstance(more, Mapping):
+        return {**(some or {}), **more}
+    return [*dict.fromkeys([*(some or ()), *more])]
 
 
 def _readers(context: Context, family: ModelSpec) -> list[Engine]:
@@ -184,12 +195,8 @@ def _as_read(name: str, layout: PartLayout, config: Any, reading: DraftReading) 
     entries_are_renamed = named == tuple(dict.fromkeys(map(draft.entry_of, layers)))
     tensors = {rename(key): tensor for key, tensor in tensors.items()}
     refused, built = _refused(layout, reading), [*_built_quantized(layout, config, reading)]
-    if refused or built:
-        found = [problem for problem, _ in built]
-        problems = [*refused, *(found if draft.layer is None else _with_reason(reason, found))]
-        item = verdict(name, problems, counted(len(specs), "weight"))
-        to_add = lacking(config, layout.stored.quantization, [module for _, module in built])
-        return replace(item, data={**item.data, TO_ADD: to_add})
+    if refused:
+        return verdict(name, refused, counted(len(specs), "weight"))
     try:
         read = layout.stored.reread(config, rename)
     except MtpExportError as error:
@@ -201,10 +208,13 @@ def _as_read(name: str, layout: PartLayout, config: Any, reading: DraftReading) 
         read = read.of_tensors(lambda spec: spec.role not in COPIED)
     written = layout.stored.quantization
     listed = ListedDraft(read, tensors, config, named, written=written, rename=draft.entry_of)
-    if problems := listed.problems():  # of which each tensor's are the consequence
+    if (problems := listed.problems()) or built:  # of which each tensor's are the consequence
         misread = partial(lists.misread_by_engine, reason)
         problems = [Problem(one.subject, misread(one.words)) for one in problems]
-        return with_lists(verdict(name, problems, counted(len(specs), "weight")), listed)
+        found = [problem for problem, _ in built]
+        problems += found if problems or draft.layer is None else _with_reason(reason, found)
+        more = lacking(config, written, [module for _, module in built])
+        return with_lists(verdict(name, problems, counted(len(specs), "weight")), listed, more)
     # What is missing or strange by the released names is said of these.
     absent = {*map(rename, layout.stored.tensors.keys() ^ layout.checkpoint.tensors.keys())}
     problems = _differing(tensors, read, absent, linears_alone=not entries_are_renamed)

@@ -21,7 +21,7 @@ from mtp_checkpoints.quantization.native import method_of
 from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight
 from mtp_export.verify.check import Problem
 from mtp_export.verify.diagnosis.causes import lists
-from mtp_export.verify.files.list_entries import ListEntries, format_by, read, without
+from mtp_export.verify.files.list_entries import ListEntries, format_by, lists_in, read, without
 
 _GROUPS = "config_groups"
 _SHOWN = 300  # characters of an entry
@@ -165,16 +165,22 @@ class ListedDraft:
         modules = {_module_of(weight): weight.weight.role for weight in self._matrices}
         kept = tuple(one for one, role in modules.items() if role is Role.MTP_PROJECTION)
         first = min(one.weight.mtp_layer or 0 for one in self.described.weights.values())
-        for key in with_them:
-            value = self.quantization.get(key)
-            if value == with_them[key] or not isinstance(value, list | dict):
+        read_as = {one.own for one in self._listed.entries}  # a reader drops what reaches nothing
+        named = METHODS[method_of(self.quantization)].key_of or (lambda _, key: key)
+        values, written = lists_in(self.quantization), lists_in(self._as_written)
+        after = {named(self._as_written, key): value for key, value in with_them.items()}
+        keys = [key for key, value in after.items() if values.get(key) != value]
+        for key in keys:
+            own = written.get(key)
+            is_unread = not values.get(key) and any(values.get(other) for other in keys)
+            if is_unread or not isinstance(own, list | dict):
                 continue
-            written = self._as_written.get(key) or ()
-            meant = (one for one in value if one in written and _is_for_mtp(str(one), first))
+            meant = (one for one in own if _is_for_mtp(str(one), first))
             for entry in islice(meant, _LOOKED_INTO):
                 if str(entry).replace("\\", "").endswith(kept):  # which no engine quantizes
                     continue
-                if entry in built or (entry not in modules and not self._acts(key, entry)):
+                is_idle = entry in built or (entry not in modules and not self._acts(key, entry))
+                if entry not in read_as or (entry in values[key] and is_idle):
                     yield f"{str(entry)[:_SHOWN]} in {key}"
 
     def _acts(self, key: str, entry: object) -> bool:
