@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from cases import run_program
+from faults.small_model import family_config, write_dense
+from gguf_files import gguf_model
 from mtp_checkpoints.families.other_names import other_names
 from verify.foreign import GLM, GLM_MTP, Tensors, rewritten
 from verify.foreign_sources import ignore, quantized
@@ -65,3 +67,18 @@ def test_a_lost_tensor_of_a_weight_is_told_once(module: str, tensor: str, tmp_pa
     checkpoint.save(tmp_path / "lost")
     (text,) = causes(tmp_path / "lost")
     assert re.search("missing|lacks|no scale is beside it", text)
+
+
+@pytest.mark.parametrize("half", ["k", "v"])
+@pytest.mark.parametrize("layer", [1, 3])
+def test_a_lost_half_of_a_gguf_files_projection_is_named(
+    layer: int, half: str, tmp_path: Path
+) -> None:
+    """Of the module as of a main layer, and of the other half nothing else is said."""
+    dense = write_dense(tmp_path / "dense", config=family_config("deepseek_v3"))
+    other_half = "v" if half == "k" else "k"
+    lost, other = (f"blk.{layer}.attn_{one}_b.weight" for one in (half, other_half))
+    model = gguf_model(dense).only(lambda name: name != lost)
+    (text,) = causes(model.write(tmp_path / "model.gguf"))
+    whole = f"model.layers.{layer}.self_attn.kv_b_proj.weight"
+    assert text == f"{lost} is missing: of {whole} there is {other} alone, its other half"

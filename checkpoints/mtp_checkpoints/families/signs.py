@@ -40,8 +40,10 @@ _EXPERT_COUNTS = (
 
 # Numbers of more digits are none of a layer or an expert.
 _BY_NAME = re.compile(r"(?:^|\.)((?:mtp|nextn)(?:_[a-z_]+)?)\.(?:layers\.)?(?:(\d{1,6})\.)?")
+# blk is that of a GGUF file's tensors that have no released name.
 _LAYER = re.compile(
-    r"^((?:language_model\.|llm\.|model\.|transformer\.|backbone\.)*layers)\.(\d{1,6})\.", re.ASCII
+    r"^((?:language_model\.|llm\.|model\.|transformer\.|backbone\.)*layers|blk)\.(\d{1,6})\.",
+    re.ASCII,
 )
 _IN_LAYER = re.compile(r"(.*?\b(?:(?:mtp_)?layers|mtp_block|mtp)\.\d+)\.(.+)", re.ASCII)
 _FUSED_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj", ".experts.w13", ".experts.w2")

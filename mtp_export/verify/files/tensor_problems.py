@@ -5,17 +5,26 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.families.base import Role
+from mtp_checkpoints.families.name_parts import module_of, place_of
 from mtp_checkpoints.formats.base import SCALES_OF_CODES
 from mtp_checkpoints.quantization.mismatches import Mismatch
 from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight
 from mtp_export.verify.check import Problem
 from mtp_export.verify.diagnosis.causes import files as causes
 
+_WHOLE = ".kv_b_proj."
+_OTHER_HALF = {
+    "attn_k_b": "attn_v_b",
+    "attn_v_b": "attn_k_b",
+    "embed_q": "unembed_out",
+    "unembed_out": "embed_q",
+}
 NO_SUCH_TENSOR = "no such tensor"  # of what was found
 COPIED = (Role.EMBEDDING, Role.HEAD)
 """Roles of which a draft may have copies of the main model's."""
@@ -44,7 +53,32 @@ def sorted_out(
     precision = [
         _precision(weight, _stored_of(weight, modules, promised)) for weight in astray.values()
     ]
-    return presence, precision
+    return _of_lost_halves(presence), precision
+
+
+def _of_lost_halves(problems: Sequence[Problem]) -> list[Problem]:
+    """Return problems of presence, those of a half of kv_b_proj, as GGUF and MLX have it, and of
+    the whole as that of the other half, which is lost."""
+    halves = dict[int, tuple[str, str]]()
+    for problem in problems:
+        module, _, half = module_of(problem.subject).rpartition(".")
+        if half in _OTHER_HALF:
+            names = (problem.subject, f"{module}.{_OTHER_HALF[half]}.weight")
+            halves.setdefault(place_of(problem.subject)[0], names)
+    wholes = {place_of(one.subject)[0]: one.subject for one in problems if _WHOLE in one.subject}
+    told = list[Problem]()
+    for problem in problems:
+        layer = place_of(problem.subject)[0]
+        is_half = problem.subject == wholes.get(layer) or _is_half(problem.subject)
+        if is_half and layer in halves and layer in wholes:
+            words = causes.half_missing(*halves[layer], wholes[layer])
+            problem = replace(problem, words=words)
+        told.append(problem)
+    return told
+
+
+def _is_half(name: str) -> bool:
+    return module_of(name).rpartition(".")[2] in _OTHER_HALF
 
 
 def _lost_biases(

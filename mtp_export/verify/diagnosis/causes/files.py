@@ -145,6 +145,10 @@ def tensor_missing(tensor: str, expected: str) -> str:
     return f"{tensor} is missing ({expected})"
 
 
+def half_missing(half: str, other: str, whole: str) -> str:
+    return f"{other} is missing: of {whole} there is {half} alone, its other half"
+
+
 def tensor_unlike_promised(tensor: str, problem: str, found: str) -> str:
     return f"{tensor} is {problem} (found {found})"
 
