@@ -75,6 +75,14 @@ def test_an_idle_entry_of_a_file_of_modelopt_s_is_named(tmp_path: Path) -> None:
         assert f"leaves them out nowhere ({entry} of it)" in items[ITEM]["cause"]
 
 
+def test_a_list_that_is_not_there_has_no_idle_entry(tmp_path: Path) -> None:
+    checkpoint = foreign_sources.quantized(GLM, "awq, experts alone", "quantized")
+    checkpoint.quantization.pop("modules_to_not_convert", None)
+    checkpoint.save(tmp_path / "checkpoint")
+    _, items = verified(tmp_path / "checkpoint")
+    assert OF_VLLM in items and not any(name.startswith("internal") for name in items)
+
+
 def _left_out(checkpoint: Checkpoint, *modules: str) -> Checkpoint:
     """Leave modules out as the checkpoint's method does."""
     own = {"quant_method": "modelopt", **checkpoint.quantization}

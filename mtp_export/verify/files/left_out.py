@@ -179,8 +179,9 @@ class ListedDraft:
             for entry in islice(meant, _LOOKED_INTO):
                 if str(entry).replace("\\", "").endswith(kept):  # which no engine quantizes
                     continue
-                is_idle = entry in built or (entry not in modules and not self._acts(key, entry))
-                if entry not in read_as or (entry in values[key] and is_idle):
+                is_read = entry in (values.get(key) or ())
+                acts = entry in modules or not is_read or self._acts(key, entry)
+                if entry not in read_as or (is_read and (entry in built or not acts)):
                     yield f"{str(entry)[:_SHOWN]} in {key}"
 
     def _acts(self, key: str, entry: object) -> bool:
