@@ -143,3 +143,9 @@ class OutputTensor(NamedTuple):
     @property
     def size_bytes(self) -> int:
         return tensor_bytes(self.dtype, self.shape)
+
+
+# Of scales of fp8, which engines widen as they load them: those of Qwen's releases and of
+# llm-compressor have the model's dtype, some others are powers of two.
+WIDE_SCALE_DTYPES = (DType.F32, DType.BF16, DType.F16)
+SCALE_DTYPES = (*WIDE_SCALE_DTYPES, DType.F8_E8M0)

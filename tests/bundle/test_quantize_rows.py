@@ -246,15 +246,22 @@ def test_row_from_a_bundle(
     check_row(row, output, row_sources[kind])
 
 
+POWERS, MODEL = torch.float8_e8m0fnu, torch.bfloat16
+
+
 @pytest.mark.parametrize("name", ["fp8", "int8", "wint4, SGLang", "bf16"])
-def test_scales_that_are_powers_of_two(name: str, tmp_path: Path, output: Path) -> None:
-    """V3.1 stores scales as F8_E8M0 and says scale_fmt ue8m0."""
+@pytest.mark.parametrize("dtype", [POWERS, MODEL], ids=["powers of two", "of the model's dtype"])
+def test_scales_of_other_dtypes(
+    dtype: torch.dtype, name: str, tmp_path: Path, output: Path
+) -> None:
+    """V3.1 stores scales as F8_E8M0 and says scale_fmt ue8m0; Qwen3.5 as BF16 and says nothing."""
     from safetensors.torch import save_file
 
-    fp8 = CONFIGS["fp8"]["quantization_config"] | {"scale_fmt": "ue8m0"}
+    powers = {"scale_fmt": "ue8m0"} if dtype is POWERS else {}
+    fp8 = CONFIGS["fp8"]["quantization_config"] | powers
     source = make_checkpoint(tmp_path / "source", CONFIGS["fp8"] | {"quantization_config": fp8})
     tensors = {
-        name: tensor.to(torch.float8_e8m0fnu) if name.endswith("_scale_inv") else tensor
+        name: tensor.to(dtype) if name.endswith("_scale_inv") else tensor
         for name, tensor in read_tensors(source).items()
     }
     for path in [*source.glob("*.safetensors"), source / "model.safetensors.index.json"]:

@@ -92,6 +92,23 @@ def weights_scheme(**fields: object) -> Damage:
     return damage
 
 
+def in_compressed_blocks(checkpoint: Checkpoint) -> None:
+    """fp8 in blocks as llm-compressor's FP8_BLOCK writes it: with scales of the model's dtype."""
+    scales = [name for name in checkpoint.tensors if name.endswith("_scale_inv")]
+    for name in scales:
+        scale = checkpoint.tensors.pop(name).bfloat16()
+        checkpoint.tensors[name.removesuffix("_inv")] = scale
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "block"}
+    group = {"targets": ["Linear"], "weights": {**weights, "block_structure": [128, 128]}}
+    checkpoint.config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+        "config_groups": {"group_0": group},
+    }
+
+
 def nibbles_plus_one(words: torch.Tensor) -> torch.Tensor:
     """Add one to each of a word's eight numbers, none of which is 15."""
     return words + 0x11111111

@@ -888,6 +888,12 @@ GOOD = (
     Folder("fp8 by channels, both parts", both(FP8)),
     Folder("fp8 in blocks, left out by names", listed("fp8")),
     Folder("fp8 in blocks, both parts", both("fp8")),
+    Folder(
+        "fp8 in blocks with scales in bf16, as Qwen releases it",
+        both("fp8"),
+        each("_scale_inv$", torch.Tensor.bfloat16),
+    ),
+    Folder("llm-compressor's fp8 in blocks, both parts", both("fp8"), damages.in_compressed_blocks),
     Folder("AWQ, left out by its prefix", unquantized("awq", "model.layers.3.", "model.decoder.")),
     Folder("AWQ, both parts", both("awq")),
     Folder("GPTQ, both parts", both("gptq")),

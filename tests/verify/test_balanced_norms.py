@@ -159,6 +159,17 @@ def test_nothing_is_told_of_good_untrained_or_few_models() -> None:
         assert not told(found)
 
 
+def test_the_farthest_of_few_that_differ_in_size_is_none() -> None:
+    """Most are alike, and some are not: by the median alone the last would be far off."""
+    found = mlps(trained=True)
+    for number, factor in enumerate((1.0, 0.5, 0.6, 1.7), start=2):
+        found[number][2] = found[number][2] * factor
+    assert not told(found)
+    found[3][2] = found[3][2] / 4
+    (one,) = told(found)
+    assert one.startswith("3.down: ") and "about 0.1" in one
+
+
 def test_a_few_of_a_kind_are_compared_with_others_of_as_many_neurons() -> None:
     """For their orders alone: another kind may go together less."""
     experts, shared = (
@@ -308,6 +319,8 @@ def test_norms_of_queries_and_keys_may_have_outliers_and_zeros() -> None:
     of_wide_layers = [pair(weights, weights * factor) for factor in (1.02, 1.05, 1.1, 1.2, 1.4)]
     assert not query_and_key_norms.far_apart([*good, pair(*found)])
     assert not query_and_key_norms.far_apart(of_wide_layers)
+    of_few = [pair(weights, weights * factor) for factor in (1.02, 1.08, 1.5, 2.4)]
+    assert not query_and_key_norms.far_apart(of_few)
     for query in (found[0] * 2, found[0].flip(0)):
         (one,) = query_and_key_norms.far_apart([*good, pair(query, found[1])])
         assert one.weights[0] is query

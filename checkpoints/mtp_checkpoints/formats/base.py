@@ -40,7 +40,6 @@ SCALES_OF_CODES: Mapping[str, tuple[str, ...]] = {
     "weight_packed": (COMPRESSED_SCALE, "weight_global_scale"),
     "qweight": ("scales",),
 }
-SCALE_DTYPES = (DType.F32, DType.F8_E8M0)  # of fp8: engines widen a power of two as they load it
 
 # Rows and columns of a tensor on disk; a vector has rows alone.
 Place = tuple[range, range | None]

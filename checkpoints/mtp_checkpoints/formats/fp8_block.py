@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mtp_checkpoints.dtypes import DType, OutputTensor
+from mtp_checkpoints.dtypes import SCALE_DTYPES, WIDE_SCALE_DTYPES, DType, OutputTensor
 from mtp_checkpoints.formats.base import (
     BLOCK,
     COMPRESSED_SCALE,
     NATIVE_SCALE,
-    SCALE_DTYPES,
     EncodedWeight,
     FormatOptions,
     KernelFormat,
@@ -39,7 +38,7 @@ class Fp8Block(KernelFormat):
     """
 
     scale_name: str = NATIVE_SCALE
-    scale_dtypes: tuple[DType, ...] = (DType.F32,)
+    scale_dtypes: tuple[DType, ...] = WIDE_SCALE_DTYPES
     chunk_rows: int = 0
 
     storage: ClassVar[str] = "fp8_block"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mtp_checkpoints.dtypes import DType, OutputTensor
+from mtp_checkpoints.dtypes import WIDE_SCALE_DTYPES, DType, OutputTensor
 from mtp_checkpoints.formats.base import COMPRESSED_SCALE, KernelFormat
 from mtp_checkpoints.formats.compressed import COMPRESSED, WeightsEntry, group, numbers
 from mtp_checkpoints.formats.verification import FP8_GATE, FormatGate
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 _LAYOUT = "float-quantized"
 _LARGEST = 448.0
-_SCALE_DTYPES = (DType.F32, DType.BF16)
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Fp8Channel(KernelFormat):
         )
 
     def accepted_dtypes(self, tensor: OutputTensor) -> tuple[DType, ...]:
-        return (tensor.dtype,) if tensor.dtype == DType.F8_E4M3 else _SCALE_DTYPES
+        return (tensor.dtype,) if tensor.dtype == DType.F8_E4M3 else WIDE_SCALE_DTYPES
 
     def encode(self, values: torch.Tensor, scale_rule: str) -> tuple[torch.Tensor, ...]:
         import torch

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtp_checkpoints.containers.base import QUANTIZATION
-from mtp_checkpoints.dtypes import DType
+from mtp_checkpoints.dtypes import SCALE_DTYPES, WIDE_SCALE_DTYPES, DType
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
-from mtp_checkpoints.formats.base import BLOCK, SCALE_DTYPES
+from mtp_checkpoints.formats.base import BLOCK
 from mtp_checkpoints.formats.ggml_blocks import GGUF
 from mtp_checkpoints.quantization.undecoded import MLX_METHOD
 
@@ -151,8 +151,8 @@ def native_fp8(quantization: object) -> NativeFp8 | None:
             or "a quantization_config without quant_method",
             todo="Start from the original checkpoint",
         )
-    scale_dtypes = SCALE_DTYPES if quantization.get("scale_fmt") == "ue8m0" else (DType.F32,)
-    return NativeFp8(scale_dtypes, left_out(quantization))
+    has_powers = quantization.get("scale_fmt") == "ue8m0"
+    return NativeFp8(SCALE_DTYPES if has_powers else WIDE_SCALE_DTYPES, left_out(quantization))
 
 
 def native_scheme(native: NativeFp8 | None) -> str:

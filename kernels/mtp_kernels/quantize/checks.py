@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # Names of torch's dtypes: whoever converts arrays alone does without torch.
 FLOAT_DTYPES = ("bfloat16", "float16", "float32")
-BLOCK_SCALE_DTYPES = ("float32", "float8_e8m0fnu")
+BLOCK_SCALE_DTYPES = (*FLOAT_DTYPES, "float8_e8m0fnu")
 
 
 def check_matrix(what: str, tensor: object, dtypes: tuple[str, ...]) -> torch.Tensor:

@@ -42,7 +42,7 @@ class OutOfRangeError(ValueError):
 
 @dataclass(frozen=True)
 class Fp8Block:
-    """codes F8_E4M3 [N, K]; scale F32 or F8_E8M0 [⌈N/128⌉, ⌈K/128⌉]."""
+    """codes F8_E4M3 [N, K]; scale of floats or F8_E8M0 [⌈N/128⌉, ⌈K/128⌉]."""
 
     codes: torch.Tensor
     scale: torch.Tensor

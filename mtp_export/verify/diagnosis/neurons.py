@@ -44,6 +44,7 @@ _SUSPICIOUS_ERRORS, _MENDED_ERRORS = 3.0, 8.0
 # in the trained fixtures.
 _LEAST_OCTAVES, _MOST_SPREADS = 0.7, 8.0
 _LEAST_SPREAD = 0.02
+_STANDING = 2.0  # times as far off as any other of its like: few tell little of what is usual
 _MOST_RESIZED = 0.05  # of MLPs that are alike: of more it is how they were trained
 _SIGMA = 1.4826  # the standard deviation over the median of absolute deviations
 _MOST_CORRELATED = 0.999
@@ -300,7 +301,14 @@ def problems(
 def _resized(alike: Sequence[Neurons], usual: _Usual) -> Iterator[tuple[str, str]]:
     """Yield the tensors of another size than their like; none where many are."""
     found = [(one, *resized) for one in alike if (resized := usual.resized(one))]
-    for one, place, factor in found if len(found) <= max(1, _MOST_RESIZED * len(alike)) else ():
+    found = found if len(found) <= max(1, _MOST_RESIZED * len(alike)) else []
+    off = {one.names: (one.octaves - usual.octaves).abs() for one in alike}
+    told = {one.names for one, *_ in found}
+    others = [far for names, far in off.items() if names not in told]
+    least = _STANDING * torch.stack(others).amax(0) if others else torch.zeros(len(_PAIRS))
+    for one, place, factor in found:
+        if bool((off[one.names] < least)[_of(place)].any()):
+            continue
         name = one.names[place]
         yield name, decoding.of_tensor(name, "", decoding.times(factor))
 

@@ -206,7 +206,7 @@ def _as_read(name: str, layout: PartLayout, config: Any, reading: DraftReading) 
         tables = {_module_of(table) for table in read.tables.values()}
         tensors = {n: one for n, one in tensors.items() if n.rpartition(".")[0] not in tables}
         read = read.of_tensors(lambda spec: spec.role not in COPIED)
-    written = layout.stored.quantization
+    written = quantization_of(layout.checkpoint.config)  # a layout's is as engines take it
     listed = ListedDraft(read, tensors, config, named, written=written, rename=draft.entry_of)
     if (problems := listed.problems()) or built:  # of which each tensor's are the consequence
         misread = partial(lists.misread_by_engine, reason)

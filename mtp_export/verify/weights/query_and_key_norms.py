@@ -33,6 +33,7 @@ _NAME = "norms of queries and keys are alike"
 # Nothing is told of a model in whose layers it is usually more, nor of a layer where it is within
 # so many median deviations of the median.
 _MOST_USUAL, _MOST_APART, _MOST_SPREADS = 0.1, 0.3, 10.0
+_STANDING = 3.0  # times as far apart as any other layer: few tell little of what is usual
 # Elements that are left out: those farthest apart, as some grow far larger than the others; and of
 # smaller elements than this share of the median, which cross zero, quotients tell nothing.
 _OUTLIERS, _LEAST_SHARE = 1 / 16, 0.1
@@ -88,7 +89,8 @@ def far_apart(pairs: Sequence[Pair]) -> list[Pair]:
         return []
     spread = median_low([abs(apart - usual) for apart in found])
     most = max(_MOST_APART, usual + _MOST_SPREADS * spread)
-    return [pair for pair, apart in zip(pairs, found, strict=True) if apart > most]
+    least = _STANDING * max(apart for apart in found if apart <= most)
+    return [pair for pair, apart in zip(pairs, found, strict=True) if apart > max(most, least)]
 
 
 def _pairs(layout: PartLayout, lost: frozenset[str]) -> Iterator[Pair]:

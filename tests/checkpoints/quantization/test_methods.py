@@ -15,7 +15,7 @@ from mtp_checkpoints.quantization.native import NATIVE_FP8
 
 UP = "model.layers.1.mlp.up_proj"
 EXPERT = "model.layers.1.mlp.experts.0.up_proj"
-WIDE = Fp8Block(scale_dtypes=("F32", "F8_E8M0"))
+WIDE = Fp8Block(scale_dtypes=("F32", "BF16", "F16", "F8_E8M0"))
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 64}
 BY_CLASS = (*LINEAR_ROLES, Role.HEAD, Role.MTP_PROJECTION)

@@ -21,6 +21,7 @@ from mtp_checkpoints.quantization.native import (
     with_renamed_modules,
 )
 
+WIDE = ("F32", "BF16", "F16")
 RELEASED = {
     "quant_method": "fp8",
     "activation_scheme": "dynamic",
@@ -67,11 +68,11 @@ def test_in_words(quantization: Any, words: str) -> None:
         (None, None),
         ({}, None),
         ("", None),
-        (NATIVE_FP8, NativeFp8(("F32",), ())),
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, NativeFp8(("F32",), ())),
-        (RELEASED | {"scale_fmt": "ue8m0"}, NativeFp8(("F32", "F8_E8M0"), ())),
-        (RELEASED | {"scale_fmt": "float"}, NativeFp8(("F32",), ())),
-        (RELEASED | {KEYS[0]: ["a"], KEYS[1]: ["b"]}, NativeFp8(("F32",), ("a", "b"))),
+        (NATIVE_FP8, NativeFp8(WIDE, ())),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, NativeFp8(WIDE, ())),
+        (RELEASED | {"scale_fmt": "ue8m0"}, NativeFp8((*WIDE, "F8_E8M0"), ())),
+        (RELEASED | {"scale_fmt": "float"}, NativeFp8(WIDE, ())),
+        (RELEASED | {KEYS[0]: ["a"], KEYS[1]: ["b"]}, NativeFp8(WIDE, ("a", "b"))),
     ],
 )
 def test_native_fp8_is_read(quantization: Any, native: NativeFp8 | None) -> None:
@@ -143,8 +144,8 @@ def test_lists_that_are_none(key: str, listed: Any) -> None:
 )
 def test_what_a_list_leaves_out(module: str, covered: bool) -> None:
     names = ("model.layers.3.self_attn.o_proj", "model.layers.2.mlp.experts", "lm_head")
-    assert NativeFp8(("F32",), names).covers(module) is covered
-    assert NativeFp8(("F32",), ()).covers(module)
+    assert NativeFp8(WIDE, names).covers(module) is covered
+    assert NativeFp8(WIDE, ()).covers(module)
 
 
 def test_further_modules_are_listed_under_both_names() -> None:

@@ -126,7 +126,8 @@ def test_a_source_holds_the_tensors_of_its_family(kind: str) -> None:
         if in_fp8:
             blocks = (-(-spec.shape[0] // 128), -(-spec.shape[1] // 128))
             scale = f"{spec.name}_scale_inv"
-            expected.append(StoredTensor(scale, blocks, ("F32",), scale_of=spec.name))
+            wide = ("F32", "BF16", "F16")
+            expected.append(StoredTensor(scale, blocks, wide, scale_of=spec.name))
     assert list(stored_model(CONFIGS[kind]).tensors.values()) == expected
 
 

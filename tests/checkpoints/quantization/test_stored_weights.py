@@ -133,7 +133,7 @@ def test_transposed_tensors_are_turned_back() -> None:
 
 def test_parts_of_a_model() -> None:
     whole = stored_model(FP8)
-    assert whole.native == NativeFp8(("F32",), ())
+    assert whole.native == NativeFp8(("F32", "BF16", "F16"), ())
     assert stored_model(BF16).native is None
     assert whole.quantization == FP8["quantization_config"]
     main, mtp = whole.main.weights, whole.mtp.weights

@@ -54,6 +54,7 @@ def sources(rows: int, columns: int) -> dict[str, Source]:
         "fp8": fp8,
         "fp8 subnormal products": fp8_source(rows, columns, 1e-39),
         "fp8 under e8m0": Fp8Block(fp8.codes, powers.to(torch.float8_e8m0fnu)),
+        "fp8 under bf16": Fp8Block(fp8.codes, fp8.scale.bfloat16()),
     }
 
 

@@ -41,10 +41,16 @@ def e8m0(weights: torch.Tensor) -> quantize.Fp8Block:
     return quantize.Fp8Block(block.codes, block.scale.to(torch.float8_e8m0fnu))
 
 
+def bf16_scales(weights: torch.Tensor) -> quantize.Fp8Block:
+    block, _ = quantize.quantize_fp8_block(weights)
+    return quantize.Fp8Block(block.codes, block.scale.bfloat16())
+
+
 FORMS: dict[str, Callable[[torch.Tensor], StoredWeight]] = {
     "fp8 blocks": lambda weights: quantize.quantize_fp8_block(weights)[0],
     "fp8 blocks, every code": every_code,
     "fp8 blocks, e8m0": e8m0,
+    "fp8 blocks, bf16": bf16_scales,
     "fp8 channels": fp8_channel,
     "int8": lambda weights: quantize.quantize_int8_channel(weights)[0],
     "int4 in 32": lambda weights: quantize.quantize_int4_group(weights, group_size=32)[0],

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from mtp_checkpoints.dtypes import SCALE_DTYPES
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.base import LINEAR_ROLES, Role, weight_name
 from mtp_checkpoints.families.spec import PLAIN_HEADS, ModelSpec
@@ -30,7 +31,6 @@ from mtp_checkpoints.formats import (
     formats_described_by,
     has_groups,
 )
-from mtp_checkpoints.formats.base import SCALE_DTYPES
 from mtp_checkpoints.formats.compressed import WeightsEntry
 from mtp_checkpoints.quantization.method import Method, PartStorage, WrittenModel
 from mtp_checkpoints.quantization.native import (

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mtp_checkpoints.dtypes import SCALE_DTYPES
 from mtp_checkpoints.families.base import LINEAR_ROLES, Role
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.formats import Fp8Block, Unquantized, W4AFp8, WeightFormat
-from mtp_checkpoints.formats.base import SCALE_DTYPES
 from mtp_checkpoints.quantization.method import (
     SGLANG,
     Method,
