@@ -40,7 +40,8 @@ class _Half:
 
 
 def run(context: Context) -> Iterator[Item]:
-    """The projections of the modules that have one matrix for both halves."""
+    """The projections of the modules that have one matrix for both halves, but for those that an
+    earlier item is about, as of one value."""
     layout = next((layout for layout in context.layouts if layout.name == MTP), None)
     if layout is None:
         return
@@ -53,7 +54,7 @@ def run(context: Context) -> Iterator[Item]:
     for weight in layout.stored.weights.values():
         if weight.weight.role is Role.MTP_PROJECTION:
             stored = _on_disk(layout, weight, [*formats], context.unwritten_tensors)
-            if stored is not None:
+            if stored is not None and stored.name not in context.named_tensors:
                 yield _halves(stored, _inputs_of(layout.stored.family, weight))
 
 

@@ -32,7 +32,7 @@ _BIAS = ".bias"  # of a norm, as an indexer's, which may have either sign
 _SAMPLES = 3  # ranges of BLOCK rows that are read of a linear: at its start, middle and end
 _VALUE_ROWS, _VALUE_COLUMNS = 8, 64  # of a block of one value
 _FEW_SCALES = 8  # too few to compare one with the others
-_BLOCK_ROWS = 32  # of a block of columns: what shares a scale may be one row
+_BLOCK_ROWS = 16  # of a block of columns: what shares a scale may be one row
 
 
 def run(context: Context) -> Iterator[Item]:
@@ -220,8 +220,9 @@ def _worst_blocks(weight: WeightOnDisk) -> _Worst:
         except ValueError:  # value_checks says why
             return worst
         half = max(1, values.shape[1] // 2)  # which is a block of its own
+        columns = min(BLOCK, max(1, half // 2))  # of which one lies in a block that is not aligned
         zeros, repeated = is_zero(values), _repeated(values)
-        worst.zeros = max(worst.zeros, _worst_of(zeros, start, _BLOCK_ROWS, min(BLOCK, half)))
+        worst.zeros = max(worst.zeros, _worst_of(zeros, start, _BLOCK_ROWS, columns))
         found = _worst_of(repeated, start, _VALUE_ROWS, min(_VALUE_COLUMNS, half))
         worst.repeated = max(worst.repeated, found)
     return worst

@@ -43,7 +43,8 @@ def run(context: Context) -> Iterator[Item]:
 
 
 def _items(found: Iterable[tuple[MlpWeights, _Found]], named: Collection[str]) -> Iterator[Item]:
-    """named: tensors whose damage is told, with which no router can be compared."""
+    """named: tensors whose damage is told, of which no more is said, and with which no router can
+    be compared."""
     from mtp_export.verify.diagnosis.expert_places import wrong_orders
     from mtp_export.verify.diagnosis.neurons import are_trained, problems
 
@@ -63,7 +64,7 @@ def _items(found: Iterable[tuple[MlpWeights, _Found]], named: Collection[str]) -
         [alike for kind, alike in kinds.items() if isinstance(kind[0], Role) is across]
         for across in (False, True)
     )
-    wrong = [Problem(name, words) for name, words in problems(siblings, others)]
+    wrong = [Problem(*one) for one in problems(siblings, others) if one[0] not in named]
     yield verdict(_NAME, wrong, figure, bound="as far as in their like")
     if answers:
         sound = {name: router for name, router in routers.items() if name not in told}

@@ -36,11 +36,13 @@ class _Step(NamedTuple):
 
 
 def run(context: Context) -> Iterator[Item]:
-    """The weights of all parts that the walk looked into. None is named where many have steps: a
-    model may have been made so, as where its channels were sorted to be pruned."""
-    facts = [*noted(context)]
+    """The weights of all parts that the walk looked into, but for those that an earlier item is
+    about. None is named where many have steps: a model may have been made so, as where its channels
+    were sorted to be pruned."""
+    facts, named = [*noted(context)], context.named_tensors
     if facts:
-        wrong = [problem for one in facts for problem in _problems(one, one.note)]
+        others = (one for one in facts if one.weight.name not in named)
+        wrong = [problem for one in others for problem in _problems(one, one.note)]
         figure = f"{len(facts):,} weights"
         if len(wrong) > MOST_STEPS:
             wrong, figure = [], f"{figure}, {len(wrong):,} runs of another size: it was made so"
