@@ -13,6 +13,7 @@ from family_drafts import SGLANG
 from test_resolvers import FUSED
 
 from mtp_checkpoints.families import family_of
+from mtp_checkpoints.families.engine_draft import EngineDraft
 from mtp_checkpoints.families.examples import Reader
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.quantization.fusion_rules import EXPERTS
@@ -28,7 +29,7 @@ READERS = SGLANG | {
     "mimo_v2_flash": Reader("MiMoV2MTP", OF_MIMO, module="mimo_v2_nextn"),
     "qwen3_next": Reader("Qwen3NextForCausalLMMTP", OF_QWEN, module="qwen3_next_mtp"),
 }
-JOINED = {name: parts for name, parts in FUSED.items() if name != "fused_qkv_a_proj"}
+OF_VLLM = "fused_qkv_a_proj"  # what it calls linears that SGLang joins under another name
 KINDS = ("fp8", "modelopt_fp4")
 BESIDE = "a.model.layers.{}.attention.dense"  # an entry that some classes rename
 
@@ -57,10 +58,11 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     return found
 
 
-def names_of(family: ModelSpec) -> set[str]:
-    """The names that the family's linears should be asked for by: of the first MTP layer."""
+def names_of(family: ModelSpec, draft: EngineDraft, left: str) -> set[str]:
+    """The names that the family's linears should be asked for by: of the first MTP layer. left:
+    that of linears which the engine joins under another one."""
     layers = [module.layer.prefix for module in family.mtp]
-    found, draft = set[str](), family.sglang
+    found = set[str]()
     first = family.mtp_layers.start
     for spec in family.mtp_tensors.values():
         if spec.is_linear_weight and spec.mtp_layer == first:
@@ -68,7 +70,9 @@ def names_of(family: ModelSpec) -> set[str]:
             if EXPERTS in spec.name:
                 module = module.partition(EXPERTS)[0] + EXPERTS.rstrip(".")
             found.add(module)
-    for joined, parts in JOINED.items():
+    for joined, parts in FUSED.items():
+        if joined == left:
+            continue
         for parent in {name[: -len(parts[0])] for name in found if name.endswith(parts[0])}:
             own = {f"{parent}{part}" for part in parts}
             if own <= found:
@@ -83,7 +87,9 @@ def names_of(family: ModelSpec) -> set[str]:
 def test_names_are_those_of_sglang(model_type: str, answers: dict[str, dict[str, Any]]) -> None:
     family = family_of(SMALL_CONFIGS[model_type])
     answer = answers[f"{model_type} fp8"]
-    assert answer["asked"] == (sorted(names_of(family)) if family.sglang.by_config else [])
+    assert answer["asked"] == (
+        sorted(names_of(family, family.sglang, OF_VLLM)) if family.sglang.by_config else []
+    )
 
 
 @pytest.mark.parametrize("model_type", READERS)

@@ -50,6 +50,7 @@ class EngineDraft:
         return entry.replace(*first, 1)
 
 
+VLLM_USUAL = EngineDraft()  # of vLLM 0.32: what most of its classes are
 # Of SGLang 0.5.23: what most of its classes are, those of models/*_nextn.py that a config of
 # NVFP4 is taken from, and those of models/*_mtp.py that have a decoder of one layer.
 SGLANG_USUAL = EngineDraft(SGLANG_DRAFT)

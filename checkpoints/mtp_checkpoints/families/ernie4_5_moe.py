@@ -47,6 +47,7 @@ def spec(fields: Fields) -> ModelSpec:
         ],
         _CONTRACT,
         mtp_prefix="model.mtp_block",
+        vllm=EngineDraft(f"model.layers.{main}"),
         sglang=EngineDraft("model.mtp_block"),
     )
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.families.contract import Hidden, MtpContract
-from mtp_checkpoints.families.engine_draft import SGLANG_NEXTN
+from mtp_checkpoints.families.engine_draft import SGLANG_NEXTN, EngineDraft
 from mtp_checkpoints.families.examples import PLAIN, VISION, Config, Example, Reader
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.listed_decoder import NORMS, listed_decoder
@@ -38,7 +38,8 @@ def spec(fields: Fields) -> ModelSpec:
         for at in range(main + mtp_count(known))
     ]
     mtp = [MtpSpec(layer, MtpModules.under(layer.prefix)) for layer in layers[main:]]
-    described = listed_decoder(part, layers[:main], mtp, _CONTRACT, sglang=SGLANG_NEXTN)
+    vllm = EngineDraft(f"model.layers.{main}")  # which knows no vision model
+    described = listed_decoder(part, layers[:main], mtp, _CONTRACT, vllm=vllm, sglang=SGLANG_NEXTN)
     return replace(
         described, uncomputed="norms follow attention and MLP, whose first matrices are one"
     )

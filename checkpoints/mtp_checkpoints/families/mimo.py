@@ -44,6 +44,7 @@ def spec(fields: Fields) -> ModelSpec:
         usual_contract=_CONTRACT,
         mtp_names=tuple(f"model.layers.{main + index}" for index in range(count)),  # vLLM's
         mtp_prefix=_MTP,
+        vllm=EngineDraft(f"model.layers.{main}"),
         sglang=EngineDraft(""),
     )
 

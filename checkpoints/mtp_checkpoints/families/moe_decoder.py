@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.families.base import SGLANG_DRAFT
 from mtp_checkpoints.families.contract import MtpContract
-from mtp_checkpoints.families.engine_draft import EngineDraft, sglang_deepseek
+from mtp_checkpoints.families.engine_draft import SGLANG_USUAL, EngineDraft, sglang_deepseek
 from mtp_checkpoints.families.facts import ModelFacts, refuse_set
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.layer_halves import Attention
@@ -36,7 +36,7 @@ def moe_decoder(
     attention: Callable[[int], Attention],
     *,
     usual_contract: MtpContract,
-    sglang: EngineDraft | None,
+    sglang: EngineDraft | None = SGLANG_USUAL,
     refused: tuple[str, ...] = ("tie_word_embeddings",),
     names: DecoderNames = _USUAL,
 ) -> ModelSpec:

@@ -23,7 +23,7 @@ from mtp_checkpoints.families.base import (
     weight_name,
 )
 from mtp_checkpoints.families.contract import MtpContract
-from mtp_checkpoints.families.engine_draft import SGLANG_USUAL, EngineDraft
+from mtp_checkpoints.families.engine_draft import SGLANG_USUAL, VLLM_USUAL, EngineDraft
 from mtp_checkpoints.families.facts import ModelFacts
 from mtp_checkpoints.families.layer_halves import Attention, FeedForward
 from mtp_checkpoints.families.parts.feed_forward import DENSE, Moe
@@ -198,7 +198,8 @@ class ModelSpec:
     besides its own. norm is "" in a model without a last one, head the embedding where both are one
     tensor; head_rows: its rows where they are not the vocabulary. count_field: that of config.json
     which counts the MTP layers. mtp_prefix: that of their tensors, "" where they are the layers
-    after the last. sglang: SGLang's class of their drafts.
+    after the last. vllm, sglang: their classes of its
+    drafts.
     quantized_fields: what config.json says beside a quantization by this tool. linear_projection:
     engines build the projections of MTP modules as any linear. may_fuse: checkpoints store the
     experts of a layer one by one or fused. uncomputed: why the runtime does not compute a model
@@ -222,6 +223,7 @@ class ModelSpec:
     head_rows: int = 0
     count_field: str = "num_nextn_predict_layers"
     mtp_prefix: str = ""
+    vllm: EngineDraft = VLLM_USUAL
     sglang: EngineDraft = SGLANG_USUAL
     quantized_fields: tuple[tuple[str, str], ...] = ()
     linear_projection: bool = False

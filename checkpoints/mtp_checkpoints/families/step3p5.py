@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.families.contract import Hidden, MtpContract
-from mtp_checkpoints.families.engine_draft import SGLANG_UNQUANTIZED
+from mtp_checkpoints.families.engine_draft import SGLANG_UNQUANTIZED, EngineDraft
 from mtp_checkpoints.families.examples import STEP3P5, Config, Example, Reader
 from mtp_checkpoints.families.facts import refuse_set
 from mtp_checkpoints.families.fields import Fields
@@ -56,6 +56,10 @@ _NAMES = MoeNames(
     experts="moe.experts",
 )
 
+_VLLM_MODULES = tuple(
+    (f"{module}.", f"mtp_block.{module}.") for module in ("self_attn", "mlp", "moe", "share_expert")
+)
+
 
 def spec(fields: Fields) -> ModelSpec:
     """Describe a config.json."""
@@ -75,6 +79,7 @@ def decoder(part: TextPart) -> ModelSpec:
         layers[:main],
         [_mtp(fields, layer, is_first=not number) for number, layer in enumerate(layers[main:])],
         _CONTRACT,
+        vllm=EngineDraft(modules=_VLLM_MODULES),
         sglang=SGLANG_UNQUANTIZED,
     )
     facts = replace(described.facts, norm_offset=1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from shlex import quote
@@ -38,7 +39,9 @@ VLLM_PROBE = "command -v vllm"
 
 def _vllm_draft(family: ModelSpec) -> EngineDraft:
     """Return the class of a family's drafts: `fc` of qwen3_5_mtp.py is any linear."""
-    return EngineDraft(projection=AS_STORED if family.linear_projection else None)
+    if family.vllm.projection is None and family.linear_projection:
+        return replace(family.vllm, projection=AS_STORED)
+    return family.vllm
 
 
 VLLM_READING = DraftReading(

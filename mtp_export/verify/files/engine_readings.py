@@ -177,10 +177,12 @@ def _readers(context: Context, family: ModelSpec) -> list[Engine]:
 
 
 def _names_layer(family: ModelSpec) -> bool:
-    """Return whether lists that are written here have SGLang's name of the draft's layer."""
+    """Return whether lists that are written here have SGLang's name of the draft's layer, which is
+    built by them."""
     own, draft = [module.layer.prefix for module in family.mtp], family.sglang
     listed = {*own, *family.mtp_names, *map(draft.entry_of, own)}
-    return not draft.modules and listed.issuperset(draft.name_of(own, one) for one in own)
+    known = draft.by_config and not draft.modules
+    return known and listed.issuperset(draft.name_of(own, one) for one in own)
 
 
 def _as_read(name: str, layout: PartLayout, config: Any, reading: DraftReading) -> Item:
