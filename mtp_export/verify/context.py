@@ -26,11 +26,7 @@ from mtp_export.schemes.scheme import GRAFTED
 from mtp_export.verify.check import MTP_MODULE, Item, Level, Status
 from mtp_export.verify.evidence.memory_room import MemoryRoom, memory_room
 from mtp_export.verify.evidence.other_config import OtherConfig, other_config
-from mtp_export.verify.evidence.parts import (
-    OpenedPlace,
-    Part,
-    opened_place,
-)
+from mtp_export.verify.evidence.parts import OpenedPlace, Part, opened_place
 from mtp_export.verify.evidence.prompts import (
     GivenText,
     Prompt,
@@ -215,10 +211,11 @@ class Context(OpenedPlace):
             source = self.source_weights
         except MtpExportError:  # check `weights` says why the source cannot be followed
             source = None
+        beside = () if self.tables_beside is None else (self.tables_beside,)
         return Walks(
             options=self.options,
-            checkpoints=self.checkpoints,
-            layouts=self.read_layouts,
+            checkpoints={**self.checkpoints, **{one.name: one.checkpoint for one in beside}},
+            layouts=(*self.read_layouts, *beside),
             recorded=(self.manifest or {}).get("parts", {}),
             source=source,
             identity=self.identity,

@@ -12,6 +12,7 @@ from typing import Any, Self
 from mtp_checkpoints.containers import is_checkpoint
 from mtp_checkpoints.containers.base import CONFIG_NAME
 from mtp_checkpoints.errors import InvalidInputError, MtpExportError
+from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.families.signs import main_layers, mtp_modules
 from mtp_checkpoints.layouts import TARGETS, likely_target, target_of_format
 from mtp_checkpoints.layouts.base import Target
@@ -25,6 +26,8 @@ from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP, RELEASED
 from mtp_checkpoints.tensors.manifest import MANIFEST_NAME, manifest_sha256, read_manifest
 from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.verify.evidence.as_named import as_named
+
+TABLES = "tables beside mtp"
 
 
 @dataclass(frozen=True)
@@ -53,14 +56,9 @@ class Part:
             return cls(name, folder, checkpoint=None, error=error)
 
 
-def parts_of_checkpoint(source: ByteSource, mtp: ByteSource | None = None) -> tuple[Part, ...]:
+def parts_of_checkpoint(source: ByteSource) -> tuple[Part, ...]:
     """Return the parts of a checkpoint: main and MTP by the names of its tensors, or the one that
-    it holds. A draft in another target's layout is an MTP part. mtp: another checkpoint, whose MTP
-    part takes the place of the one that is there."""
-    if mtp is not None:
-        mains = [part for part in parts_of_checkpoint(source) if part.name == MAIN]
-        drafts = [one for one in parts_of_checkpoint(mtp) if one.name == MTP or one.error]
-        return (*mains, *(replace(draft, name=MTP) for draft in drafts))
+    it holds. A draft in another target's layout is an MTP part."""
     try:
         checkpoint = Checkpoint.read_from(source)
     except Exception as error:
@@ -90,7 +88,8 @@ def are_in_one_place(parts: Sequence[Part]) -> bool:
 @dataclass(frozen=True)
 class OpenedPlace:
     """A bundle or a checkpoint as far as it could be opened: files of the folder or repository, and
-    the parts; the manifest is a bundle's alone, and manifest_error is what reading it raised."""
+    the parts; the manifest is a bundle's alone, and manifest_error is what reading it raised.
+    beside: what lies under the main model's names beside an MTP part of another place."""
 
     files: ByteSource
     is_bundle: bool
@@ -98,6 +97,7 @@ class OpenedPlace:
     manifest: Mapping[str, Any] | None = None
     manifest_sha256: str | None = None
     manifest_error: Exception | None = None
+    beside: Part | None = None
     _layouts: dict[str, PartLayout] = field(default_factory=dict)
 
     def part(self, name: str) -> Part | None:
@@ -179,6 +179,19 @@ class OpenedPlace:
         local = {part.name for part in self.parts if isinstance(part.place, Path)}
         return tuple(one for one in self.layouts if one.name == MTP or one.name in local)
 
+    @cached_property
+    def tables_beside(self) -> PartLayout | None:
+        """The embedding and head of what lies beside the MTP part, on this machine; None without
+        any whose config can be followed."""
+        if self.beside is None or not isinstance(self.beside.place, Path):
+            return None
+        try:
+            layout = layout_of(self.beside, self.target, main_layers=1)
+        except MtpExportError:
+            return None
+        tables = layout.stored.of_tensors(lambda spec: spec.role in (Role.EMBEDDING, Role.HEAD))
+        return replace(layout, name=TABLES, stored=tables)
+
     @property
     def draft_apart(self) -> str:
         """The method of drafts that are a checkpoint of their own; "" of a model with MTP layers,
@@ -201,8 +214,8 @@ def opened_place(place: Place, mtp: Place | None) -> OpenedPlace:
     """
     files = byte_source(place)
     if is_checkpoint(files):
-        of_mtp = None if mtp is None else byte_source(mtp)
-        return OpenedPlace(files, False, parts_of_checkpoint(files, of_mtp))
+        parts = parts_of_checkpoint(files)
+        return OpenedPlace(files, False, parts) if mtp is None else _of_two(files, parts, mtp)
     folders = [local_path(place) / name for name in (MAIN, MTP)]
     if mtp is not None or not any(folder.is_dir() for folder in folders):
         raise InvalidInputError(
@@ -223,6 +236,15 @@ def opened_place(place: Place, mtp: Place | None) -> OpenedPlace:
         return OpenedPlace(files, True, parts, read_manifest(bundle), manifest_sha256(bundle))
     except Exception as error:  # check `files` reports it
         return OpenedPlace(files, True, parts, manifest_error=error)
+
+
+def _of_two(files: ByteSource, parts: Sequence[Part], mtp: Place) -> OpenedPlace:
+    """Return a checkpoint with the MTP part of another place in the place of its own."""
+    given = parts_of_checkpoint(byte_source(mtp))
+    drafts = [replace(one, name=MTP) for one in given if one.name == MTP or one.error]
+    beside = next((one for one in given if drafts and one.name == MAIN and not one.error), None)
+    mains = (part for part in parts if part.name == MAIN)
+    return OpenedPlace(files, False, (*mains, *drafts), beside=beside)
 
 
 @dataclass(frozen=True)

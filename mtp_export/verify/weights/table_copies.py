@@ -3,7 +3,7 @@ stored beside a tied embedding is that embedding."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mtp_checkpoints.families.base import weight_name
@@ -21,6 +21,7 @@ from mtp_export.verify.evidence.parts import PartLayout
 from mtp_export.verify.evidence.weight_facts import WeightFacts
 
 if TYPE_CHECKING:
+    from mtp_checkpoints.families.spec import ModelSpec
     from mtp_export.verify.context import Context
 
 
@@ -57,7 +58,9 @@ def _shared(
     main, draft = (
         {fact.weight.stored.weight.name: fact for fact in facts[part.name]} for part in found
     )
-    shared = found[0].stored.family.shared
+    family = found[0].stored.family
+    shared, beside = family.shared, _beside(context, family, draft)
+    in_folder = [name for name in beside if name in main]
     unequal = [
         pair.mtp_name
         for pair in shared
@@ -65,9 +68,9 @@ def _shared(
         and pair.main_name in main
         and not _equal(draft[pair.mtp_name], main[pair.main_name])
     ]
-    for pair in shared:
+    for pair in (pair for pair in shared if pair.main_name not in in_folder):
         own, original = draft.get(pair.mtp_name), main.get(pair.main_name)
-        name = f"draft's {in_layer(pair.mtp_name)[1]} is the main model's"
+        name = _item_name(pair.mtp_name)
         if own is None or original is None:
             tables = [part.stored.tables for part in found]
             both = [one.get(pair.main_name, one.get(pair.mtp_name)) for one in tables]
@@ -81,13 +84,53 @@ def _shared(
         elif context.recorded("allow_untied"):
             why = "it differs, and was exported with --allow-untied"
             yield not_tested(name, why, subject=own.weight.name)
-        elif (damage := _damage(own, original)) is not None:
+        elif (damage := _damage(own, original, own.weight.name)) is not None:
             yield verdict(name, [damage])
         elif not context.is_bundle and len(unequal) == 1 and _is_tuned(own, original):
             yield not_tested(name, copies.TUNED_COPY, subject=own.weight.name)
         else:
             words = copies.another_checkpoint(own.weight.name, original.weight.name)
             yield verdict(name, [Problem(own.weight.name, words)])
+    for table in in_folder:
+        copied = next((pair.mtp_name for pair in shared if pair.main_name == table), table)
+        yield _in_folder(context, _item_name(copied), beside[table], main[table])
+
+
+def _item_name(tensor: str) -> str:
+    return f"draft's {in_layer(tensor)[1].removeprefix('model.')} is the main model's"
+
+
+def _beside(
+    context: Context, family: ModelSpec, draft: Collection[str]
+) -> Mapping[str, WeightFacts]:
+    """Facts of the embedding and head that lie beside the MTP part in its folder, under the main
+    model's names and in its sizes, where the part has no copies of its own."""
+    copied = {pair.main_name for pair in family.shared if pair.mtp_name in draft}
+    tables = {weight_name(family.embedding), weight_name(family.head)} - copied
+    layout = context.tables_beside
+    if layout is None or tables.isdisjoint(layout.stored.weights):
+        return {}
+    by_name = {one.weight.stored.weight.name: one for one in context.walks.of(layout.name).facts}
+    return {
+        name: fact
+        for name, fact in by_name.items()
+        if name in tables and fact.weight.stored.weight.shape == family.tensors[name].shape
+    }
+
+
+def _in_folder(context: Context, name: str, own: WeightFacts, original: WeightFacts) -> Item:
+    """Such a table is the main model's, as far as that tells whose the draft is."""
+    table = f"{own.weight.name} of {context.options.mtp}"
+    if original.weight.name in context.unwritten_tensors:
+        return not_tested(name, parts_lost.NOT_WRITTEN, subject=original.weight.name)
+    if _equal(own, original):
+        return passed(name, figure=format_bytes(own.weight.size_bytes))
+    if (damage := _damage(own, original, table)) is not None:
+        return verdict(name, [damage])
+    if _is_tuned(own, original):
+        return not_tested(name, copies.NEAR_TABLE, subject=table)
+    words = copies.another_checkpoint(table, "the main model's")
+    return verdict(name, [Problem(table, words)])
 
 
 def _is_tuned(own: WeightFacts, original: WeightFacts) -> bool:
@@ -100,10 +143,10 @@ def _is_tuned(own: WeightFacts, original: WeightFacts) -> bool:
     return noise <= gates.TUNED_SHARE * power
 
 
-def _damage(own: WeightFacts, original: WeightFacts) -> Problem | None:
-    """The damage of one of the two by which the draft's copy is not the main model's; None where
-    neither shows any."""
-    copy, wanted = own.weight.name, original.weight.name
+def _damage(own: WeightFacts, original: WeightFacts, copy: str) -> Problem | None:
+    """The damage of one of the two by which the draft's copy, in words, is not the main model's;
+    None where neither shows any."""
+    wanted = original.weight.name
     count, total = damaged_elements(own.weight, original.weight), elements(own.weight)
     like_source = [one.against is not None and one.against.equal for one in (own, original)]
     if count and like_source[0] != like_source[1]:

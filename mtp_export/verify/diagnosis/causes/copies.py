@@ -27,6 +27,12 @@ TUNED_COPY = (
     " run tells what is accepted"
 )
 
+# Of a table that lies beside an MTP layer in its folder: of a base that was trained on, say.
+NEAR_TABLE = (
+    "it is near the main model's and differs: one of the two models was trained on from the other,"
+    " or both from one, or the table was quantized. --level run tells what is accepted"
+)
+
 
 def one_copy_damaged(tensor: str, original: str, count: int, total: int) -> str:
     return (
