@@ -9,10 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-from mtp_checkpoints.containers.base import QUANTIZATION, ShardHeader
+from mtp_checkpoints.containers.base import ShardHeader
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.families.spec import ModelSpec
-from mtp_checkpoints.quantization.native import DTYPE_KEYS, MLX
+from mtp_checkpoints.quantization.native import DTYPE_KEYS, QUANTIZATION_FIELDS
 from mtp_checkpoints.quantization.single_experts import one_by_one
 from mtp_checkpoints.quantization.stored import StoredModel, stored_model
 from mtp_checkpoints.sources.disk_queue import DiskQueue
@@ -135,7 +135,7 @@ def _parts(folder: Path) -> BundleParts:
     parts = open_parts(folder)
     assert parts.mtp is not None, "is_bundle looked for it"
     main, mtp = parts.main.config, parts.mtp.config
-    for key in sorted((main.keys() | mtp.keys()) - {QUANTIZATION, MLX, *DTYPE_KEYS}):
+    for key in sorted((main.keys() | mtp.keys()) - QUANTIZATION_FIELDS - {*DTYPE_KEYS}):
         if main.get(key) != mtp.get(key):
             raise InvalidInputError(
                 "The parts of this bundle are not of one model",

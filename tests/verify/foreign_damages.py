@@ -76,6 +76,11 @@ def quantization(**fields: object) -> Damage:
     return lambda checkpoint: checkpoint.quantization.update(fields)
 
 
+def in_compression_config(checkpoint: Checkpoint) -> None:
+    """Describe the quantization in the field of older compressed-tensors."""
+    checkpoint.config["compression_config"] = checkpoint.config.pop("quantization_config")
+
+
 def without_quantization_field(name: str) -> Damage:
     def damage(checkpoint: Checkpoint) -> None:
         del checkpoint.quantization[name]

@@ -258,6 +258,16 @@ DAMAGED = (
     Folder("left out though quantized", both(FP8, MTP_OF_GLM), words=(r"layers\\?\.3", "ignore")),
     Folder("left out but for v_proj", but_of(INT4, "v_proj"), words=("v_proj|qkv_proj", "ignore")),
     Folder(
+        "int4 in compression_config of which nothing is left out",
+        unquantized(INT4),
+        damages.in_compression_config,
+        words=(
+            "and compression_config leaves them out nowhere",
+            r"add re:model\.layers\.3",
+            _without("quantization_config"),
+        ),
+    ),
+    Folder(
         "left out by mtp. alone",
         unquantized(INT4, "re:^mtp.*"),
         words=(r"layers\.3", "ignore"),
@@ -886,6 +896,12 @@ GOOD = (
     Folder("int8, left out by names", listed("compressed-tensors, int8")),
     Folder("int8 with zero points, both parts", both("compressed-tensors, zero points")),
     Folder("fp8 by channels, both parts", both(FP8)),
+    Folder("fp8 by channels in compression_config", both(FP8), damages.in_compression_config),
+    Folder(
+        "int4 in compression_config, left out by a pattern",
+        unquantized(INT4, MTP_OF_GLM, AS_SGLANG_NAMES_IT),
+        damages.in_compression_config,
+    ),
     Folder("fp8 in blocks, left out by names", listed("fp8")),
     Folder("fp8 in blocks, both parts", both("fp8")),
     Folder(

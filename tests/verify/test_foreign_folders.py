@@ -80,6 +80,18 @@ def test_good_ones_pass(tmp_path: Path, case: Folder) -> None:
     assert (code, [item["name"] for item in failed]) == (0, [])
 
 
+def test_lists_are_corrected_in_the_field_that_is_there(tmp_path: Path) -> None:
+    (case,) = (one for one in DAMAGED if one.name.startswith("int4 in compression_config"))
+    folder = case.write(tmp_path / "checkpoint")
+    outcome = run_program("verify", folder, "--level", "files", "--quiet")
+    assert "in compression_config of config.json write" in outcome.err.replace("\n", " ")
+    (item,) = verified(folder, "files")[1]
+    written = json.loads((folder / "config.json").read_text())
+    written["compression_config"] |= json.loads(f"{{{item['repair']}}}")
+    (folder / "config.json").write_text(json.dumps(written))
+    assert verified(folder, "files") == (0, [])
+
+
 def test_a_named_cause_is_not_followed_by_its_consequences(tmp_path: Path) -> None:
     """Where values told, drafts that are refused have no other cause."""
     (case,) = (one for one in DAMAGED if one.name == "AWQ's words in plain order")

@@ -361,12 +361,19 @@ def test_methods_are_read_as_engines_do(tmp_path: Path, case: str) -> None:
     assert words in " ".join(failures(folder).values())
 
 
-def test_a_quantization_in_the_text_part_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("field", "readers"),
+    [
+        ("quantization_config", "vLLM looks there too, SGLang and transformers do not"),
+        ("compression_config", "no engine reads it there"),
+    ],
+)
+def test_a_quantization_in_the_text_part_is_told(tmp_path: Path, field: str, readers: str) -> None:
     folder = write_dense(tmp_path / "nested", config=family_config("glm_ocr"))
     method = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    edit_json(folder / "config.json", lambda c: c["text_config"].update(quantization_config=method))
+    edit_json(folder / "config.json", lambda c: c["text_config"].update({field: method}))
     found = failures(folder)["quantization_config"]
-    assert "in text_config: vLLM looks there too, SGLang and transformers do not" in found
+    assert f"has its {field} in text_config: {readers}" in found
 
 
 def test_codes_of_half_the_width_are_no_ranks_part(tmp_path: Path) -> None:

@@ -15,6 +15,14 @@ from mtp_checkpoints.sources.file_kinds import LFS_POINTER, MOST_TELLING, kind_o
 
 CONFIG_NAME = "config.json"
 QUANTIZATION = "quantization_config"  # its field
+COMPRESSION = "compression_config"  # the same of older compressed-tensors
+
+
+def quantization_field(config: Mapping[str, Any]) -> str:
+    """Return the name that a config.json's quantization_config has: vLLM and SGLang read the older
+    one where there is no other."""
+    is_older = config.get(QUANTIZATION) is None and config.get(COMPRESSION) is not None
+    return COMPRESSION if is_older else QUANTIZATION
 
 
 class TensorInfo(NamedTuple):

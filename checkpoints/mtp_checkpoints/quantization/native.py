@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mtp_checkpoints.containers.base import QUANTIZATION
+from mtp_checkpoints.containers.base import COMPRESSION, QUANTIZATION, quantization_field
 from mtp_checkpoints.dtypes import SCALE_DTYPES, WIDE_SCALE_DTYPES, DType
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.formats.base import BLOCK
@@ -18,6 +18,7 @@ Config = dict[str, Any]
 DTYPE_KEYS = ("torch_dtype", "dtype")  # of config.json: that of unquantized tensors
 COMPRESSED = "compressed-tensors"  # a quant_method
 MLX = "quantization"  # the field in which mlx-lm has what others have in quantization_config
+QUANTIZATION_FIELDS = frozenset({QUANTIZATION, COMPRESSION, MLX})
 # Keys of others that have a group_size too, of which quant_method may be lost.
 _OTHERS = frozenset(
     {"quant_method", "desc_act", "sym", "zero_point", "quant_algo", "checkpoint_format"}
@@ -34,9 +35,10 @@ _LEFT_OUT_KEYS = ("modules_to_not_convert", "ignored_layers")
 
 
 def quantization_of(config: Mapping[str, Any]) -> Any:
-    """Return a config.json's quantization_config, of MLX that of its own field; None where it has
-    none."""
-    return config[MLX] if config.get(MLX) and is_mlx(config) else config.get(QUANTIZATION)
+    """Return a config.json's quantization_config by any of its names, of MLX that of its own field;
+    None where it has none."""
+    is_own = config.get(MLX) and is_mlx(config)
+    return config[MLX] if is_own else config.get(quantization_field(config))
 
 
 def method_of(quantization: object) -> str:
@@ -74,17 +76,20 @@ def with_quantization(config: Mapping[str, Any], quantization: Any) -> Config:
     """Return a config.json with another quantization_config, of MLX in both its fields; None takes
     it out.
 
-    It becomes the last field.
+    It becomes the last field, by the name that it had; by the older one engines read
+    compressed-tensors alone.
     """
-    fields = (QUANTIZATION, MLX) if is_mlx(config) else (QUANTIZATION,)
+    fields = QUANTIZATION_FIELDS if is_mlx(config) else QUANTIZATION_FIELDS - {MLX}
     rest = {key: value for key, value in config.items() if key not in fields}
+    if method_of(quantization) == COMPRESSED:
+        return {**rest, quantization_field(config): quantization}
     return rest if quantization is None else replaced_quantization(rest, quantization)
 
 
 def replaced_quantization(config: Mapping[str, Any], quantization: object) -> Config:
     """Return a config.json with another quantization_config in the same place, or the last."""
     of_mlx = {MLX: quantization} if is_mlx({QUANTIZATION: quantization}) else {}
-    return {**config, **of_mlx, QUANTIZATION: quantization}
+    return {**config, **of_mlx, quantization_field(config): quantization}
 
 
 def describe(config: Mapping[str, Any]) -> str:
@@ -195,7 +200,7 @@ def with_renamed_modules(config: Mapping[str, Any], rename: Callable[[str], str 
         for key in _LEFT_OUT_KEYS
         if quantization.get(key)
     }
-    return {**config, QUANTIZATION: {**quantization, **lists}}
+    return {**config, quantization_field(config): {**quantization, **lists}}
 
 
 def not_an_object(found: object) -> InvalidInputError:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mtp_checkpoints.containers import is_checkpoint
-from mtp_checkpoints.containers.base import CONFIG_NAME
+from mtp_checkpoints.containers.base import COMPRESSION, CONFIG_NAME, QUANTIZATION
 from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.families import DRAFTED_APART
 from mtp_checkpoints.sources.addresses import byte_source
@@ -18,7 +18,7 @@ from mtp_checkpoints.tensors.reader import Checkpoint
 
 MAIN, MTP = "main", "mtp"
 RELEASED = "hf"
-_SAME_FIELDS = ("model_type", "num_hidden_layers", "quantization_config")
+_SAME_FIELDS = ("model_type", "num_hidden_layers", QUANTIZATION, COMPRESSION)
 
 
 @dataclass(frozen=True)

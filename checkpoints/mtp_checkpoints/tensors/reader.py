@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from mtp_checkpoints.containers import container_of
-from mtp_checkpoints.containers.base import QUANTIZATION, Opened, ShardHeader, TensorInfo
+from mtp_checkpoints.containers.base import (
+    QUANTIZATION,
+    Opened,
+    ShardHeader,
+    TensorInfo,
+    quantization_field,
+)
 from mtp_checkpoints.containers.joined_halves import undecoded
 from mtp_checkpoints.containers.restored import held
 from mtp_checkpoints.sources.addresses import byte_source
@@ -145,7 +151,7 @@ class Checkpoint(Opened):
 def _with_modelopt(config: dict[str, Any], source: ByteSource) -> dict[str, Any]:
     """Return a config.json with the quantization_config of ModelOpt's older exports, which have it
     in a file of its own: engines read that only where config.json has none."""
-    if config.get(QUANTIZATION) or MODELOPT_FILE not in source.names():
+    if config.get(quantization_field(config)) or MODELOPT_FILE not in source.names():
         return config
     quantization = parsed_json_object(source.path / MODELOPT_FILE, source.read(MODELOPT_FILE))
     return {**config, QUANTIZATION: {"quant_method": "modelopt", **quantization}}

@@ -7,7 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mtp_checkpoints.containers.base import CONFIG_NAME, TensorInfo
+from mtp_checkpoints.containers.base import (
+    CONFIG_NAME,
+    QUANTIZATION,
+    TensorInfo,
+    quantization_field,
+)
 from mtp_checkpoints.errors import MtpExportError, UnsupportedError
 from mtp_checkpoints.families.base import FLOATS
 from mtp_checkpoints.families.facts import UnreleasedField
@@ -62,7 +67,19 @@ def run(context: Context) -> Iterator[Item]:
     """Each part compared with its own config, and the draft as its engines will read it."""
     if context.is_bundle:
         yield _advertised(context)
-    yield from with_correction(context, [*_items(context)], _items)
+    items = with_correction(context, [*_items(context)], _items)
+    config = {} if context.main is None else context.main.config
+    yield from (_with_field_named(item, quantization_field(config)) for item in items)
+
+
+def _with_field_named(item: Item, field: str) -> Item:
+    """Return an item whose words call quantization_config by the name that config.json has."""
+    data = {**item.data}
+    if "problems" in data:
+        data["problems"] = [
+            {**one, "words": one["words"].replace(QUANTIZATION, field)} for one in data["problems"]
+        ]
+    return replace(item, cause=item.cause.replace(QUANTIZATION, field), data=data)
 
 
 def _items(context: Context) -> Iterator[Item]:

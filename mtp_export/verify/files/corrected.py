@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mtp_checkpoints.containers.base import CONFIG_NAME
+from mtp_checkpoints.containers.base import CONFIG_NAME, quantization_field
 from mtp_checkpoints.layouts import engine_of
 from mtp_checkpoints.quantization.native import quantization_of, replaced_quantization
 from mtp_checkpoints.tensors.reader import MODELOPT_FILE
@@ -155,7 +155,8 @@ def _place(context: Context, written: _Lists) -> str:
     """Return where the lists of a config are, in words."""
     if lists_in(written) is not written and MODELOPT_FILE in context.files.names():
         return f"quantization of {MODELOPT_FILE}"
-    return f"quantization_config of {CONFIG_NAME}"
+    config = context.checkpoints[context.parts[0].name].config
+    return f"{quantization_field(config)} of {CONFIG_NAME}"
 
 
 def _beside(value: object, other: object) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from mtp_checkpoints.containers.base import CONFIG_NAME, QUANTIZATION
+from mtp_checkpoints.containers.base import CONFIG_NAME, QUANTIZATION, quantization_field
 from mtp_checkpoints.errors import MtpExportError
 from mtp_checkpoints.families.signs import NESTED, expert_count, expert_field
 from mtp_checkpoints.formats.base import BLOCK
@@ -88,13 +88,14 @@ def quantization_elsewhere(context: Context) -> Item | None:
     if main is None or quantization_of(main.config) is not None:
         return None
     nested = [
-        name
+        (name, field)
         for name in NESTED
-        if isinstance(inner := main.config.get(name), Mapping) and inner.get(QUANTIZATION)
+        if isinstance(inner := main.config.get(name), Mapping)
+        and inner.get(field := quantization_field(inner))
     ]
     if not nested:
         return None
-    words = causes.quantization_elsewhere(nested[0])
+    words = causes.quantization_elsewhere(*nested[0])
     return failed(QUANTIZATION, words, subject=CONFIG_NAME)
 
 

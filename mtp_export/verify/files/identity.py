@@ -8,10 +8,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtp_checkpoints.containers.base import CONFIG_NAME, QUANTIZATION
+from mtp_checkpoints.containers.base import CONFIG_NAME
 from mtp_checkpoints.errors import MtpExportError
 from mtp_checkpoints.families.signs import flattened, text_fields
-from mtp_checkpoints.quantization.native import DTYPE_KEYS, MLX
+from mtp_checkpoints.quantization.native import DTYPE_KEYS, QUANTIZATION_FIELDS
 from mtp_checkpoints.sources.strict_json import read_json_object
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_export.progress import counted
@@ -73,7 +73,7 @@ def _configs(
     except MtpExportError:
         return not_tested(name, "the main config cannot be used")
     problems, of_draft = [], flattened(mtp)
-    for key in sorted({*wanted, *of_draft} - {QUANTIZATION, MLX, *_own_keys(context)}):
+    for key in sorted({*wanted, *of_draft} - QUANTIZATION_FIELDS - {*_own_keys(context)}):
         by_main, own = wanted.get(key), of_draft.get(key)
         if by_main == own:
             continue

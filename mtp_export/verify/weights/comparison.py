@@ -13,9 +13,9 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from mtp_checkpoints.containers.base import CONFIG_NAME, QUANTIZATION
+from mtp_checkpoints.containers.base import CONFIG_NAME
 from mtp_checkpoints.families.signs import flattened
-from mtp_checkpoints.quantization.native import DTYPE_KEYS, MLX
+from mtp_checkpoints.quantization.native import DTYPE_KEYS, QUANTIZATION_FIELDS
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_checkpoints.tensors.reader import Checkpoint
@@ -288,7 +288,7 @@ def _config(context: Context, source: Mapping[str, Any]) -> Item:
 
 
 # Fields that tools write of themselves.
-_OF_TOOLS = frozenset({QUANTIZATION, MLX, *DTYPE_KEYS, "transformers_version", "_name_or_path"})
+_OF_TOOLS = QUANTIZATION_FIELDS | {*DTYPE_KEYS, "transformers_version", "_name_or_path"}
 
 
 def _compared_fields(
@@ -300,7 +300,7 @@ def _compared_fields(
         families = [layout.stored.family for layout in context.layouts]
         fields = chain.from_iterable(family.quantized_fields for family in families)
         of_codes = {key for key, value in fields if found.get(key) == value}
-        return {*wanted, *found} - {QUANTIZATION, MLX, *of_codes}
+        return {*wanted, *found} - QUANTIZATION_FIELDS - of_codes
     both = wanted.keys() & found.keys()
     return {key for key in both if key.rpartition(".")[2] not in _OF_TOOLS}
 

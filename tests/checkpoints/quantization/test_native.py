@@ -46,6 +46,25 @@ def test_the_field_is_replaced_in_place_or_moved_to_the_end() -> None:
     assert config == {"a": 1, "quantization_config": {"x": 2}, "b": 3}
 
 
+def test_the_older_field_is_read_and_keeps_its_name() -> None:
+    of_compressed = {"quant_method": "compressed-tensors"}
+    config = {"compression_config": of_compressed, "a": 1}
+    assert quantization_of(config) == of_compressed
+    changed = of_compressed | {"ignore": ["b"]}
+    assert replaced_quantization(config, changed) == {"compression_config": changed, "a": 1}
+    assert with_quantization(config, changed) == {"a": 1, "compression_config": changed}
+    assert with_quantization(config, RELEASED) == {"a": 1, "quantization_config": RELEASED}
+    assert with_quantization(config, None) == {"a": 1}
+
+
+@pytest.mark.parametrize("newer", [{"quant_method": "fp8"}, {}, ""])
+def test_the_newer_field_decides_where_it_is_there(newer: object) -> None:
+    config = {"quantization_config": newer, "compression_config": {"quant_method": "x"}}
+    assert quantization_of(config) == newer
+    assert quantization_of(config | {"quantization_config": None}) == {"quant_method": "x"}
+    assert with_quantization(config, None) == {}
+
+
 @pytest.mark.parametrize(
     ("quantization", "words"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from mtp_checkpoints.containers.base import QUANTIZATION
 from mtp_checkpoints.families.signs import COUNT_FIELDS
 
 
@@ -67,10 +68,15 @@ NO_METHOD = (
 )
 
 
-def quantization_elsewhere(place: str) -> str:
+def quantization_elsewhere(place: str, field: str) -> str:
+    """field: quantization_config, by the name that it has."""
+    if field != QUANTIZATION:
+        readers = "no engine reads it there: they end, or"
+    else:
+        readers = "vLLM looks there too, SGLang and transformers do not, and"
     return (
-        f"config.json has its quantization_config in {place}: vLLM looks there too, SGLang and"
-        " transformers do not, and would load codes as weights. Move it to config.json itself"
+        f"config.json has its {field} in {place}: {readers} would load codes as weights. Move it"
+        " to config.json itself"
     )
 
 
