@@ -25,6 +25,7 @@ WHOLE = (
     "kernels/mtp_kernels/quantize/ggml_rows.py",
     "checkpoints/mtp_checkpoints/containers/**/*.py",
     "checkpoints/mtp_checkpoints/dtypes.py",
+    "checkpoints/mtp_checkpoints/families/engine_draft.py",
     "checkpoints/mtp_checkpoints/families/folds.py",
     "checkpoints/mtp_checkpoints/families/released.py",
     "checkpoints/mtp_checkpoints/formats/**/*.py",

@@ -67,8 +67,10 @@ def test_it_is_inspected_and_exported(release: Path, tmp_path: Path) -> None:
     assert copy.equal(source["model.embed_tokens.weight"])
     assert stored.keys() == source.keys()
     assert all(one.equal(source[name]) for name, one in stored.items())
-    outcome = run_program("verify", bundle, "--source", release, "--level", "weights", "--quiet")
+    words = ("verify", bundle, "--source", release, "--level", "weights", "--quiet")
+    outcome = run_program(*words, "--engine", "vllm")
     assert outcome.code == 0, outcome.out + outcome.err
+    assert "SGLang builds every draft of this model unquantized" in run_program(*words).err
 
 
 def test_it_is_quantized(release: Path, tmp_path: Path) -> None:

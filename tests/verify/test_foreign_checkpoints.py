@@ -170,7 +170,7 @@ def test_codes_without_scales_are_named(tmp_path: Path) -> None:
     _, items = verified(headers(tmp_path / "codes", QWEN, names))
     words = items["MTP modules complete"]["cause"]
     assert "q_proj.weight holds F8_E4M3 codes, and no scale" in words
-    assert "o_proj.weight_scale is a scale, and no weight" in words
+    assert "o_proj.weight_scale is a scale, and its weight is missing" in words
     assert "k_proj" not in words
 
 

@@ -87,7 +87,7 @@ def test_tensors_of_formats_that_are_read(one: WeightFormat, layout: Layout) -> 
     assert list(found) == wanted
     halves = ("F16", "BF16", "F32")
     floats: dict[type, tuple[str, ...]] = {
-        Fp8Channel: ("F32", "BF16"), AwqInt4: halves, GptqInt4: halves,
+        Fp8Channel: ("F32", "BF16", "F16"), AwqInt4: halves, GptqInt4: halves,
         GptqInt8: halves, AutoRoundInt8: halves,
         Int4ZeroPoints: ("BF16", "F16", "F32"), Int8ZeroPoints: ("BF16", "F16", "F32"),
     }  # fmt: skip

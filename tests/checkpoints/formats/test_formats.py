@@ -150,7 +150,7 @@ def test_what_k_must_be_divisible_by(
 def test_dtypes_that_are_read() -> None:
     codes, scale = Fp8Block().tensors(NAME, (1, 1))
     for one, dtypes in (
-        (Fp8Block(), ("F32",)),
+        (Fp8Block(), ("F32", "BF16", "F16")),
         (Fp8Block("s", ("F32", "F8_E8M0")), ("F32", "F8_E8M0")),
     ):
         assert one.accepted_dtypes(codes) == ("F8_E4M3",)
@@ -228,7 +228,7 @@ MXFP8 = INT8 | {
 GROUPS: list[tuple[WeightFormat, dict[str, Any], WeightFormat]] = [
     (Int8Channel(), INT8, Int8Channel()),
     (Int4Group(64), INT4, Int4Group(64)),
-    (Fp8Block(), FP8, Fp8Block("weight_scale", ("F32", "F8_E8M0"))),
+    (Fp8Block(), FP8, Fp8Block("weight_scale", ("F32", "BF16", "F16", "F8_E8M0"))),
     (NvFp4Packed(), NVFP4, NvFp4Packed()),
     (NvFp4PackedA4(), NVFP4_A4, NvFp4PackedA4()),
     (MxFp4Packed(), MXFP4, MxFp4Packed()),
