@@ -570,6 +570,12 @@ DAMAGED = (
         ("first half of .*eh_proj.* rounded to zero", "quantized before it was stored"),
     ),
     Folder(
+        "GPTQ's lists of what is quantized instead",
+        unquantized("gptq"),
+        damages.quantization(modules_in_block_to_quantize=[["self_attn.o_proj"], ["mlp"]]),
+        words=("28 matrices of the MTP module", _without("internal")),
+    ),
+    Folder(
         "halves of eh_proj exchanged",
         glm(),
         damages.halves_exchanged,

@@ -165,7 +165,7 @@ class ListedDraft:
         modules = {_module_of(weight): weight.weight.role for weight in self._matrices}
         kept = tuple(one for one, role in modules.items() if role is Role.MTP_PROJECTION)
         first = min(one.weight.mtp_layer or 0 for one in self.described.weights.values())
-        read_as = {one.own for one in self._listed.entries}  # a reader drops what reaches nothing
+        read_as = [one.own for one in self._listed.entries]  # a reader drops what reaches nothing
         named = METHODS[method_of(self.quantization)].key_of or (lambda _, key: key)
         values, written = lists_in(self.quantization), lists_in(self._as_written)
         after = {named(self._as_written, key): value for key, value in with_them.items()}
@@ -175,14 +175,14 @@ class ListedDraft:
             is_unread = not values.get(key) and any(values.get(other) for other in keys)
             if is_unread or not isinstance(own, list | dict):
                 continue
-            meant = (one for one in own if _is_for_mtp(str(one), first))
+            meant = (one for one in own if isinstance(one, str) and _is_for_mtp(one, first))
             for entry in islice(meant, _LOOKED_INTO):
-                if str(entry).replace("\\", "").endswith(kept):  # which no engine quantizes
+                if entry.replace("\\", "").endswith(kept):  # which no engine quantizes
                     continue
                 is_read = entry in (values.get(key) or ())
                 acts = entry in modules or not is_read or self._acts(key, entry)
                 if entry not in read_as or (is_read and (entry in built or not acts)):
-                    yield f"{str(entry)[:_SHOWN]} in {key}"
+                    yield f"{entry[:_SHOWN]} in {key}"
 
     def _acts(self, key: str, entry: object) -> bool:
         """True for an entry without which a matrix of the module has another format."""
