@@ -17,8 +17,8 @@ from mtp_checkpoints.families import family_of
 from mtp_checkpoints.layouts.hf import VLLM_READING
 from runtime.checkpoints import EXAMPLES, changed
 
-# Whose classes have other names for attention, by which some of them rename lists too.
-OTHERS = ("bailing_hybrid", "BailingMoeV2_5ForCausalLM", "bailing_moe_v3_vl")
+# Whose classes have names that are not known here; some of them rename lists too.
+OTHERS = ("bailing_hybrid", "BailingMoeV2_5ForCausalLM", "bailing_moe_v3_vl", "longcat_flash")
 READERS = {
     name: reader for name, reader in VLLM.items() if not reader.needs_gpu and name not in OTHERS
 }
