@@ -38,8 +38,9 @@ def release(dense: Path) -> Path:
     def list_less(config: dict[str, Any]) -> None:
         quantization = config["quantization_config"]
         for key in ("modules_to_not_convert", "ignored_layers"):
-            assert PROJECTION in quantization[key]
-            quantization[key].remove(PROJECTION)
+            assert PROJECTION in quantization[key] and "eh_proj" in quantization[key]
+            listed = (name for name in quantization[key] if not name.endswith("eh_proj"))
+            quantization[key] = [*listed]
 
     edit_json(folder / "config.json", list_less)
     return folder

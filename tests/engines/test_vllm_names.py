@@ -14,14 +14,10 @@ from test_sglang_names import names_of
 from cases import export
 from faults.small_model import family_config, write_dense
 from mtp_checkpoints.families import family_of
-from mtp_checkpoints.layouts.hf import VLLM_READING
+from mtp_checkpoints.families.base import Role
 from runtime.checkpoints import EXAMPLES, changed
 
-# Whose classes have names that are not known here; some of them rename lists too.
-OTHERS = ("bailing_hybrid", "BailingMoeV2_5ForCausalLM", "bailing_moe_v3_vl", "longcat_flash")
-READERS = {
-    name: reader for name, reader in VLLM.items() if not reader.needs_gpu and name not in OTHERS
-}
+READERS = {name: reader for name, reader in VLLM.items() if not reader.needs_gpu}
 OF_SGLANG = "fused_qkv_a_proj_with_mqa"
 UNASKED = "model.mtp.layers.0.self_attn.o_proj"  # of MiMo-V2, which its class builds unquantized
 
@@ -46,5 +42,11 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 @pytest.mark.parametrize("model_type", READERS)
 def test_names_are_those_of_vllm(model_type: str, answers: dict[str, list[str]]) -> None:
     family = family_of(changed(family_config(model_type), **READERS[model_type].fields))
-    wanted = names_of(family, VLLM_READING.draft(family), OF_SGLANG) - {UNASKED}
+    layers = [module.layer.prefix for module in family.mtp]
+    gates = {
+        family.vllm.name_of(layers, spec.module)
+        for spec in family.mtp_tensors.values()
+        if spec.role is Role.DELTA_GATES
+    }
+    wanted = names_of(family, family.vllm, OF_SGLANG) - {UNASKED} | gates
     assert answers[model_type] == sorted(wanted)

@@ -40,22 +40,29 @@ def register(main: str) -> None:
         AutoConfig.register(Config.model_type, Config)
 
 
-def built(main: str, draft: str, method: str, dtype: str = "bfloat16") -> Any:
-    """The model of one draft, or the main model where no method drafts, as vLLM builds it."""
-    from vllm.config import set_current_vllm_config
+def engine_config(main: str, draft: str, method: str, dtype: str = "bfloat16") -> Any:
+    """vLLM's config of a main model with one draft, or without where no method drafts."""
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.model_loader.utils import initialize_model
 
     register(main)
     # Medusa has as many heads as tokens, others a divisor of 6 of layers.
     count = {"eagle": 1, "medusa": 3}.get(method, 6)
     speculation = {"method": method, "model": draft, "num_speculative_tokens": count}
-    config = EngineArgs(
+    return EngineArgs(
         model=main, dtype=dtype, enforce_eager=True,
         speculative_config=speculation if method else None, max_model_len=256,
         mamba_block_size=256, skip_tokenizer_init=True,
     ).create_engine_config()  # fmt: skip
-    own = config.speculative_config.draft_model_config if method else config.model_config
+
+
+def built(config: Any) -> Any:
+    """The model of the draft of a config, or the main model where there is none, as vLLM builds
+    it."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    drafts = config.speculative_config
+    own = config.model_config if drafts is None else drafts.draft_model_config
     with set_current_vllm_config(config):
         return initialize_model(vllm_config=config, model_config=own)
 
@@ -72,7 +79,7 @@ def loading_of(main: str, draft: str, method: str) -> dict[str, Any]:
     """The loading of a model that vLLM builds."""
     import torch
 
-    model = built(main, draft, method)
+    model = built(engine_config(main, draft, method))
     parameters = dict(model.named_parameters())
     for parameter in parameters.values():
         with torch.no_grad():

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
-from vllm_drafts import built, stored_in
+from vllm_drafts import built, engine_config, stored_in
 from vllm_modules import run_job
 
 
@@ -40,7 +40,7 @@ def drafts_of(
     hidden states before the last norm, by the number of the context, of all but its last token."""
     from safetensors.torch import load_file
 
-    model = built(main, draft, "mtp", "float32")
+    model = built(engine_config(main, draft, "mtp", "float32"))
     model.load_weights(iter((stored_in(main) | stored_in(draft)).items()))
     for module in model.modules():
         if (method := getattr(module, "quant_method", None)) is not None:

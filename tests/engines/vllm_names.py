@@ -5,19 +5,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_drafts import register
+from vllm_drafts import built, engine_config
 from vllm_modules import run_job
 
 
 def names_of(main: str, draft: str) -> list[str]:
     """The linears and experts that a draft asks for, as vLLM builds it."""
     import torch
-    from vllm.config import set_current_vllm_config
-    from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
     from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
     from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
-    from vllm.model_executor.model_loader.utils import initialize_model
 
     asked: list[str] = []
 
@@ -35,16 +32,10 @@ def names_of(main: str, draft: str) -> list[str]:
         get_min_capability = classmethod(lambda cls: 0)
         from_config = classmethod(lambda cls, config: cls())
 
-    register(main)
-    config = EngineArgs(
-        model=main, dtype="bfloat16", enforce_eager=True, max_model_len=256,
-        speculative_config={"method": "mtp", "model": draft, "num_speculative_tokens": 6},
-        mamba_block_size=256, skip_tokenizer_init=True,
-    ).create_engine_config()  # fmt: skip
+    config = engine_config(main, draft, "mtp")
     config.quant_config = Asked()
-    own = config.speculative_config.draft_model_config
-    with set_current_vllm_config(config), torch.device("meta"):
-        initialize_model(vllm_config=config, model_config=own)
+    with torch.device("meta"):
+        built(config)
     return sorted(asked)
 
 

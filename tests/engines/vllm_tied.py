@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_drafts import built, stored_in
+from vllm_drafts import built, engine_config, stored_in
 from vllm_modules import run_job
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -27,7 +27,8 @@ def in_both_orders(stored: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def heads_of(main: str, method: str) -> dict[str, str]:
     orders = in_both_orders(stored_in(main)).items()
-    return {order: loaded_by(built(main, main, method), tensors) for order, tensors in orders}
+    config = engine_config(main, main, method)
+    return {order: loaded_by(built(config), tensors) for order, tensors in orders}
 
 
 if __name__ == "__main__":

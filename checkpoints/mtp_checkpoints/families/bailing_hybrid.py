@@ -12,6 +12,7 @@ from dataclasses import replace
 from mtp_checkpoints.families.bailing_moe import ATTENTION, SGLANG_HYBRID, decoder, named
 from mtp_checkpoints.families.base import Role, TensorMaker
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.engine_draft import AS_STORED, EngineDraft
 from mtp_checkpoints.families.examples import EXPERTS, PLAIN, SMALL, Config, Example, Reader
 from mtp_checkpoints.families.facts import ModelFacts
 from mtp_checkpoints.families.fields import Fields
@@ -23,6 +24,14 @@ from mtp_checkpoints.families.spec import ModelSpec
 
 _CONTRACT = MtpContract(source="vLLM")
 _SGLANG = replace(SGLANG_HYBRID, modules=(*SGLANG_HYBRID.modules, ("mlp.", "")))
+_VLLM = EngineDraft(
+    modules=((f"{ATTENTION}.", "self_attn."),),
+    projection=AS_STORED,
+    listed=((f".{ATTENTION}.", ".self_attn."), (f".{ATTENTION}*", ".self_attn*")),
+    renames=frozenset({"compressed-tensors", "fp8", "modelopt", "awq", "auto-round"}),
+    renames_patterns=False,
+    fp8_ends=True,
+)
 _DEFAULTS = {"first_k_dense_replace": 2, "moe_router_enable_expert_bias": True}
 _FULL, _LINEAR = "full_attention", "linear_attention"
 _GRANULARITY = "gated_attention_proj_granularity_type"
@@ -34,7 +43,8 @@ def spec(fields: Fields) -> ModelSpec:
     known = named(fields).with_defaults(**_DEFAULTS)
     attentions = {_FULL: _latent(known), _LINEAR: _delta(known)}
     kinds = [*_kinds(known, main_layers(known)), _FULL]
-    return decoder(known, [attentions[kind] for kind in kinds], _CONTRACT, _SGLANG)
+    own = [attentions[kind] for kind in kinds]
+    return decoder(known, own, _CONTRACT, vllm=_VLLM, sglang=_SGLANG)
 
 
 def _kinds(fields: Fields, layers: int) -> list[str]:

@@ -7,9 +7,16 @@ Source: vLLM's bailing_moe_linear and bailing_moe_mtp; SGLang's bailing_moe_line
 from __future__ import annotations
 
 from mtp_checkpoints.families.bailing_hybrid import latent
-from mtp_checkpoints.families.bailing_moe import SGLANG_HYBRID, decoder, joined_attention, named
+from mtp_checkpoints.families.bailing_moe import (
+    ATTENTION,
+    SGLANG_HYBRID,
+    decoder,
+    joined_attention,
+    named,
+)
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.engine_draft import EngineDraft
 from mtp_checkpoints.families.examples import BAILING_MOE_V2, SMALL, Config, Example, Reader
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.moe_decoder import main_layers
@@ -18,6 +25,9 @@ from mtp_checkpoints.families.releases import Releases
 from mtp_checkpoints.families.spec import ModelSpec
 
 _CONTRACT = MtpContract(zero_first_embedding=True, source="vLLM. SGLang keeps position 0")
+_VLLM = EngineDraft(
+    modules=((f"{ATTENTION}.dense", "self_attn.o_proj"), (f"{ATTENTION}.", "self_attn."))
+)
 
 
 def spec(fields: Fields) -> ModelSpec:
@@ -29,7 +39,7 @@ def spec(fields: Fields) -> ModelSpec:
     linear, full = joined_attention(known, heads, *gates), latent("latent attention", known)
     period = known.whole("layer_group_size", 1)
     kinds = [linear if (index + 1) % period else full for index in range(main_layers(known))]
-    return decoder(known, [*kinds, full], _CONTRACT, SGLANG_HYBRID)
+    return decoder(known, [*kinds, full], _CONTRACT, vllm=_VLLM, sglang=SGLANG_HYBRID)
 
 
 _BAILING_LINEAR: Config = BAILING_MOE_V2 | {

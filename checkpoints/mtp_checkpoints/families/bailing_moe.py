@@ -12,7 +12,12 @@ from dataclasses import replace
 
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.families.contract import MtpContract
-from mtp_checkpoints.families.engine_draft import AS_STORED, SGLANG_NEXTN, EngineDraft
+from mtp_checkpoints.families.engine_draft import (
+    AS_STORED,
+    SGLANG_NEXTN,
+    VLLM_USUAL,
+    EngineDraft,
+)
 from mtp_checkpoints.families.examples import BAILING_MOE_V2, Config, Example, Reader
 from mtp_checkpoints.families.facts import refuse_set
 from mtp_checkpoints.families.fields import Fields
@@ -54,6 +59,8 @@ def decoder(
     fields: Fields,
     attentions: Sequence[Listed],
     contract: MtpContract,
+    *,
+    vllm: EngineDraft = VLLM_USUAL,
     sglang: EngineDraft = _SGLANG,
 ) -> ModelSpec:
     """Describe a decoder of any attentions, those of main layers and of the MTP layer."""
@@ -74,7 +81,12 @@ def decoder(
     ]
     module = MtpSpec(layers[last], MtpModules.with_last_norm(layers[last].prefix))
     described = listed_decoder(
-        TextPart.whole(fields), layers[:last], [module] * count, contract, sglang=sglang
+        TextPart.whole(fields),
+        layers[:last],
+        [module] * count,
+        contract,
+        vllm=vllm,
+        sglang=sglang,
     )
     return replace(described, embedding="model.word_embeddings")
 

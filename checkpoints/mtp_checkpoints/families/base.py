@@ -176,8 +176,7 @@ class ModulePatterns:
     linears, and that are not quantized; heads may be. fused: the last name components of linears
     that engines load as one matrix, with the names of that matrix. absorbed: the last components of
     linears that attention multiplies into other matrices, so that some loaders read them
-    unquantized. mtp_names: names that engines have for the MTP layer besides its own; a config that
-    names the layer must name it by each.
+    unquantized.
     """
 
     linears: Mapping[Role, str]
@@ -185,7 +184,6 @@ class ModulePatterns:
     other_matrices: tuple[str, ...] = ()
     fused: Mapping[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)
     absorbed: tuple[str, ...] = ()
-    mtp_names: tuple[str, ...] = ()
 
 
 def weight_name(module: str) -> str:

@@ -19,7 +19,8 @@ class EngineDraft:
     modules: beginnings of the names within the layer that it has others for, with these.
     projection: its name of the projection, None where that is a linear of torch, which asks
     nothing. listed: parts of names that it replaces in the lists of the methods `renames`, in an
-    entry the first of them.
+    entry the first of them; renames_patterns: in those that begin with re: too. fp8_ends: entries
+    of native fp8 in blocks are ends of names to it.
     beside_nvfp4: False where it builds every draft unquantized beside a main model in ModelOpt's
     NVFP4; by_config: False where it does so whatever a config says.
     """
@@ -29,6 +30,8 @@ class EngineDraft:
     projection: str | None = None
     listed: tuple[tuple[str, str], ...] = ()
     renames: frozenset[str] = _WITH_MAPPER
+    renames_patterns: bool = True
+    fp8_ends: bool = False
     beside_nvfp4: bool = True
     by_config: bool = True
 
@@ -38,19 +41,35 @@ class EngineDraft:
         if layer is None:
             return name
         rest = name[len(layer) + 1 :]
+        if self.projection:
+            last = self.projection.rpartition(".")[2]
+            _, is_it, behind = f".{rest}.".partition(f".{last}.")
+            if is_it:
+                return f"{self.projection}.{behind}".removesuffix(".")
         for module, own in self.modules:
             if rest.startswith(module):
                 rest = own + rest.removeprefix(module)
                 break
         return ".".join(filter(None, (layer if self.layer is None else self.layer, rest)))
 
+    def pattern_of(self, pattern: str) -> str:
+        """Return a pattern of names within a layer that is for its own names too."""
+        for pair in self.modules:
+            for module, own in (pair, [one.replace(".", "[.]") for one in pair]):
+                pattern = pattern.replace(module, f"({module}|{own})")
+        return pattern
+
     def entry_of(self, entry: str) -> str:
         """Return what it makes of an entry of a list."""
+        if entry.startswith("re:") and not self.renames_patterns:
+            return entry
         first = next((pair for pair in self.listed if pair[0] in entry), ("", ""))
         return entry.replace(*first, 1)
 
 
-VLLM_USUAL = EngineDraft()  # of vLLM 0.32: what most of its classes are
+# Of vLLM 0.32: what most of its classes are, and those that build the projection as any linear.
+VLLM_USUAL = EngineDraft()
+VLLM_LINEAR = EngineDraft(projection=AS_STORED)
 # Of SGLang 0.5.23: what most of its classes are, those of models/*_nextn.py that a config of
 # NVFP4 is taken from, and those of models/*_mtp.py that have a decoder of one layer.
 SGLANG_USUAL = EngineDraft(SGLANG_DRAFT)

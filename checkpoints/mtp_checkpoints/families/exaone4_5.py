@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mtp_checkpoints.families.contract import MtpContract
+from mtp_checkpoints.families.engine_draft import VLLM_LINEAR
 from mtp_checkpoints.families.examples import PLAIN, VISION, Config, Example
 from mtp_checkpoints.families.exaone_attention import exaone_attention
 from mtp_checkpoints.families.fields import Fields
@@ -44,8 +45,9 @@ def spec(fields: Fields) -> ModelSpec:
         [module] * at_most_one_mtp_layer(known, 0),
         _CONTRACT,
         mtp_prefix="mtp",
+        vllm=VLLM_LINEAR,
     )
-    return replace(described, engines=("vllm",), linear_projection=True)
+    return replace(described, engines=("vllm",))
 
 
 _EXAONE4_5: Config = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mtp_checkpoints.families.contract import MtpContract
-from mtp_checkpoints.families.engine_draft import SGLANG_FIRST_LAYER
+from mtp_checkpoints.families.engine_draft import SGLANG_FIRST_LAYER, VLLM_LINEAR
 from mtp_checkpoints.families.examples import EXPERTS, PLAIN, Config, Example, Reader
 from mtp_checkpoints.families.exaone_attention import exaone_attention
 from mtp_checkpoints.families.fields import Fields
@@ -47,7 +47,7 @@ def spec(fields: Fields) -> ModelSpec:
         mtp=(MtpSpec(layer, MtpModules.of_qwen(), prefix="mtp"),) * at_most_one_mtp_layer(known, 0),
         mtp_names=(),
         mtp_prefix="mtp",
-        linear_projection=True,
+        vllm=VLLM_LINEAR,
         uncomputed="windows differ from layer to layer" if known.has("sliding_windows") else "",
     )
 

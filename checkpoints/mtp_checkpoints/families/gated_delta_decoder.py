@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.contract import MtpContract
-from mtp_checkpoints.families.engine_draft import SGLANG_OWN_NAMES
+from mtp_checkpoints.families.engine_draft import SGLANG_OWN_NAMES, VLLM_LINEAR
 from mtp_checkpoints.families.facts import ModelFacts, refuse_set
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.layer_halves import FeedForward
@@ -69,8 +69,8 @@ def gated_delta_decoder(
         head=embedding if part.is_tied else "lm_head",
         count_field=f"{part.fields.prefix}{COUNT_FIELDS[1]}",
         mtp_prefix=_MTP,
+        vllm=VLLM_LINEAR,
         sglang=SGLANG_OWN_NAMES,
-        linear_projection=True,
         may_fuse=mtp_feed_forward is not None,
         carried=part.carried,
     )

@@ -40,6 +40,13 @@ _FIELDS = {
 }
 
 
+def _vllm(main: int) -> EngineDraft:
+    """Return vLLM's class of drafts, which counts both attentions of a layer as layers."""
+    return EngineDraft(
+        f"model.layers.{2 * main}", (("transformer_layer.", ""),), projection="eh_proj"
+    )
+
+
 def spec(fields: Fields) -> ModelSpec:
     """Describe a config.json."""
     for key in ("attention_bias", "tie_word_embeddings"):
@@ -58,9 +65,10 @@ def spec(fields: Fields) -> ModelSpec:
         [_mtp(known)] * count,
         _CONTRACT,
         mtp_prefix=_MTP,
+        vllm=_vllm(main),
         sglang=_SGLANG,
     )
-    return _Model(**vars(replace(described, linear_projection=True)))
+    return _Model(**vars(described))
 
 
 @dataclass(frozen=True)

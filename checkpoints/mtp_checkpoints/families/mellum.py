@@ -58,7 +58,7 @@ def softmax_decoder(
     described = listed_decoder(
         TextPart.whole(fields), layers, [module] * count, contract, mtp_prefix="mtp"
     )
-    return replace(described, mtp_names=(), linear_projection=True)
+    return replace(described, mtp_names=())
 
 
 def _attention(fields: Fields, *, slides: bool) -> Gqa:

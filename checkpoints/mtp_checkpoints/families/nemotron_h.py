@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mtp_checkpoints.families.contract import MtpContract
-from mtp_checkpoints.families.engine_draft import EngineDraft
+from mtp_checkpoints.families.engine_draft import VLLM_LINEAR, EngineDraft
 from mtp_checkpoints.families.examples import NEMOTRON_H, Example, Reader
 from mtp_checkpoints.families.fields import Fields
 from mtp_checkpoints.families.gated_delta_decoder import at_most_one_mtp_layer
@@ -74,7 +74,13 @@ def decoder(
     layers = [_layer(f"{root}backbone.layers.{at}", one) for at, one in enumerate(main)]
     mtp = [_mtp(f"{root}mtp", *module)] if at_most_one_mtp_layer(part.fields, 0) else []
     described = listed_decoder(
-        part, layers, mtp, _CONTRACT, mtp_prefix=f"{root}mtp", sglang=_SGLANG
+        part,
+        layers,
+        mtp,
+        _CONTRACT,
+        mtp_prefix=f"{root}mtp",
+        vllm=VLLM_LINEAR,
+        sglang=_SGLANG,
     )
     embedding = f"{root}backbone.embeddings"
     return replace(
@@ -82,7 +88,6 @@ def decoder(
         embedding=embedding,
         norm=f"{root}backbone.norm_f",
         head=embedding if part.is_tied else f"{root}lm_head",
-        linear_projection=True,
         uncomputed=_uncomputed(part.fields),
     )
 

@@ -195,20 +195,19 @@ class ModelSpec:
 
     mtp_contract: inputs of the MTP modules, as config.json records them or else as is usual;
     usual_contract: as they were trained. mtp_names: names that engines have for the MTP layer
-    besides its own. norm is "" in a model without a last one, head the embedding where both are one
-    tensor; head_rows: its rows where they are not the vocabulary. count_field: that of config.json
-    which counts the MTP layers. mtp_prefix: that of their tensors, "" where they are the layers
-    after the last. vllm, sglang: their classes of its
-    drafts.
-    quantized_fields: what config.json says beside a quantization by this tool. linear_projection:
-    engines build the projections of MTP modules as any linear. may_fuse: checkpoints store the
-    experts of a layer one by one or fused. uncomputed: why the runtime does not compute a model
-    though it has a layer for every part. engines: names of targets whose engines load its MTP
-    layers, others of the released layout do not. drafts_apart: where the drafts of a model are that
-    has no MTP layer, or which draft it is itself; draft_method: the drafting method of both, and
-    name of the draft's folder in a bundle. more: other tensors of the main part, by their
-    full names. carried: what names of tensors begin with that belong to the main part and are not
-    described, such as those of a vision tower; carried_modules are those that are stored.
+    besides its own; a config that names the layer must name it by each. norm is "" in a model
+    without a last one, head the embedding where both are one tensor; head_rows: its rows where they
+    are not the vocabulary. count_field: that of config.json which counts the MTP layers.
+    mtp_prefix: that of their tensors, "" where they are the layers after the last. vllm, sglang:
+    their classes of its drafts. quantized_fields: what config.json says beside a quantization by
+    this tool. may_fuse: checkpoints store the experts of a layer one by one or fused. uncomputed:
+    why the runtime does not compute a model though it has a layer for every part. engines: names of
+    targets whose engines load its MTP layers, others of the released layout do not. drafts_apart:
+    where the drafts of a model are that has no MTP layer, or which draft it is itself;
+    draft_method: the drafting method of both, and name of the draft's folder in a bundle. more:
+    other tensors of the main part, by their full names. carried: what names of tensors begin with
+    that belong to the main part and are not described, such as those of a vision tower;
+    carried_modules are those that are stored.
     """
 
     facts: ModelFacts
@@ -226,7 +225,6 @@ class ModelSpec:
     vllm: EngineDraft = VLLM_USUAL
     sglang: EngineDraft = SGLANG_USUAL
     quantized_fields: tuple[tuple[str, str], ...] = ()
-    linear_projection: bool = False
     may_fuse: bool = False
     uncomputed: str = ""
     drafts_apart: str = ""
@@ -274,8 +272,9 @@ class ModelSpec:
         """Return a module's name, and of an MTP layer's those that engines have."""
         if mtp_layer is None:
             return [module]
-        layer = f"{self.mtp[mtp_layer - len(self.layers)].layer.prefix}."
-        return [module, *(module.replace(layer, f"{name}.") for name in self.mtp_names)]
+        layer = self.mtp[mtp_layer - len(self.layers)].layer.prefix
+        others = [module.replace(f"{layer}.", f"{name}.") for name in self.mtp_names]
+        return [*dict.fromkeys([module, *others, self.vllm.name_of([layer], module)])]
 
     def carries(self, name: str) -> bool:
         """Return whether a tensor belongs to the main part though it is not described."""
@@ -346,7 +345,8 @@ class ModelSpec:
         """Module names as engines' quantization configs refer to them."""
         of_parts = [part.patterns for part in self.parts]
         kinds = list({id(patterns): patterns for patterns in of_parts}.values())
-        linears = _LINEARS | linears_by_role(kinds)
+        every = _LINEARS | linears_by_role(kinds)
+        linears = {role: self.vllm.pattern_of(own) for role, own in every.items()}
         others = (pattern for kind in kinds for pattern in kind.other_matrices)
         copied = [m.layer.prefix for m in self.mtp if m.modules.head is not None]
         # vLLM looks for the copy as the layer's `head`, and loads no codes of another name's head.
@@ -357,7 +357,6 @@ class ModelSpec:
             other_matrices=(*self._usual_matrices(), *dict.fromkeys(others)),
             fused=_FUSED | {parts: names for kind in kinds for parts, names in kind.fused.items()},
             absorbed=tuple(dict.fromkeys(name for kind in kinds for name in kind.absorbed)),
-            mtp_names=self.mtp_names,
         )
 
     def _usual_matrices(self) -> Iterator[str]:
@@ -367,6 +366,8 @@ class ModelSpec:
         yield from dict.fromkeys((PLAIN_HEADS[0], *head, "re:.*mlp.gate$"))
         joint = ((m, m.modules.projection) for m in self.mtp)
         own = {name: None for m, name in joint if name and (m.prefix or not name.endswith(_USUAL))}
+        if own and self.vllm.projection:
+            own[self.vllm.projection] = None
         yield from (f"re:.*{projection}$" for projection in own)
         if not own:
             yield from ("re:.*eh_proj$", PLAIN_HEADS[1])

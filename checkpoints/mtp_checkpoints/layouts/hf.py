@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from shlex import quote
 from typing import Any
 
-from mtp_checkpoints.families.engine_draft import AS_STORED, EngineDraft
-from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.formats import (
     GGUF,
     Int8Channel,
@@ -37,17 +34,10 @@ from mtp_checkpoints.quantization.undecoded import MLX_METHOD
 VLLM_PROBE = "command -v vllm"
 
 
-def _vllm_draft(family: ModelSpec) -> EngineDraft:
-    """Return the class of a family's drafts: `fc` of qwen3_5_mtp.py is any linear."""
-    if family.vllm.projection is None and family.linear_projection:
-        return replace(family.vllm, projection=AS_STORED)
-    return family.vllm
-
-
 VLLM_READING = DraftReading(
     by_main_config=True,
     reason="vLLM builds the draft with the quantization_config of the main model",
-    draft=_vllm_draft,
+    draft=attrgetter("vllm"),
     reads=vllm_reads,
     refuses_recomputed=frozenset({"glm4_moe"}),  # glm4_moe_mtp.py looks up every name of the layer
 )

@@ -17,6 +17,7 @@ from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
 from mtp_checkpoints.families import family_of
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.families.engine_draft import EngineDraft
+from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.formats import WHOLE_ROW
 from mtp_checkpoints.quantization.absent import with_absent_listed
 from mtp_checkpoints.quantization.fusion_rules import EXPERTS
@@ -266,17 +267,24 @@ def _nested(quantization: Config) -> Config:
 
 def _with_whole_linears(config: Mapping[str, Any], quantization: Config) -> Config:
     """Return native fp8's config with the names that are a linear's, or of experts, in the first of
-    its lists that has any: vLLM compares whole names, and reads no other list."""
+    its lists that has any: vLLM compares whole names, or the ends of those, and reads no other
+    list."""
     first = next((key for key in _FP8_LISTS if quantization.get(key)), None)
     if first is None:
         return quantization
-    linears, experts = _linears_and_experts(config, str)
+    family = family_of(config)
+    layers = [module.layer.prefix for module in family.mtp]
+    linears, experts = _linears_and_experts(family, partial(family.vllm.name_of, layers))
+    by_ends = family.vllm.fp8_ends and bool(quantization.get("weight_block_size"))
 
-    def acts(name: str) -> bool:
-        return name in linears or (_EXPERTS in name and any(one in name for one in experts))
+    def reached(name: str) -> list[str]:
+        if by_ends:
+            return [one for one in (*linears, *experts) if f".{one}".endswith(f".{name}")]
+        is_of_experts = _EXPERTS in name and any(one in name for one in experts)
+        return [name] if is_of_experts or name in linears else []
 
     kept = {
-        key: [name for name in quantization[key] if key == first and acts(name)]
+        key: [one for name in quantization[key] if key == first for one in reached(name)]
         for key in _FP8_LISTS
         if quantization.get(key)
     }
@@ -351,7 +359,7 @@ def _with_reached_names(config: Mapping[str, Any], quantization: Config) -> Conf
     does where it is whole components of a linear's, and of experts the whole name alone."""
     family = family_of(config)
     layers = [module.layer.prefix for module in family.mtp]
-    modules = _linears_and_experts(config, partial(family.sglang.name_of, layers))
+    modules = _linears_and_experts(family, partial(family.sglang.name_of, layers))
     holder = _nested(quantization)
     changed = {
         key: [name for entry in holder[key] for name in _reached(str(entry), *modules)]
@@ -373,11 +381,11 @@ def _reached(entry: str, linears: Collection[str], experts: Collection[str]) -> 
 
 
 def _linears_and_experts(
-    config: Mapping[str, Any], rename: Callable[[str], str]
+    family: ModelSpec, rename: Callable[[str], str]
 ) -> tuple[list[str], list[str]]:
     """Return the modules of the linears but for experts, and those of all experts of a layer, by
     the names that an engine has for them."""
-    every = family_of(config).tensors.values()
+    every = family.tensors.values()
     of_experts = (spec.name for spec in every if spec.role is Role.ROUTED_EXPERT)
     linears = (spec for spec in every if spec.is_linear_or_projection)
     return (

@@ -221,22 +221,20 @@ def _draft_linears(family: ModelSpec, draft: PartStorage, storage: str) -> list[
 def _plain_linears(family: ModelSpec, draft: PartStorage) -> list[str]:
     """Return the draft's linears that are not quantized though others of their role are, by each
     name that engines have for them."""
-    linears = (spec for spec in family.tensors.values() if spec.is_linear_weight)
-    prefix_of = {number: m.layer.prefix for number, m in enumerate(family.mtp, len(family.layers))}
     plain = (
-        spec.module.removeprefix(f"{prefix_of[spec.mtp_layer]}.")
-        for spec in linears
-        if spec.mtp_layer is not None
+        name
+        for spec in family.mtp_tensors.values()
+        if spec.is_linear_weight
         and draft.storages[spec.role] != Unquantized.storage
         and draft.storage_of(spec) in (None, Unquantized.storage)
+        for name in family.names_of(spec.module, spec.mtp_layer)
     )
-    layers = _mtp_names(family)
-    return list(dict.fromkeys(f"{layer}.{module}" for module in plain for layer in layers))
+    return list(dict.fromkeys(plain))
 
 
 def _mtp_names(family: ModelSpec) -> list[str]:
     """Return the names of the MTP layers in the release and in engines."""
-    return [*(module.layer.prefix for module in family.mtp), *family.patterns.mtp_names]
+    return [*(module.layer.prefix for module in family.mtp), *family.mtp_names]
 
 
 # --- Writing --------------------------------------------------------------------------------------

@@ -113,7 +113,11 @@ def _unquantized(model: WrittenModel) -> list[str]:
         spec.module for spec in main if len(spec.shape) > 1 and model.main.storage_of(spec) in plain
     )
     named = dict.fromkeys(_LAYER.sub(".layers.*.", module) for module in modules)
-    return [*named, *family.carried_modules, *(f"{module.name}*" for module in family.mtp)]
+    if family.mtp:
+        own = (module.name for module in family.mtp)
+        of_engines = filter(None, [*family.mtp_names, family.vllm.projection])
+        named |= dict.fromkeys(f"{module}*" for module in (*own, *of_engines))
+    return [*named, *family.carried_modules]
 
 
 MODELOPT = Method(_read, leave_out=_leave_out, write=_write, key_of=_key_of)
