@@ -55,6 +55,9 @@ MEDIAN_NORM = 0.5
 # How far the root mean square of an MTP module's norm may lie outside those of the main layers'
 # norms of its name. 1.1 in the trained fixtures.
 NORM_RATIO = 10.0
+# How many times larger one weight of a norm may be than another, the smallest and the largest tenth
+# left out. Normal ones around zero make 13; bits of no meaning 1e7 in fp16 and 1e61 in bf16.
+NORM_SPREAD = 2.0**16
 # The share of a norm's weights that is negative in an MTP module of 1 + w, where none of any of the
 # main layers' is: those hold 1 + w. In the trained miniature it is 0.5 at most in either.
 SOME_NEGATIVE = 0.02

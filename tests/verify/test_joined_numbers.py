@@ -60,11 +60,20 @@ def test_reciprocals(row_bundle: Callable[[str, str], Path], tmp_path: Path) -> 
     names = [f"{MLP}.experts.0.{last}.weight_global_scale" for last in ("gate_proj", "up_proj")]
     changes: dict[str, Change] = dict.fromkeys(names, torch.reciprocal)
     found = verified(row_bundle("nvfp4", "fp8"), tmp_path / "compressed", "mtp", changes)
-    assert RECIPROCAL in found and UNLIKE not in found
+    assert f"{names[0]} is " in found and RECIPROCAL in found and UNLIKE not in found
     name = "model.layers.0.mlp.down_proj.weight_scale_2"
     bundle = row_bundle("modelopt nvfp4", "fp8")
     found = verified(bundle, tmp_path / "modelopt", "main", {name: torch.reciprocal})
     assert RECIPROCAL in found
+
+
+def test_a_number_of_another_size_is_no_reciprocal(
+    row_bundle: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    names = [f"{MLP}.experts.0.{last}.weight_global_scale" for last in ("gate_proj", "up_proj")]
+    changes: dict[str, Change] = dict.fromkeys(names, lambda one: one * 1e-6)
+    found = verified(row_bundle("nvfp4", "fp8"), tmp_path / "bundle", "mtp", changes)
+    assert "has a root mean square of" in found and RECIPROCAL not in found
 
 
 def test_inputs_of_joined_linears(row_bundle: Callable[[str, str], Path], tmp_path: Path) -> None:

@@ -118,6 +118,19 @@ def test_a_part_of_a_main_layer_is_named(tmp_path: Path) -> None:
     assert "model.layers.3.self_attn is the main layer model.layers.2.self_attn" in item["cause"]
 
 
+@pytest.mark.parametrize("layer", [0, 1])
+def test_the_attention_of_a_layer_of_another_kind_is_named(layer: int, tmp_path: Path) -> None:
+    """Layer 0 has an MLP without experts, so that nothing else can be unlike."""
+    checkpoint, original = AWQ(), unquantized(read_all(GLM))
+    for name, tensor in checkpoint.mtp().items():
+        last = name.removeprefix(checkpoint.layer)
+        if last.startswith("self_attn."):
+            checkpoint.set(last, original[f"model.layers.{layer}.{last}"].to(tensor.dtype))
+    code, item = judged(checkpoint, tmp_path / "taken")
+    words = f"model.layers.3.self_attn is the main layer model.layers.{layer}.self_attn"
+    assert code == 7 and words in item["cause"]
+
+
 def linears_of_attention(checkpoint: Checkpoint) -> None:
     """Those of main layer 2 before it was quantized, beside norms and biases of the module."""
     own = {

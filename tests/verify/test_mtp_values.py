@@ -98,8 +98,19 @@ def columns_of_lost_scales(stored: Tensors) -> None:
     stored[f"{GLM_MTP}mlp.experts.4.up_proj.weight"][:, :64] *= 1e-30
 
 
+def norm_of_any_bits(stored: Tensors) -> None:
+    bits = torch.randint(-(1 << 15), 1 << 15, (128,), generator=torch.Generator().manual_seed(1))
+    bits[(bits >> 7) & 255 == 255] = 7  # neither NaN nor infinity
+    stored[f"{GLM_MTP}enorm.weight"] = bits.to(torch.int16).view(torch.bfloat16)
+
+
 DAMAGE: dict[str, tuple[Callable[[Tensors], None], str, str]] = {
     "norms of 1 + w": (less_one, "mtp: norms multiply by w", "multiplies by 1 + w"),
+    "norm of any bits": (
+        norm_of_any_bits,
+        "mtp: finite values, sound scales",
+        "as no norm's do: memory that was never written",
+    ),
     "zeroed half": (
         without_embedding_half,
         "mtp: halves of eh_proj",
@@ -152,6 +163,8 @@ def test_damage_is_found_and_named(tmp_path: Path, damage: str) -> None:
     change, item, words = DAMAGE[damage]
     found = failures(rewritten(GLM, tmp_path / "damaged", change))
     assert words in found[item]["cause"]
+    if damage == "norm of any bits":
+        assert [*found] == [item]
 
 
 @pytest.mark.parametrize(
@@ -431,3 +444,16 @@ def test_one_matrix_that_is_far_from_its_like_is_named(tmp_path: Path) -> None:
 
     found = failures(rewritten(GLM, tmp_path / "larger", larger))
     assert found["every matrix near its like"]["subject"] == ATTENTION
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_biases_of_routers_are_zero_before_any_training(trained: bool, tmp_path: Path) -> None:
+    def start(stored: Tensors) -> None:
+        for name, tensor in stored.items():
+            if name.endswith("e_score_correction_bias"):
+                stored[name] = torch.zeros_like(tensor)
+            elif tensor.dim() == 1 and not trained:
+                stored[name] = torch.full_like(tensor, float("norm" in name))
+
+    found = failures(rewritten(GLM, tmp_path / "zero", start))
+    assert ("mtp: no constant tensor" in found) == trained

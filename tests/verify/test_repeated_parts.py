@@ -12,6 +12,7 @@ from verify.foreign import GLM, GLM_MTP, Tensors, rewritten
 from verify.test_mtp_values import failures
 
 ITEM = "no part of a weight twice"
+NORM = f"{GLM_MTP}shared_head.norm.weight"
 O_PROJ, K_PROJ, V_PROJ = (f"{GLM_MTP}self_attn.{one}_proj.weight" for one in "okv")
 
 
@@ -21,6 +22,10 @@ def columns_twice(stored: Tensors) -> None:
 
 def rows_twice(stored: Tensors) -> None:
     stored[K_PROJ][32:] = stored[K_PROJ][:32]
+
+
+def norm_twice(stored: Tensors) -> None:
+    stored[NORM][64:] = stored[NORM][:64]
 
 
 def heads_repeated(stored: Tensors) -> None:
@@ -34,6 +39,7 @@ def heads_repeated(stored: Tensors) -> None:
     [
         (columns_twice, f"columns 64 to 95 of {O_PROJ} hold the same as its columns 0 to 31: "),
         (rows_twice, f"rows 32 to 63 of {K_PROJ} hold the same as its rows 0 to 31: "),
+        (norm_twice, f"elements 64 to 127 of {NORM} hold the same as its elements 0 to 63: "),
     ],
 )
 def test_a_part_that_was_written_for_two_is_named_with_both(
@@ -45,6 +51,14 @@ def test_a_part_that_was_written_for_two_is_named_with_both(
 
 def test_heads_of_keys_and_values_may_be_repeated_in_both(tmp_path: Path) -> None:
     assert ITEM not in failures(rewritten(GLM, tmp_path / "repeated", heads_repeated))
+
+
+def test_norms_of_two_values_may_repeat_themselves(tmp_path: Path) -> None:
+    def narrow(stored: Tensors) -> None:
+        stored[NORM][:] = 1
+        stored[NORM][::5] = 1.0078125
+
+    assert ITEM not in failures(rewritten(GLM, tmp_path / "narrow", narrow))
 
 
 def test_rows_of_one_value_are_no_repetition(tmp_path: Path) -> None:

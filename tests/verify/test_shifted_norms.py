@@ -132,3 +132,16 @@ def test_the_last_norm_of_a_module_is_named_where_few_of_it_is_negative(tmp_path
     name = f"{GLM_MTP}shared_head.norm.weight"
     (item,) = failures(rewritten(GLM, tmp_path / "moved", moved(-1, name))).values()
     assert (item["name"], item["subject"]) == ("mtp: norms multiply by w", name)
+
+
+def test_norms_that_grow_with_the_layers_are_not_one_off(tmp_path: Path) -> None:
+    """Those of modules behind 3 layers are as far above the last as that is above the first."""
+    small = write_checkpoint(tmp_path / "small", SMALL_CONFIGS["step3p5"])
+
+    def grow(stored: Tensors) -> None:
+        for name, tensor in stored.items():
+            if "norm" in name and name.startswith("model.layers."):
+                by = 1 + int(name.split(".")[2]) / 2
+                stored[name] = ((tensor.float() + 1) * by - 1).to(tensor.dtype)
+
+    assert failures(rewritten(small, tmp_path / "grown", grow)) == {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from mtp_checkpoints.containers.base import TensorInfo
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from mtp_checkpoints.families.spec import ModelSpec
     from mtp_export.verify.context import Context
 
+_NEAR = 30.0  # times apart that numbers of one part may be
 _OF_MATRIX, _OF_INPUTS = 2, 3  # among the tensors of the format
 
 
@@ -61,11 +63,14 @@ def _item(name: str, numbers: Sequence[_Number], context: Context) -> Item:
     values = in_threads(_value, numbers, workers=context.options.workers, size_bytes=lambda one: 4)
     problems: list[Problem] = []
     found: dict[tuple[str, bool], dict[float, str]] = defaultdict(dict)
-    for number, value in zip(numbers, values, strict=True):
-        if value is None:
-            continue  # check values names what is no scale
-        if not number.of_inputs and number.made.is_reciprocal(value):
-            problems.append(Problem(number.tensor.name, causes.reciprocal_number(value)))
+    pairs = zip(numbers, values, strict=True)  # check values names what is no scale
+    read = [(number, value) for number, value in pairs if value is not None]
+    of_matrices = [_as_made(*pair) for pair in read if not pair[0].of_inputs]
+    for number, value in read:
+        right = value if number.of_inputs else _as_made(number, value)
+        if right != value and 1 / _NEAR < right / median(of_matrices) < _NEAR:
+            cause = causes.reciprocal_number(number.tensor.name, value)
+            problems.append(Problem(number.tensor.name, cause))
         found[number.joined, number.of_inputs].setdefault(value, number.tensor.name)
     for (joined, of_inputs), names in found.items():
         if len(names) > 1:
@@ -73,6 +78,11 @@ def _item(name: str, numbers: Sequence[_Number], context: Context) -> Item:
             subject = [*names.values()][-1]
             problems.append(Problem(subject, words(joined, max(names) / min(names))))
     return verdict(name, problems, counted(len(numbers), "number"))
+
+
+def _as_made(number: _Number, value: float) -> float:
+    """Return a number of a matrix, or its reciprocal where its layout has that."""
+    return 1 / value if number.made.is_reciprocal(value) else value
 
 
 def _value(number: _Number) -> float | None:

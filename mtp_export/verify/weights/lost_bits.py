@@ -1,11 +1,13 @@
-"""Bits of packed codes that were lost: every value, or every second row or column, of one sign or
-zero, as a mask, a cast or a nibble that was never written leaves them."""
+"""Bits of packed codes that were lost, or of values that were made from them: every value, or every
+second row, column or element of a norm, of one sign or zero, as a mask, a cast or a nibble that was
+never written leaves them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.formats.base import BLOCK
 from mtp_checkpoints.tensors.bundle_folder import MTP
 from mtp_export.progress import counted
@@ -21,42 +23,52 @@ if TYPE_CHECKING:
 
 _PERIOD = 8  # of what is packed together: the nibbles of a word
 _FEW = 32  # values, which may be of one sign by chance
+_FEW_ZEROS = 8  # elements of a norm, which may be zero by chance
 
 
 def run(context: Context) -> Iterator[Item]:
-    """The quantized linears of all parts by their ranges, those of the MTP part by rows too."""
+    """The linears of all parts by their ranges; those of the MTP part and its norms by rows too."""
     problems, count = list[Problem](), 0
     unwritten, named = context.unwritten_tensors, context.named_tensors
     for layout in context.read_layouts:
         for fact in context.walks.of(layout.name).facts:
             weight = fact.weight
             names = {tensor.name for tensor in weight.tensors}
-            is_told = weight.name in named or not names.isdisjoint(unwritten)
-            if is_told or not weight.has_scales or not weight.stored.weight.is_linear_weight:
+            if weight.name in named or not names.isdisjoint(unwritten) or not _is_read(fact):
                 continue
             count += 1
             if words := _words(fact, by_rows=layout.name == MTP):
                 problems.append(Problem(weight.name, words))
     if count:
-        yield verdict("codes with all their bits", problems, counted(count, "linear"))
+        yield verdict("codes with all their bits", problems, counted(count, "weight"))
+
+
+def _is_read(fact: WeightFacts) -> bool:
+    """Return whether a weight is a linear, a projection of a module, or a norm."""
+    spec = fact.weight.stored.weight
+    is_norm = spec.role is Role.NORM and len(spec.shape) == 1 and spec.name.endswith(".weight")
+    return spec.is_linear_weight or spec.role is Role.MTP_PROJECTION or is_norm
 
 
 def _words(fact: WeightFacts, *, by_rows: bool) -> str:
     """Say what is lost of a linear; "" for nothing."""
-    weight, found = fact.weight, fact.statistics
+    weight, found, of_codes = fact.weight, fact.statistics, fact.weight.has_scales
+    axes = len(weight.stored.weight.shape)
     if not found.is_sound or found.is_constant:
         return ""
-    if found.elements >= _FEW and (found.high <= 0 or found.low >= 0):
-        return causes.bits_lost(f"all values of {weight.name}", are_zero=False)
-    if not by_rows or len(weight.stored.weight.shape) != 2:
+    if axes > 1 and found.elements >= _FEW and (found.high <= 0 or found.low >= 0):
+        place = f"all values of {weight.name}"
+        return causes.bits_lost(place, are_zero=False, of_codes=of_codes)
+    if not by_rows or axes > 2:
         return ""
     values = weight.encoded(0, min(BLOCK, weight.rows)).dequantize().float()
-    for axis, across in {"columns": values, "rows": values.t()}.items():
+    ways = {"columns": values, "rows": values.t()} if axes > 1 else {"elements": values[None]}
+    for axis, across in ways.items():
         zero, of_one_sign = _lost(across)
         for lost, are_zero in ((zero, True), (of_one_sign, False)):
-            if 0 < len(lost) < _PERIOD:
+            if 0 < len(lost) < _PERIOD and (are_zero or axes > 1):
                 place = f"{_place(axis, lost)} of {weight.name}"
-                return causes.bits_lost(place, are_zero=are_zero)
+                return causes.bits_lost(place, are_zero=are_zero, of_codes=of_codes)
     return ""
 
 
@@ -66,7 +78,7 @@ def _lost(values: torch.Tensor) -> tuple[list[int], list[int]]:
 
     rows, columns = values.shape
     each = columns // _PERIOD
-    if rows * each < _FEW:
+    if rows * each < (_FEW if rows > 1 else _FEW_ZEROS):
         return [], []
     by_place = values[:, : each * _PERIOD].reshape(-1, _PERIOD)
     zero = is_zero(by_place).all(0)

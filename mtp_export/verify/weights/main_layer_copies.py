@@ -129,7 +129,9 @@ def _taken_parts(own: Layer, theirs: Layer) -> list[str]:
     others = [pair for pair in _of("", own, theirs) if _is_linear(pair)]
     others = [pair for pair in others if taken and id(pair[0]) not in inside]
     if not others and not _is_of_one_mixer(own, taken):
-        return []
+        # Of a layer of another kind, as a dense one, which no training starts from.
+        is_other = any(id(one) not in inside for one in own.values() if _has_linear(one))
+        taken = [part for part in taken if is_other and _has_vectors_of_one(of_parts[part])]
     if not all(map(are_unlike, _sampled(others))):
         return []
     return [part for part in taken if part.rpartition(".")[0] not in taken]
@@ -137,7 +139,7 @@ def _taken_parts(own: Layer, theirs: Layer) -> list[str]:
 
 def _is_of_one_mixer(layer: Layer, taken: Sequence[str]) -> bool:
     """Return whether a part that was taken has all linears of a layer, which are several."""
-    linears = [name for name, fact in layer.items() if fact.weight.stored.weight.is_linear_weight]
+    linears = [name for name, fact in layer.items() if _has_linear(fact)]
     parts = {f".{name.partition('.')[0]}" for name in linears}
     return len(linears) >= _FEWEST and parts == {*taken}
 
@@ -155,7 +157,11 @@ def _sampled(pairs: Sequence[Pair]) -> Sequence[Pair]:
 
 
 def _is_linear(pair: Pair) -> bool:
-    return pair[0].weight.stored.weight.is_linear_weight
+    return _has_linear(pair[0])
+
+
+def _has_linear(fact: WeightFacts) -> bool:
+    return fact.weight.stored.weight.is_linear_weight
 
 
 def _is_vector(pair: Pair) -> bool:
@@ -186,6 +192,11 @@ def _have_linears_of_one(pairs: Sequence[Pair]) -> bool:
     if any(not _is_linear(pair) and not _is_vector(pair) for pair in pairs):  # a router
         return False
     return len(linears) >= _FEWEST and all(_room_db(pair) >= 0 for pair in _sampled(linears))
+
+
+def _has_vectors_of_one(pairs: Sequence[Pair]) -> bool:
+    """Return whether a part is one layer's by its linears and by norms or biases too."""
+    return any(map(_is_vector, pairs)) and _are_one(pairs)
 
 
 def _are_equal(pair: Pair) -> bool:

@@ -41,14 +41,15 @@ def run(context: Context) -> Iterator[Item]:
     if layout is None:
         return
     weights = written_weights(layout, context.unwritten_tensors)
+    named = context.named_tensors  # by `value_checks` and `mtp_halves`
     norms = [w for w in weights if w.stored.weight.role is Role.NORM]
     of_main = dict(_norms_of_main(context, layout.stored.family))
     if not layout.stored.family.facts.norm_offset:
-        yield _norms([norm for norm in norms if not norm.name.endswith(_BIAS)], of_main)
+        own = [one for one in norms if not one.name.endswith(_BIAS) and one.name not in named]
+        yield _norms(own, of_main)
         yield from _norms_around_zero(of_main)
     yield from _own_norms(context, layout.stored.family, norms, of_main)
     linears = [weight for weight in weights if weight.stored.weight.is_linear_weight]
-    named = context.named_tensors  # by `mtp_halves`
     projections = [one for one in weights if one.stored.weight.role is Role.MTP_PROJECTION]
     whole = [one for one in projections if one.name not in named]
     yield from _blocks([*linears, *whole], context.options.workers)

@@ -88,7 +88,7 @@ def run(context: Context) -> Iterator[Item]:
         return
     family = layout.stored.family
     offset = family.facts.norm_offset
-    weights = written_weights(layout, context.unwritten_tensors)
+    weights = written_weights(layout, context.unwritten_tensors | context.named_tensors)
     found = ((one.stored.weight.name, one.tensors[0]) for one in weights)
     own = [*_norms(found, _names(family), offset)]
     main = _of_main(context, family)
@@ -212,9 +212,10 @@ def _way(norm: _Norm, main: Main) -> Way | None:
         return None
     medians = [*(one.median for one in theirs), *more]
     lowest, highest = min(medians), max(medians)
-    if norm.may_be_large and norm.median > highest + _APART:
+    apart = max(_APART, highest - lowest)  # of norms that grow with the layers it may be the next
+    if norm.may_be_large and norm.median > highest + apart:
         return "large" if lowest - _NEAR <= norm.median - 1 <= highest + _NEAR else None
-    if norm.negative > SOME_NEGATIVE and norm.median < lowest - _APART:
+    if norm.negative > SOME_NEGATIVE and norm.median < lowest - apart:
         return "small" if lowest - _NEAR <= norm.median + 1 <= highest + _NEAR else None
     return None
 

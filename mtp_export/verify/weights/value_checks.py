@@ -36,6 +36,9 @@ from mtp_export.verify.weights.table_copies import copies_of_tables
 if TYPE_CHECKING:
     from mtp_export.verify.context import Context
 
+_SCALES = 3  # of a weight's tensors: its codes, their scales, and a number of the whole matrix
+_FEW = 16  # values, whose sizes tell nothing
+_MOST_OF = (0.1, 0.9)  # of sizes: where most of them begin and end
 # Roles whose matrices no training leaves equal, beside those of linears.
 _NOT_QUANTIZED = frozenset(
     {
@@ -91,7 +94,7 @@ def _part_items(
     size = format_bytes(sum(fact.weight.size_bytes for fact in facts))
     yield verdict(
         f"{part}: finite values, sound scales",
-        [Problem(f.weight.name, _why_unsound(f)) for f in facts if not f.statistics.is_sound],
+        [Problem(f.weight.name, words) for f in facts if (words := _why_unsound(f))],
         f"{count}, {size}",
     )
     sound = [fact for fact in facts if fact.statistics.is_sound]
@@ -127,9 +130,11 @@ def _opaque(layout: PartLayout) -> Iterator[Item]:
 
 
 def _why_unsound(fact: WeightFacts) -> str:
-    """Find the values that are not finite, by dequantizing."""
+    """Find the values that are not finite, by dequantizing, or are no norm's; "" for none."""
     import torch
 
+    if fact.statistics.is_sound:
+        return _why_memory(fact)
     weight, wrong, huge = fact.weight, list[torch.Tensor](), False
     for start, stop in weight.pieces():
         try:
@@ -142,6 +147,22 @@ def _why_unsound(fact: WeightFacts) -> str:
     found = torch.cat(wrong)  # beside values that are not finite, those that no weight has
     assert found.any(), f"{weight.name}: its statistics are unsound, its values are not"
     return causes.unsound(weight.name, not_finite_words(found, huge=huge))
+
+
+def _why_memory(fact: WeightFacts) -> str:
+    """Say of a norm that its values are memory that was never written, whose bits are any: most of
+    them lie too far apart in size."""
+    import torch
+
+    weight, spec = fact.weight, fact.weight.stored.weight
+    if spec.role is not Role.NORM or len(spec.shape) > 1 or fact.statistics.is_constant:
+        return ""
+    sizes = weight.encoded(0, weight.rows).dequantize().double().abs()
+    sizes = sizes[sizes > 0]
+    ends = sizes.quantile(torch.tensor(_MOST_OF, dtype=sizes.dtype)).tolist()
+    if len(sizes) < _FEW or ends[1] / ends[0] <= gates.NORM_SPREAD:
+        return ""
+    return causes.unsound(weight.name, parts_lost.memory(*ends))
 
 
 def _undecodable(weight: WeightOnDisk, start: int, stop: int) -> tuple[int, int]:
@@ -161,23 +182,35 @@ def _undecodable(weight: WeightOnDisk, start: int, stop: int) -> tuple[int, int]
 
 
 def _must_vary(fact: WeightFacts, every: Sequence[WeightFacts]) -> bool:
-    """True for every matrix and router bias, and for another vector if one of its role varies."""
+    """True for every matrix, for a router's bias if any vector varies, as of every model that was
+    trained, and for another vector if one of its role does."""
     spec = fact.weight.stored.weight
-    if len(spec.shape) > 1 or _is_router_bias(fact):
+    if len(spec.shape) > 1:
         return True
     return any(
         varies(other)
         for other in every
-        if other.weight.stored.weight.role is spec.role
+        if (_is_router_bias(fact) or other.weight.stored.weight.role is spec.role)
         and len(other.weight.stored.weight.shape) == 1
     )
 
 
 def _constant_words(fact: WeightFacts) -> str:
     own = fact.statistics.low
+    if own == 0 and (lost := _lost_scale(fact.weight)):
+        return parts_lost.scale_never_written(fact.weight.name, *lost)
     value = "zero" if own == 0 else f"{own:.4g}"
     words = causes.router_bias_dropped if _is_router_bias(fact) else causes.never_written
     return words(fact.weight.name, value)
+
+
+def _lost_scale(weight: WeightOnDisk) -> tuple[str, str] | None:
+    """Return the scale of a weight by which every value of it is zero, and what it is."""
+    for tensor, values in zip(weight.tensors[1:_SCALES], weight.others, strict=False):
+        sizes = values.float().abs() if tensor.dtype in FLOATS else None
+        if sizes is not None and (float(sizes.max()) == 0 or float(sizes.min()) == float("inf")):
+            return tensor.name, "infinite" if sizes.max() else "zero"
+    return None
 
 
 def _is_router_bias(fact: WeightFacts) -> bool:

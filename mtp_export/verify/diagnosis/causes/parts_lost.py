@@ -21,6 +21,21 @@ def not_finite(count: int, place: str, *, huge: bool) -> str:
     return f"{words}: memory that was never written" if huge else words
 
 
+def memory(low: float, high: float) -> str:
+    """low, high: between which sizes most values of a norm lie."""
+    return (
+        f"most of its values lie between {low:.2g} and {high:.2g} in size, as no norm's do: memory"
+        " that was never written, or bytes of another dtype or tensor"
+    )
+
+
+def scale_never_written(tensor: str, scale: str, value: str) -> str:
+    return (
+        f"{scale} is {value}, so that {tensor} decodes to zero throughout: it was never written, or"
+        " dropped and filled in"
+    )
+
+
 def not_written_to_its_end(file: str, zeros: tuple[int, int, int], first: str, tensors: int) -> str:
     """zeros: their first byte, the one behind them, and the size of the file. first: the first
     tensor that is zero as a whole."""
@@ -87,13 +102,18 @@ def part_zero(
     return f"{place} of {tensor} are zero, {share} of it ({_sized(shape)}): {why}"
 
 
-def bits_lost(place: str, *, are_zero: bool) -> str:
-    """place: rows or columns of a tensor, or all its values. are_zero: else of one sign."""
-    return (
-        f"{place} are {'zero' if are_zero else 'of one sign'}: bits of its packed codes, or its"
-        " zero points, were lost, as by a mask, a cast to a smaller type, or a half of each byte"
-        " that was never written"
-    )
+def bits_lost(place: str, *, are_zero: bool, of_codes: bool) -> str:
+    """place: rows or columns of a tensor, or all its values. are_zero: else of one sign. of_codes:
+    it is stored as such."""
+    if of_codes:
+        lost = "bits of its packed codes, or its zero points, were lost, as by a mask, a cast to a"
+        lost += " smaller type, or a half of each byte that was never written"
+    elif are_zero:
+        lost = "they were never written, or lost before it was stored, as by a mask or by codes of"
+        lost += " which a half was read"
+    else:
+        lost = "its signs were lost before it was stored, as by codes without their zero points"
+    return f"{place} are {'zero' if are_zero else 'of one sign'}: {lost}"
 
 
 def part_filled(tensor: str, place: str, share: str, value: float) -> str:

@@ -256,10 +256,10 @@ def joined_inputs_apart(joined: str, ratio: float) -> str:
     )
 
 
-def reciprocal_number(value: float) -> str:
+def reciprocal_number(tensor: str, value: float) -> str:
     return (
-        f"it is {value:.4g}, the reciprocal of what its layout has for any usual weights: every"
-        " weight of the matrix decodes as another power of its size"
+        f"{tensor} is {value:.4g}, the reciprocal of what its layout has for any usual weights:"
+        " every weight of the matrix decodes as another power of its size"
     )
 
 
