@@ -36,7 +36,8 @@ def launch_lines(plan: BundlePlan) -> dict[str, str]:
         return {}
     bundle = Served(
         folder=plan.options.output_dir,
-        native=plan.stored.scheme or KEEP,
+        # What was converted or grafted has its schemes recorded, and may be of two quantizations.
+        native=KEEP if "base_quant" in plan.recorded else plan.stored.scheme or KEEP,
         files={part.name: part.shards[0].file_name for part in plan.parts if part.shards},
     )
     return serving_lines(plan.recorded, wanted=plan.options.target, bundle=bundle)

@@ -3,6 +3,7 @@ and shards that the index does not name."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from cases import (
 )
 from faults.small_model import family_config, in_channels, write_channels, write_dense
 from mtp_runtime import LLM, SamplingParams
+from quantized_by_others import write
 
 CONFIG = family_config("glm4_moe")
 LAYER = f"model.layers.{CONFIG['num_hidden_layers']}"
@@ -108,6 +110,17 @@ def test_bf16_of_channels_is_code_times_scale(channels: Path, output: Path) -> N
     for name in (f"{LAYER}.self_attn.q_proj.weight", f"{projection}.weight"):
         wanted = (original[name].float() * original[f"{name}_scale"].float()).bfloat16()
         assert stored[name].equal(wanted), name
+
+
+def test_the_layer_is_grafted_onto_integers(channels: Path, dense: Path, tmp_path: Path) -> None:
+    main, output = tmp_path / "main", tmp_path / "output"
+    write(dense, main, "compressed-tensors, int4")
+    places = ("--main", main, "--mtp", channels, "--output-dir", output)
+    outcome = run_program("graft", *places, "--json", "--quiet")
+    assert outcome.code == 0, outcome.err
+    assert json.loads(outcome.out)["launch"].keys() == {"vllm", "sglang"}
+    outcome = run_program("verify", output, "--level", "weights", "--quiet")
+    assert outcome.code == 0, outcome.out + outcome.err
 
 
 def test_a_part_cannot_keep_channels(channels: Path, output: Path) -> None:
