@@ -266,10 +266,11 @@ class BundleOptions:
 
     def recorded(self) -> dict[str, Any]:
         """Return the options that decide the contents, as the manifest keeps them."""
-        pre_tokenizer = self.content.pre_tokenizer
+        pre_tokenizer, layout = self.content.pre_tokenizer, target_of(self.target).name
         return {
             "part": str(self.content.part),
-            "target": target_of(self.target).name,
+            "target": layout,
+            **({} if self.target == layout else {"engine": self.target}),
             "shared_weights": str(self.content.shared_weights),
             "max_shard_bytes": self.content.max_shard_bytes,
             "allow_untied": self.content.allow_untied,

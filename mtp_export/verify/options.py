@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from mtp_checkpoints.errors import UsageError
 from mtp_checkpoints.layouts import names_that_read_drafts
@@ -64,7 +66,7 @@ def parse_engine(text: str) -> str:
 class VerifyOptions:
     """The bundle or checkpoint to verify, and how deep. mtp: the place of the MTP layer that goes
     with a checkpoint's main model. engine: the one that will serve it; how others read the draft
-    is not tested then.
+    is not tested then. Without it that is the engine that a bundle's manifest names.
 
     max_new_tokens: per prompt. ks: numbers of draft tokens per step. activations: of a second run
     whose acceptance is shown beside the usual one. checksums False: no tensor's
@@ -206,7 +208,7 @@ class VerifyOptions:
             metavar="NAME",
             parser=parse_engine,
             values=Names.DRAFT_ENGINE,
-            show_default="all of them must",
+            show_default="of a bundle that of its --target; else all of them must",
         ),
     )
     strict_config: bool = field(
@@ -215,3 +217,9 @@ class VerifyOptions:
             "Fail on values of config.json that no release of the family has.", Panel.CHECKS
         ),
     )
+
+    def engine_for(self, recorded: Mapping[str, Any]) -> str | None:
+        """Return the engine that a draft is judged for alone, given the options that a manifest
+        records: this one, else the one that it was made for; None for all that read its layout."""
+        made_for = recorded.get("engine")
+        return self.engine or (made_for if made_for in names_that_read_drafts() else None)

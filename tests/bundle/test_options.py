@@ -79,6 +79,7 @@ def test_what_decides_the_contents_is_recorded() -> None:
     assert other.recorded() == {
         "part": "mtp",
         "target": "hf",  # the layout that vllm reads
+        "engine": "vllm",
         "shared_weights": "drop",
         "max_shard_bytes": 7,
         "allow_untied": True,

@@ -68,9 +68,14 @@ def test_it_is_inspected_and_exported(release: Path, tmp_path: Path) -> None:
     assert stored.keys() == source.keys()
     assert all(one.equal(source[name]) for name, one in stored.items())
     words = ("verify", bundle, "--source", release, "--level", "weights", "--quiet")
-    outcome = run_program(*words, "--engine", "vllm")
+    outcome = run_program(*words, "--html", tmp_path / "report.html")
     assert outcome.code == 0, outcome.out + outcome.err
-    assert "SGLang builds every draft of this model unquantized" in run_program(*words).err
+    page = (tmp_path / "report.html").read_text()
+    assert "no fault in files and weights for vLLM" in page
+    assert "the bundle was made with --target vllm" in page
+    outcome = run_program(*words, "--engine", "sglang")
+    assert outcome.code == 7
+    assert "SGLang builds every draft of this model unquantized" in outcome.err
 
 
 def test_it_is_quantized(release: Path, tmp_path: Path) -> None:

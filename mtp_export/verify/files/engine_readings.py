@@ -60,13 +60,16 @@ def draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
     """The draft compared with what each engine that reads it expects."""
     tensors = layout.checkpoint.tensors
     of_main = _storages_of_main(context)
+    chosen = context.options.engine_for(context.recorded_options)
     for engine in _readers(context, layout.stored.family):
         assert engine.draft_reading is not None, f"_readers returned {engine.name}"
         method = engine.draft_reading.method
         reader = f"{engine.title} ({method})" if method else engine.title
         name = f"{layout.name}: precision as {reader} reads it"
-        if context.options.engine not in (None, engine.name):
-            why = f"--engine {context.options.engine} leaves it out"
+        if chosen not in (None, engine.name):
+            why = f"the bundle was made with --target {chosen}"
+            if context.options.engine is not None:
+                why = f"--engine {chosen} leaves it out"
             yield not_tested(name, why, data={LEFT_OUT: True})
             continue
         if unread := " and ".join(sorted(of_main - engine.storages)):
@@ -93,7 +96,7 @@ def draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
                 config = reading.reads(config, {*main, *tensors})
             except (UnsupportedError, InvalidInputError) as error:
                 data = {ENGINE: engine.name}
-                refused = isinstance(error, UnsupportedError) and context.options.engine is None
+                refused = isinstance(error, UnsupportedError) and chosen is None
                 unknown = isinstance(error, NotTriedError)
                 yield (
                     not_tested(name, str(error))

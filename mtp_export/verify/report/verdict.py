@@ -20,7 +20,7 @@ _OF_WEIGHTS = {"files", "ledger", "weights"}  # checks that decode nothing
 def verdict_line(report: Report) -> str:
     """The verdict with what was verified, and how deep: a level that was not run is not passed."""
     left_out = sum(result.status is Status.NOT_TESTED for result in report.results)
-    engine = report.options.engine
+    engine = report.options.engine_for(report.facts["options"])
     alone = f" for {_titles([engine])}" if engine else ""
     depth = {
         Status.PASS: _sound(report) + alone,
