@@ -182,5 +182,6 @@ def remarks(plan: BundlePlan) -> list[str]:
     return [
         *found,
         f"--target {plan.options.target} is an alias: its layout is that of"
-        f" --target {target.name}, and that is what was planned or written.",
+        f" --target {target.name}, and that is what was planned or written. The manifest has"
+        " the engine's name.",
     ]

@@ -234,6 +234,7 @@ def test_aliases_write_hf_and_say_so(alias: str, pristine: Path, tmp_path: Path)
     assert sorted(read_tensors(tmp_path / "a/mtp")) == sorted(NAMES["hf"].values())
     assert export(pristine, tmp_path / "b", "--target", "hf").code == 0
     one, other = (read_json(tmp_path / d / "mtp_export.json") for d in "ab")
+    assert one["options"].pop("engine") == alias
     assert one == other
 
 
