@@ -16,7 +16,7 @@ from mtp_checkpoints.layouts import engine_of, target_names
 from mtp_checkpoints.quantization.absent import plain_linears, uncoded
 from mtp_checkpoints.quantization.method import Dialect, Method, QuantConfig, modules_of
 from mtp_checkpoints.quantization.methods import METHODS, quant_config_of
-from mtp_checkpoints.quantization.native import Config, method_of
+from mtp_checkpoints.quantization.native import Config, field_of, method_of
 from mtp_checkpoints.quantization.stored import StoredModel
 from mtp_checkpoints.quantization.undecoded import Undecoded
 from mtp_export.schemes.configs import quantization_configs
@@ -95,7 +95,7 @@ def describe_graft(
     if not fits:
         own_configs = quantization_configs(draft.stored, main=mtp, mtp=mtp, dialect=draft.dialect)
         mtp_config = own_configs.mtp
-    _check_described(name, quant_config_of(mtp_config), draft.family, mtp)
+    _check_described(quantization, quant_config_of(mtp_config), draft.family, mtp)
     in_one_dialect = in_groups and Fp8Block.storage in draft.storages
     return GraftDescription(
         main=main,
@@ -117,7 +117,7 @@ def describe_beside_undecoded(
     if not draft.dialect.own_config:
         raise _undescribed(known.name, draft)
     own = quantization_configs(draft.stored, main=mtp, mtp=mtp, dialect=draft.dialect).mtp
-    _check_described(known.name, quant_config_of(own), draft.family, mtp)
+    _check_described(quantization, quant_config_of(own), draft.family, mtp)
     return GraftDescription(main=main, mtp=own, conversion=mtp, reader=draft.dialect.name)
 
 
@@ -204,9 +204,10 @@ def _linears(family: ModelSpec) -> list[TensorSpec]:
 
 
 def _check_described(
-    method: str | None, config: QuantConfig, family: ModelSpec, mtp: Conversion
+    of_main: object, config: QuantConfig, family: ModelSpec, mtp: Conversion
 ) -> None:
-    """Refuse a draft that engines would take for something else by this config."""
+    """Refuse a draft that engines would take for something else by this config, which a main
+    model's made."""
     for spec in family.mtp_tensors.values():
         if len(spec.shape) != 2:
             continue
@@ -215,9 +216,9 @@ def _check_described(
         stored_as = mtp.storage_of(spec) or Unquantized.storage
         if read_as != stored_as:
             raise UnsupportedError(
-                f"The main model's quantization_config describes {spec.module} in another"
+                f"The main model's {field_of(of_main)} describes {spec.module} in another"
                 " precision than the draft would have",
                 expected=f"{stored_as}, by --mtp-quant {mtp.scheme}",
-                found=f"{read_as}, by quant_method {method}",
+                found=f"{read_as}, by quant_method {method_of(of_main) or None}",
                 todo="Use --mtp-quant bf16, which every method can leave unquantized",
             )

@@ -295,7 +295,7 @@ def test_a_missing_exclusion_is_named(
     items = [i for check in json.loads(outcome.out)["checks"] for i in check["items"]]
     failed = {item["name"]: item["cause"] for item in items if item["status"] == "fail"}
     assert failed.keys() == {"mtp: precision as vLLM reads it"}
-    assert "vLLM builds the draft with the quantization_config of the main model" in str(failed)
+    assert "vLLM builds the draft with the quantization of the main model" in str(failed)
 
 
 def changed(folder: Path, source: Path, how: Callable[[Config], object] = lambda c: None) -> Path:

@@ -9,7 +9,7 @@ import pytest
 from cases import MTP_LAYER, TINY_CONFIG
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.quantization.method import SGLANG, VLLM, Dialect
-from mtp_checkpoints.quantization.native import NATIVE_FP8
+from mtp_checkpoints.quantization.native import NATIVE_FP8, quantization_of
 from mtp_checkpoints.quantization.stored import stored_model
 from mtp_export.schemes import SCHEMES
 from mtp_export.schemes.grafting import Draft, GraftDescription, describe_graft
@@ -171,3 +171,6 @@ def test_a_draft_that_would_be_taken_for_another() -> None:
     assert error.expected == "int8_channel, by --mtp-quant weight_only_int8"
     assert error.found == "bf16, by quant_method compressed-tensors"
     assert error.todo == "Use --mtp-quant bf16, which every method can leave unquantized"
+    older = quantization_of({"compression_config": ignored})
+    error = refusal(older, "weight_only_int8")
+    assert error.what.startswith(f"The main model's compression_config describes {LAYER}.")

@@ -81,6 +81,14 @@ def in_compression_config(checkpoint: Checkpoint) -> None:
     checkpoint.config["compression_config"] = checkpoint.config.pop("quantization_config")
 
 
+def in_turn(*damages: Damage) -> Damage:
+    def damage(checkpoint: Checkpoint) -> None:
+        for one in damages:
+            one(checkpoint)
+
+    return damage
+
+
 def without_quantization_field(name: str) -> Damage:
     def damage(checkpoint: Checkpoint) -> None:
         del checkpoint.quantization[name]

@@ -268,6 +268,12 @@ DAMAGED = (
         ),
     ),
     Folder(
+        "int4 called 8 bits in compression_config",
+        both(INT4),
+        damages.in_turn(damages.weights_scheme(num_bits=8), damages.in_compression_config),
+        words=("compression_config says num_bits 8", _without("quantization_config")),
+    ),
+    Folder(
         "left out by mtp. alone",
         unquantized(INT4, "re:^mtp.*"),
         words=(r"layers\.3", "ignore"),

@@ -36,7 +36,7 @@ VLLM_PROBE = "command -v vllm"
 
 VLLM_READING = DraftReading(
     by_main_config=True,
-    reason="vLLM builds the draft with the quantization_config of the main model",
+    reason="vLLM builds the draft with the quantization of the main model",
     draft=attrgetter("vllm"),
     reads=vllm_reads,
     refuses_recomputed=frozenset({"glm4_moe"}),  # glm4_moe_mtp.py looks up every name of the layer
@@ -140,7 +140,7 @@ HF = Target(
             title="SGLang",
             draft_reading=DraftReading(
                 by_main_config=False,
-                reason="SGLang builds the draft by the quantization_config of its own config.json",
+                reason="SGLang builds the draft by the quantization of its own config.json",
                 draft=attrgetter("sglang"),
                 reads=sglang_reads,
                 by_class={"quark": quark_draft},

@@ -59,7 +59,7 @@ def _check_experts(formats: Formats) -> None:
 def _unlike(formats: Formats) -> InvalidInputError:
     names, actual = " and ".join(formats), " and ".join(map(_words, formats.values()))
     error = UnlikeLinears(
-        f"config.json's quantization_config gives {names} different formats",
+        f"config.json's quantization gives {names} different formats",
         expected="one format: engines load them together",
         found=actual,
         todo="Correct its targets and ignore list; patterns must match fused names too",

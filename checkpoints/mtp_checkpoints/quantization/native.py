@@ -19,6 +19,12 @@ DTYPE_KEYS = ("torch_dtype", "dtype")  # of config.json: that of unquantized ten
 COMPRESSED = "compressed-tensors"  # a quant_method
 MLX = "quantization"  # the field in which mlx-lm has what others have in quantization_config
 QUANTIZATION_FIELDS = frozenset({QUANTIZATION, COMPRESSION, MLX})
+
+
+class OlderConfig(Config):
+    """A quantization_config by its older name, which is said of it too."""
+
+
 # Keys of others that have a group_size too, of which quant_method may be lost.
 _OTHERS = frozenset(
     {"quant_method", "desc_act", "sym", "zero_point", "quant_algo", "checkpoint_format"}
@@ -37,8 +43,15 @@ _LEFT_OUT_KEYS = ("modules_to_not_convert", "ignored_layers")
 def quantization_of(config: Mapping[str, Any]) -> Any:
     """Return a config.json's quantization_config by any of its names, of MLX that of its own field;
     None where it has none."""
-    is_own = config.get(MLX) and is_mlx(config)
-    return config[MLX] if is_own else config.get(quantization_field(config))
+    if config.get(MLX) and is_mlx(config):
+        return config[MLX]
+    found = config.get(field := quantization_field(config))
+    return OlderConfig(found) if field == COMPRESSION and isinstance(found, dict) else found
+
+
+def field_of(quantization: object) -> str:
+    """Return the name of a quantization_config that quantization_of returned."""
+    return COMPRESSION if isinstance(quantization, OlderConfig) else QUANTIZATION
 
 
 def method_of(quantization: object) -> str:
@@ -153,7 +166,7 @@ def native_fp8(quantization: object) -> NativeFp8 | None:
             expected="no quantization, quant_method fp8 with fmt e4m3 and weight_block_size"
             " [128, 128], or compressed-tensors in fp8 with a scale per channel",
             found=", ".join(f"{key} {quantization[key]}" for key in _TELLING if key in quantization)
-            or "a quantization_config without quant_method",
+            or f"a {field_of(quantization)} without quant_method",
             todo="Start from the original checkpoint",
         )
     has_powers = quantization.get("scale_fmt") == "ue8m0"
@@ -212,10 +225,12 @@ def not_an_object(found: object) -> InvalidInputError:
     )
 
 
-def unusable_field(key: str, expected: str, found: object) -> InvalidInputError:
-    """Return the error of a field of quantization_config that makes no sense."""
+def unusable_field(
+    key: str, expected: str, found: object, config: str = QUANTIZATION
+) -> InvalidInputError:
+    """Return the error of a field that makes no sense; config: the name of the one that has it."""
     return InvalidInputError(
-        f"config.json has no usable quantization_config.{key}",
+        f"config.json has no usable {config}.{key}",
         expected=expected,
         found=repr(found)[:100],
     )

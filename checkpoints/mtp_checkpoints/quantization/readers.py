@@ -139,7 +139,7 @@ class NotTriedError(UnsupportedError):
 
 def _refused(engine: str, expected: str, found: str) -> UnsupportedError:
     return UnsupportedError(
-        f"{engine} does not load a checkpoint with this quantization_config",
+        f"{engine} does not load a checkpoint by this quantization",
         expected=expected,
         found=found,
     )

@@ -392,8 +392,8 @@ def _check_columns(spec: TensorSpec, weight_format: WeightFormat) -> None:
     divisor = weight_format.k_divisor
     if spec.shape[1] % divisor:
         raise InvalidInputError(
-            f"config.json's quantization_config does not fit {spec.name}",
+            f"config.json's quantization does not fit {spec.name}",
             expected=f"K divisible by {divisor} under {weight_format.storage}",
             found=f"[N, K] = {list(spec.shape)}, which no list of it leaves out",
-            todo="Where this matrix is stored unquantized, have quantization_config leave it out",
+            todo="Where this matrix is stored unquantized, have that leave it out",
         )

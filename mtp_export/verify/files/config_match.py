@@ -7,12 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mtp_checkpoints.containers.base import (
-    CONFIG_NAME,
-    QUANTIZATION,
-    TensorInfo,
-    quantization_field,
-)
+from mtp_checkpoints.containers.base import CONFIG_NAME, TensorInfo, quantization_field
 from mtp_checkpoints.errors import MtpExportError, UnsupportedError
 from mtp_checkpoints.families.base import FLOATS
 from mtp_checkpoints.families.facts import UnreleasedField
@@ -67,19 +62,7 @@ def run(context: Context) -> Iterator[Item]:
     """Each part compared with its own config, and the draft as its engines will read it."""
     if context.is_bundle:
         yield _advertised(context)
-    items = with_correction(context, [*_items(context)], _items)
-    config = {} if context.main is None else context.main.config
-    yield from (_with_field_named(item, quantization_field(config)) for item in items)
-
-
-def _with_field_named(item: Item, field: str) -> Item:
-    """Return an item whose words call quantization_config by the name that config.json has."""
-    data = {**item.data}
-    if "problems" in data:
-        data["problems"] = [
-            {**one, "words": one["words"].replace(QUANTIZATION, field)} for one in data["problems"]
-        ]
-    return replace(item, cause=item.cause.replace(QUANTIZATION, field), data=data)
+    yield from with_correction(context, [*_items(context)], _items)
 
 
 def _items(context: Context) -> Iterator[Item]:
@@ -135,8 +118,10 @@ def _not_followed(context: Context, part: Part, error: MtpExportError) -> Item:
     known = undecoded_main(context)
     if known is not None and part.name == MAIN:
         return not_tested(name, known.why_not_tested)
-    if not context.is_bundle and _lacks_method(part):
-        return failed(name, config_causes.NO_METHOD, subject=CONFIG_NAME)
+    config = {} if part.checkpoint is None else part.checkpoint.config
+    if not context.is_bundle and lacks_method(quantization_of(config)):
+        words = config_causes.no_method(quantization_field(config))
+        return failed(name, words, subject=CONFIG_NAME)
     if not context.is_bundle and isinstance(error, UnsupportedError):
         ties = isinstance(error, UnreleasedField) and error.field == TIED
         if ties and part.checkpoint and UNTIED_HEAD in part.checkpoint.tensors:
@@ -179,10 +164,6 @@ def _unlike(context: Context, part: Part, error: UnlikeLinears) -> dict[str, Any
 def _is_float(module: str, tensors: Mapping[str, TensorInfo]) -> bool:
     weight = tensors.get(f"{module}.weight")
     return weight is not None and weight.dtype in FLOATS
-
-
-def _lacks_method(part: Part) -> bool:
-    return part.checkpoint is not None and lacks_method(quantization_of(part.checkpoint.config))
 
 
 def _advertised(context: Context) -> Item:

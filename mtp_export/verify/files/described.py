@@ -13,7 +13,11 @@ from mtp_checkpoints.families.signs import NESTED, expert_count, expert_field
 from mtp_checkpoints.formats.base import BLOCK
 from mtp_checkpoints.layouts.llama_cpp import LLAMA_CPP
 from mtp_checkpoints.quantization.methods import undecoded_of
-from mtp_checkpoints.quantization.native import quantization_of, replaced_quantization
+from mtp_checkpoints.quantization.native import (
+    field_of,
+    quantization_of,
+    replaced_quantization,
+)
 from mtp_checkpoints.quantization.undecoded import Undecoded
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
 from mtp_checkpoints.tensors.reader import MODELOPT_FILE
@@ -108,9 +112,10 @@ def quantized_by_config_alone(context: Context) -> Item | None:
         return None
     weights = counted(sum(len(layout.stored.weights) for layout in layouts), "weight")
     has_file = MODELOPT_FILE in context.files.names()
+    field = field_of(layouts[0].stored.quantization)
     return failed(
-        "quantization_config",
-        causes.nothing_is_quantized(MODELOPT_FILE if has_file else "quantization_config"),
+        QUANTIZATION,
+        causes.nothing_is_quantized(MODELOPT_FILE if has_file else field),
         subject=CONFIG_NAME,
         figure=f"{weights}, none quantized",
     )
@@ -129,7 +134,7 @@ def quantized_without_config(context: Context) -> Item | None:
         return None
     count = sum(map(len, parts))
     return failed(
-        "quantization_config",
+        QUANTIZATION,
         causes.no_quantization_config(count, parts[0][0]),
         subject=CONFIG_NAME,
         figure=f"{count:,} matrices quantized",
@@ -166,7 +171,13 @@ def misdescribed_by_a_field(context: Context, part: Part) -> Item | None:
         return None
     return failed(
         f"{part.name}: precision on disk",
-        causes.field_misdescribes(field.name, said=field.said, stored=field.stored, fits=fits),
+        causes.field_misdescribes(
+            field_of(layout.stored.quantization),
+            field.name,
+            said=field.said,
+            stored=field.stored,
+            fits=fits,
+        ),
         # A graft mends what no value does.
         subject=first.tensors[0].name if fits else CONFIG_NAME,
         figure=f"{counted(len(layout.stored.weights), 'weight')} as by another {field.name}",

@@ -17,7 +17,7 @@ from mtp_checkpoints.formats import UNQUANTIZED
 from mtp_checkpoints.formats.base import SCALES_OF_CODES
 from mtp_checkpoints.quantization.method import QuantConfig, modules_of
 from mtp_checkpoints.quantization.methods import METHODS, quant_config_of
-from mtp_checkpoints.quantization.native import method_of
+from mtp_checkpoints.quantization.native import field_of, method_of
 from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight
 from mtp_export.verify.check import Problem
 from mtp_export.verify.diagnosis.causes import lists
@@ -155,7 +155,8 @@ class ListedDraft:
         if not weights:
             return
         idle = [] if self._with_them is None else [*self._idle(self._with_them)]
-        words = lists.not_left_out(len(weights), _module_of(weights[0]), self.part, idle)
+        module, config = _module_of(weights[0]), field_of(self._as_written)
+        words = lists.not_left_out(config, len(weights), module, self.part, idle)
         yield Problem(weights[0].tensors[0].name, words)
 
     def _idle(self, with_them: Mapping[str, Any]) -> Iterator[str]:
@@ -225,11 +226,11 @@ class ListedDraft:
         for entry, alike in by_entry.items():
             name = alike[0].tensors[0].name
             words = lists.left_out_though_quantized(
+                field_of(self._as_written) if self.quantization else "",
                 len(alike),
                 _module_of(alike[0]),
                 entry,
                 self.part,
-                has_config=bool(self.quantization),
             )
             if self.written and not self.quantization:  # of drafts that are never built by one
                 name = alike[0].weight.name

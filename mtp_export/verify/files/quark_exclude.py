@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from mtp_checkpoints.containers.base import CONFIG_NAME, TensorInfo
+from mtp_checkpoints.containers.base import CONFIG_NAME, QUANTIZATION, TensorInfo
 from mtp_checkpoints.errors import MtpExportError
 from mtp_checkpoints.families import family_of
 from mtp_checkpoints.families.base import FLOATS
@@ -54,7 +54,7 @@ def _problems(
         layers = dict.fromkeys(".".join(module.split(".")[:3]) for module in plain)
         added = ", ".join(f"{_REGEX}{re.escape(layer)}\\." for layer in layers)
         idle = [f"{one} in {_EXCLUDE}" for one in entries if _is_glob_of(one, plain)]
-        words = lists.not_left_out(len(plain), plain[0], "the MTP module", idle)
+        words = lists.not_left_out(QUANTIZATION, len(plain), plain[0], "the MTP module", idle)
         yield Problem(CONFIG_NAME, f"{words}: add {added} to {_EXCLUDE}")
     listed = [
         one for one in modules if _is_plain(one, tensors) is False and entry_for(one, entries)
@@ -64,7 +64,7 @@ def _problems(
         yield Problem(
             CONFIG_NAME,
             lists.left_out_though_quantized(
-                len(listed), listed[0], entry, "the MTP module", has_config=True
+                QUANTIZATION, len(listed), listed[0], entry, "the MTP module"
             ),
         )
 

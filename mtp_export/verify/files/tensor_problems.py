@@ -14,6 +14,7 @@ from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.families.name_parts import module_of, place_of
 from mtp_checkpoints.formats.base import SCALES_OF_CODES
 from mtp_checkpoints.quantization.mismatches import Mismatch
+from mtp_checkpoints.quantization.native import field_of
 from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight
 from mtp_export.verify.check import Problem
 from mtp_export.verify.diagnosis.causes import files as causes
@@ -51,7 +52,8 @@ def sorted_out(
         else:
             presence.append(Problem(found.tensor, _presence_words(found)))
     precision = [
-        _precision(weight, _stored_of(weight, modules, promised)) for weight in astray.values()
+        _precision(weight, _stored_of(weight, modules, promised), field_of(promised.quantization))
+        for weight in astray.values()
     ]
     return _of_lost_halves(presence), precision
 
@@ -135,8 +137,9 @@ def _by_module(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, TensorI
     return modules
 
 
-def _precision(weight: StoredWeight, stored_as: Mapping[str, TensorInfo]) -> Problem:
-    """The problem of a weight in another form than quantization_config makes an engine expect."""
+def _precision(weight: StoredWeight, stored_as: Mapping[str, TensorInfo], config: str) -> Problem:
+    """The problem of a weight in another form than config.json's field of this name makes an engine
+    expect."""
     name = weight.tensors[0].name
     module = name.rpartition(".")[0]
     wanted = {tensor.name.rpartition(".")[2]: tensor for tensor in weight.tensors}
@@ -164,7 +167,11 @@ def _precision(weight: StoredWeight, stored_as: Mapping[str, TensorInfo]) -> Pro
         words = causes.lies_under_another_name(*other)
     else:
         words = causes.another_storage(
-            module, stored=stored, storage=weight.storage, expected=_promised(weight)
+            module,
+            stored=stored,
+            config=config,
+            storage=weight.storage,
+            expected=_promised(weight),
         )
     return Problem(name, words)
 

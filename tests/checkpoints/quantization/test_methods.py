@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from mtp_checkpoints.errors import InvalidInputError, UnsupportedError
+from mtp_checkpoints.errors import InvalidInputError, MtpExportError, UnsupportedError
 from mtp_checkpoints.families.base import LINEAR_ROLES, Role
 from mtp_checkpoints.formats import Fp8Block, Int4Group, Int8Channel, W4AFp8
 from mtp_checkpoints.quantization.methods import quant_config_of
-from mtp_checkpoints.quantization.native import NATIVE_FP8
+from mtp_checkpoints.quantization.native import NATIVE_FP8, quantization_of
 
 UP = "model.layers.1.mlp.up_proj"
 EXPERT = "model.layers.1.mlp.experts.0.up_proj"
@@ -125,6 +125,27 @@ def test_fields_of_compressed_tensors_that_are_not_read(key: str) -> None:
     error = refusal(UnsupportedError, compressed(**{key: value}))
     assert f"quantization_config has a {key}, which" in error.what
     assert (error.expected, error.found) == ("none", repr(value)[:100])
+
+
+def test_the_older_field_is_called_by_its_name() -> None:
+    def error(**changes: Any) -> str:
+        older = quantization_of({"compression_config": compressed(**changes)})
+        with pytest.raises(MtpExportError) as caught:
+            quant_config_of(older)
+        return caught.value.what
+
+    of_weights = {"group_0": {"targets": ["Linear"], "weights": 5}}
+    of_targets = {"group_0": {"targets": 5, "weights": INT8}}
+    ends = {
+        "has a transform_config, which this tool does not read": {"transform_config": {"a": 1}},
+        "ignore": {"ignore": 5},
+        "config_groups": {"config_groups": {}},
+        "config_groups.group_0": {"config_groups": {"group_0": 5}},
+        "config_groups.group_0.targets": {"config_groups": of_targets},
+        "config_groups.group_0.weights": {"config_groups": of_weights},
+    }
+    for words, changes in ends.items():
+        assert "compression_config" in error(**changes) and error(**changes).endswith(words)
 
 
 def test_caches_in_fp8_change_no_weight() -> None:

@@ -256,11 +256,11 @@ def test_k_that_the_format_does_not_divide() -> None:
         }
     }
     error = refusal(compressed(config_groups=groups) | {"moe_intermediate_size": 96})
-    assert error.what.startswith("config.json's quantization_config does not fit model.layers.")
+    assert error.what.startswith("config.json's quantization does not fit model.layers.")
     assert error.what.endswith("down_proj.weight")
     assert error.expected == "K divisible by 64 under int4_group"
     assert error.found == "[N, K] = [128, 96], which no list of it leaves out"
-    assert "have quantization_config leave it out" in str(error.todo)
+    assert "have that leave it out" in str(error.todo)
 
 
 @pytest.mark.parametrize("listed", [True, False])

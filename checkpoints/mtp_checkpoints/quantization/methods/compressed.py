@@ -37,6 +37,7 @@ from mtp_checkpoints.quantization.native import (
     COMPRESSED,
     NATIVE_FP8,
     Config,
+    field_of,
     native_fp8,
     unusable_field,
 )
@@ -104,52 +105,55 @@ def _is_fp8(cache: object) -> bool:
 
 
 def _read(quantization: Mapping[str, Any]) -> _Compressed:
+    config = field_of(quantization)
     for key in ("sparsity_config", "transform_config", _CACHE):
         if quantization.get(key) and not (key == _CACHE and _is_fp8(quantization[key])):
             raise UnsupportedError(
-                f"config.json's quantization_config has a {key}, which this tool does not read",
+                f"config.json's {config} has a {key}, which this tool does not read",
                 expected="none",
                 found=repr(quantization[key])[:100],
             )
     groups = quantization.get(_GROUPS)
     if not isinstance(groups, dict) or not groups:
-        raise unusable_field(_GROUPS, "an object with one group or more", groups)
+        raise unusable_field(_GROUPS, "an object with one group or more", groups, config)
     targets: list[tuple[str, WeightFormat]] = []
     for name, group in groups.items():
         if not isinstance(group, dict):
-            raise unusable_field(f"{_GROUPS}.{name}", "an object", group)
-        form = _group_format(name, group, quantization.get(_LAYOUT))
-        targets += [
-            (target, form) for target in _listed_patterns(f"{_GROUPS}.{name}.targets", group)
-        ]
+            raise unusable_field(f"{_GROUPS}.{name}", "an object", group, config)
+        form = _group_format(name, group, quantization)
+        own = _listed_patterns(f"{_GROUPS}.{name}.targets", group, config)
+        targets += [(target, form) for target in own]
     linear_fp8 = None
     if quantization.get("linear_fp8_config") is not None:
         native_fp8(quantization["linear_fp8_config"])
         linear_fp8 = Fp8Block(scale_dtypes=SCALE_DTYPES)
-    return _Compressed(tuple(_listed_patterns(_IGNORE, quantization)), tuple(targets), linear_fp8)
+    ignored = _listed_patterns(_IGNORE, quantization, config)
+    return _Compressed(tuple(ignored), tuple(targets), linear_fp8)
 
 
-def _listed_patterns(key: str, holder: Mapping[str, Any]) -> Sequence[str]:
-    """Return a list of names and patterns, all of them valid."""
+def _listed_patterns(key: str, holder: Mapping[str, Any], config: str) -> Sequence[str]:
+    """Return a list of names and patterns, all of them valid; config: the name of what has it."""
     listed = holder.get(key.rpartition(".")[2]) or []
     if not isinstance(listed, list) or not all(isinstance(entry, str) for entry in listed):
-        raise unusable_field(key, "a list of module names and re: patterns", listed)
+        raise unusable_field(key, "a list of module names and re: patterns", listed, config)
     for entry in listed:
         try:
             re.compile(entry.removeprefix(_REGEX) if entry.startswith(_REGEX) else "")
         except re.error as error:
-            raise unusable_field(
-                key, "regular expressions after re:", f"{entry}: {error}"
-            ) from error
+            found = f"{entry}: {error}"
+            raise unusable_field(key, "regular expressions after re:", found, config) from error
     return listed
 
 
-def _group_format(name: str, group: Mapping[str, Any], layout: object) -> WeightFormat:
-    """Return the format of a group; layout is the config's own, for all groups."""
+def _group_format(
+    name: str, group: Mapping[str, Any], quantization: Mapping[str, Any]
+) -> WeightFormat:
+    """Return the format of a group of a config, whose own layout is for all groups."""
     weights = group.get("weights")
     if not isinstance(weights, dict):
-        raise unusable_field(f"{_GROUPS}.{name}.weights", "an object", weights)
-    entry = WeightsEntry.of(group, layout)
+        key = f"{_GROUPS}.{name}.weights"
+        raise unusable_field(key, "an object", weights, field_of(quantization))
+    entry = WeightsEntry.of(group, quantization.get(_LAYOUT))
     if entry is not None:
         for known in formats_described_by(COMPRESSED):
             if (described := known.of_entry(entry)) is not None:
@@ -159,7 +163,7 @@ def _group_format(name: str, group: Mapping[str, Any], layout: object) -> Weight
     raise UnsupportedError(
         f"config_groups.{name} of config.json describes weights that this tool does not read",
         expected=f"{', '.join(most)}, or {last}; without actorder group",
-        found=f"format {group.get(_LAYOUT) or layout}, {weights.get('type')}"
+        found=f"format {group.get(_LAYOUT) or quantization.get(_LAYOUT)}, {weights.get('type')}"
         f"{weights.get('num_bits')}{symmetric}, strategy {weights.get('strategy')},"
         f" group_size {weights.get('group_size')}",
     )

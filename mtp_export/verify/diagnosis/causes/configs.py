@@ -9,10 +9,11 @@ from mtp_checkpoints.containers.base import QUANTIZATION
 from mtp_checkpoints.families.signs import COUNT_FIELDS
 
 
-def field_misdescribes(field: str, *, said: object, stored: object, fits: bool) -> str:
-    """said: None where the field is missing. fits: the other part is stored as the field says."""
+def field_misdescribes(config: str, field: str, *, said: object, stored: object, fits: bool) -> str:
+    """config: the name of the one that has the field. said: None where that is missing. fits: the
+    other part is stored as the field says."""
     words = f"says {field} {said}" if said is not None else f"has no {field}"
-    words = f"quantization_config {words}, and every weight is stored as by {stored}"
+    words = f"{config} {words}, and every weight is stored as by {stored}"
     if not fits:
         return f"{words}: set {field} to {stored}"
     return (
@@ -62,10 +63,12 @@ def text_part_elsewhere(found: str, place: str) -> str:
     )
 
 
-NO_METHOD = (
-    "config.json's quantization_config names no quant_method, so that no engine knows how to read"
-    " the codes: put the one back that they were quantized with"
-)
+def no_method(config: str) -> str:
+    """config: the name of the field that describes the quantization."""
+    return (
+        f"config.json's {config} names no quant_method, so that no engine knows how to read"
+        " the codes: put the one back that they were quantized with"
+    )
 
 
 def quantization_elsewhere(place: str, field: str) -> str:

@@ -197,10 +197,10 @@ def lies_under_another_name(found: str, wanted: str) -> str:
     )
 
 
-def another_storage(module: str, stored: str, storage: str, expected: str) -> str:
+def another_storage(module: str, stored: str, config: str, storage: str, expected: str) -> str:
+    """config: the name of the field that describes the quantization."""
     return (
-        f"{module} is stored as {stored}, and by quantization_config an engine expects {storage}:"
-        f" {expected}"
+        f"{module} is stored as {stored}, and by {config} an engine expects {storage}: {expected}"
     )
 
 

@@ -24,13 +24,14 @@ def recomputed_not_skipped(tensor: str) -> str:
     )
 
 
-def not_left_out(count: int, module: str, part: str, idle: Sequence[str]) -> str:
-    """idle: entries that are there and act on nothing."""
+def not_left_out(config: str, count: int, module: str, part: str, idle: Sequence[str]) -> str:
+    """config: the name of the one with the lists. idle: entries that are there and act on
+    nothing."""
     others = f", like {len(idle) - 1} more," if len(idle) > 1 else ""
     blamed = f" ({idle[0]}{others} {_idle_words(idle[0])})" if idle else ""
     return (
         f"{count:,} matrices of {part}, such as {module}, are stored unquantized, and"
-        f" quantization_config leaves them out nowhere{blamed}, so that they are built quantized"
+        f" {config} leaves them out nowhere{blamed}, so that they are built quantized"
     )
 
 
@@ -93,14 +94,12 @@ def projection_quantized(module: str) -> str:
 NO_TARGET = "no target of config_groups is for them"
 
 
-def left_out_though_quantized(
-    count: int, module: str, entry: str, part: str, *, has_config: bool
-) -> str:
-    """entry: what leaves it out, "" where that is not one entry. has_config: there is a
-    quantization_config."""
+def left_out_though_quantized(config: str, count: int, module: str, entry: str, part: str) -> str:
+    """config: the name of the one with the lists, "" of none. entry: what leaves it out, "" where
+    that is not one entry."""
     blame = f" ({entry})" if entry else ""
-    left_out, mend = f"quantization_config leaves them out{blame}", ""
-    if not has_config:
+    left_out, mend = f"{config} leaves them out{blame}", ""
+    if not config:
         left_out = "config.json has no quantization_config"
         mend = ": put the one back that they were quantized with"
     return (

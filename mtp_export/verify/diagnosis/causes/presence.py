@@ -104,7 +104,7 @@ def lost_beside(wanted: str, kind: str, sign: str) -> str:
 BY_HAND = (
     "graft does not read this model, its quantization, or a main model that is not as config.json"
     " says: put a file of the original's MTP tensors"
-    " beside these and list it in the index, and the module in what quantization_config leaves out"
+    " beside these and list it in the index, and the module in what the quantization leaves out"
 )
 
 
