@@ -522,7 +522,7 @@ def test_fused_experts_are_listed_by_one_name(tmp_path: Path) -> None:
 
 def test_a_pattern_of_all_experts_is_no_single_one() -> None:
     lists = [[f"re:mtp.0.experts.{last}"] for last in ("*", "0.up_proj")]
-    words = [not_left_out(1, "m", "the MTP module", one) for one in lists]
+    words = [not_left_out("quantization_config", 1, "m", "the MTP module", one) for one in lists]
     assert ["all experts of a layer are one" in one for one in words] == [False, True]
 
 

@@ -67,10 +67,7 @@ def draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
         reader = f"{engine.title} ({method})" if method else engine.title
         name = f"{layout.name}: precision as {reader} reads it"
         if chosen not in (None, engine.name):
-            why = f"the bundle was made with --target {chosen}"
-            if context.options.engine is not None:
-                why = f"--engine {chosen} leaves it out"
-            yield not_tested(name, why, data={LEFT_OUT: True})
+            yield not_tested(name, _chosen_words(context, chosen), data={LEFT_OUT: True})
             continue
         if unread := " and ".join(sorted(of_main - engine.storages)):
             yield not_tested(name, f"{engine.title} does not read a main model in {unread}")
@@ -110,6 +107,13 @@ def draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
         reading = replace(reading, reason=_reason(engine, draft, plain, config))
         item = _as_read(name, layout, None if plain else quantization_of(config), reading)
         yield replace(item, data={**item.data, ENGINE: engine.name})
+
+
+def _chosen_words(context: Context, engine: str) -> str:
+    """Why a draft is judged for an engine alone."""
+    if context.options.engine is None:
+        return f"the bundle was made with --target {engine}"
+    return f"--engine {engine} leaves it out"
 
 
 def _reason(
