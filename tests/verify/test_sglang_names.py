@@ -110,6 +110,18 @@ def test_lists_are_repaired_for_the_others(tmp_path: Path, entries: list[str]) -
     assert failures(items) == {OF_SGLANG}
 
 
+def test_a_projection_that_no_list_of_gptq_names(tmp_path: Path) -> None:
+    """vLLM finds by the tensors that `mtp.fc` has no codes, as of any other linear."""
+    folder = write("exaone_moe", tmp_path, mtp=True, method="gptq")
+    outcome, items = verified(folder)
+    assert (failures(items), outcome.code) == (set(), 0)
+    blocks = {"modules_in_block_to_quantize": ["self_attn", "mlp", "mtp.fc"]}
+    edit_json(folder / "config.json", lambda c: c["quantization_config"].update(blocks))
+    _, items = verified(folder)
+    assert failures(items) == {OF_VLLM}
+    assert "mtp.fc is stored unquantized" in items[OF_VLLM]["cause"]
+
+
 def listed(entries: list[str]) -> dict[str, list[str]]:
     """Both of the lists of native fp8."""
     return {"modules_to_not_convert": entries, "ignored_layers": entries}

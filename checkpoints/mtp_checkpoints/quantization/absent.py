@@ -9,8 +9,9 @@ from typing import Any
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families import family_of
 from mtp_checkpoints.families.base import Role, TensorSpec, weight_name
+from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.quantization.fusion_rules import EXPERTS
-from mtp_checkpoints.quantization.method import QuantConfig, modules_of
+from mtp_checkpoints.quantization.method import Method, QuantConfig, modules_of
 from mtp_checkpoints.quantization.methods import METHODS, quant_config_of
 from mtp_checkpoints.quantization.native import (
     Config,
@@ -33,8 +34,9 @@ def with_absent_listed(
     config: Mapping[str, Any], tensors: Collection[str], *, experts: bool = False
 ) -> Config:
     """Return a config.json as vLLM takes it for a folder with these tensors: where a quant_method
-    lists no unquantized linear, those that have no codes are taken for listed. vLLM builds routed
-    experts quantized unless they are listed; with experts, those are taken so too.
+    lists no unquantized linear, those that have no codes are taken for listed, projections of MTP
+    modules too, which some of its drafts ask for. vLLM builds routed experts quantized unless they
+    are listed; with experts, those are taken so too.
 
     Source: vLLM's `maybe_update_config` of AWQ and GPTQ. Raises as family_of and quant_config_of.
     """
@@ -44,12 +46,14 @@ def with_absent_listed(
     method = METHODS.get(method_of(quantization))
     if method is None or not method.absent_key or quantization.get(method.absent_key):
         return dict(config)
+    family = family_of(config, tensors)
     specs = [
         spec
-        for spec in family_of(config, tensors).tensors.values()
+        for spec in family.tensors.values()
         if experts or spec.role is not Role.ROUTED_EXPERT
     ]
-    return _listed(config, plain_linears(quant_config_of(quantization), specs, tensors))
+    plain = plain_linears(quant_config_of(quantization), specs, tensors)
+    return _listed(config, [*plain, *_plain_projections(family, method, tensors)])
 
 
 def _with_uncoded_listed(config: Mapping[str, Any], tensors: Collection[str]) -> Config:
@@ -84,10 +88,15 @@ def with_projection_listed(config: Mapping[str, Any], tensors: Collection[str]) 
     known, method = quant_config_of(quantization), METHODS[method_of(quantization)]
     if method.packs_projections:
         return dict(config)
-    modules = (layer.modules.projection for layer in family_of(config).mtp)
-    stored = [module for module in modules if module and weight_name(module) in tensors]
-    plain = [m for m in stored if not any(f"{m}.{one}" in tensors for one in method.coded_by)]
+    plain = _plain_projections(family_of(config), method, tensors)
     return _listed(config, [m for m in plain if known.format_of(m, Role.MTP_PROJECTION)])
+
+
+def _plain_projections(family: ModelSpec, method: Method, tensors: Collection[str]) -> list[str]:
+    """Return the projections of MTP modules that are stored without codes."""
+    modules = (layer.modules.projection for layer in family.mtp)
+    stored = [module for module in modules if module and weight_name(module) in tensors]
+    return [m for m in stored if not any(f"{m}.{one}" in tensors for one in method.coded_by)]
 
 
 def plain_linears(
