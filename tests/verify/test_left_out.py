@@ -570,6 +570,15 @@ def test_a_config_that_says_nothing_of_a_quantization_is_named_once(tmp_path: Pa
     assert "put the one back that they were quantized with" in items[name]["cause"]
 
 
+def test_a_single_matrix_is_told_as_one(tmp_path: Path) -> None:
+    checkpoint = foreign_sources.quantized(GLM, "compressed-tensors, int4", "quantized")
+    checkpoint.quantization["ignore"] += ["model.layers.3.self_attn.o_proj"]
+    checkpoint.save(tmp_path / "checkpoint")
+    _, items = verified(tmp_path / "checkpoint")
+    words = "model.layers.3.self_attn.o_proj, a matrix of the MTP module, is stored quantized, and"
+    assert words in items[OF_VLLM]["cause"] and "leaves it out" in items[OF_VLLM]["cause"]
+
+
 @pytest.mark.parametrize("mtp", ["quantized", "unquantized"])
 def test_one_of_joined_linears_that_is_listed_is_mended(mtp: Any, tmp_path: Path) -> None:
     """Which no config can be followed with: taken out, or the others added."""

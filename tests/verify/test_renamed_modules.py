@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from cases import run_program
 from faults.small_model import family_config, write_dense
 from verify.foreign import FIXTURES, GLM_MTP, INDEX, Config, Tensors, rewritten
-from verify.foreign_damages import rename
+from verify.foreign_damages import lose, rename
 from verify.foreign_folders import QWEN_NAMES
-from verify.foreign_sources import GLM, quantized
+from verify.foreign_sources import GLM, ignore, quantized
 
 QWEN = FIXTURES / "qwen3-5-tiny"
 APART = "draft.safetensors"
@@ -61,6 +61,17 @@ def test_packed_weights_under_other_names_are_told(
     assert "(44): 40 begin with mtp.layers.0, where engines look for model.layers.3;" in cause
     assert f"; mtp.norm{last}shared_head.norm.weight" in cause
     assert f"; mtp.fc{last}eh_proj.weight" in cause and len(item["data"]["renamed"]) == 44
+
+
+def test_main_layers_that_a_list_leaves_out_are_no_renamed_module(tmp_path: Path) -> None:
+    """Though the list is wrong and the main layers' codes are none that engines look for."""
+    checkpoint = quantized(GLM, "compressed-tensors, int4", "quantized")
+    ignore(checkpoint, r"re:.*layers\.\d\.mlp\.shared_experts\..*")
+    lose(r"^model\.layers\.3\.mlp\.shared_experts\.")(checkpoint)
+    checkpoint.save(tmp_path / "lost")
+    outcome = run_program("verify", tmp_path / "lost", "--level", "files", "--quiet")
+    assert outcome.code == 7 and "other names" not in outcome.err
+    assert "model.layers.3.mlp.shared_experts.gate_proj.weight is missing" in outcome.err
 
 
 def test_names_of_megatron_are_told_each(tmp_path: Path) -> None:

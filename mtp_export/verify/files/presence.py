@@ -31,6 +31,7 @@ from mtp_checkpoints.families.signs import (
     projection_in_main,
     sglang_adds,
 )
+from mtp_checkpoints.families.stored_names import as_weight
 from mtp_checkpoints.quantization.fusion_rules import EXPERTS
 from mtp_checkpoints.quantization.native import describe, is_gguf, is_mlx, quantization_of
 from mtp_checkpoints.quantization.stored import StoredModel
@@ -275,8 +276,8 @@ def _other_names(
     are_fused: its experts are in one tensor, which is told of them."""
     wanted, main = found.wanted_names, found.stored_part(MAIN)
     if found.differing and main is not None:
-        there = main.family.without_carried(found.tensors)
-        own = {n: there[n] for n in there if n in own or n not in main.tensors}
+        there, weights = main.family.without_carried(found.tensors), {*map(as_weight, main.tensors)}
+        own = {n: there[n] for n in there if n in own or as_weight(n) not in weights}
     if are_fused:
         wanted = {name: one for name, one in wanted.items() if EXPERTS not in name}
         own = {name: one for name, one in own.items() if EXPERTS not in name}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from mtp_checkpoints.families.base import SGLANG_DRAFT
 
@@ -29,10 +30,27 @@ def not_left_out(config: str, count: int, module: str, part: str, idle: Sequence
     nothing."""
     others = f", like {len(idle) - 1} more," if len(idle) > 1 else ""
     blamed = f" ({idle[0]}{others} {_idle_words(idle[0])})" if idle else ""
+    some = _Matrices.of(count, module, part)
     return (
-        f"{count:,} matrices of {part}, such as {module}, are stored unquantized, and"
-        f" {config} leaves them out nowhere{blamed}, so that they are built quantized"
+        f"{some.are} stored unquantized, and {config} leaves {some.them} out nowhere{blamed}, so"
+        f" that {some.they_are} built quantized"
     )
+
+
+class _Matrices(NamedTuple):
+    """Words for one matrix of a part, or several."""
+
+    are: str
+    they_are: str
+    they_were: str
+    them: str
+
+    @classmethod
+    def of(cls, count: int, module: str, part: str) -> _Matrices:
+        if count == 1:
+            return cls(f"{module}, a matrix of {part}, is", "it is", "it was", "it")
+        several = f"{count:,} matrices of {part}, such as {module}, are"
+        return cls(several, "they are", "they were", "them")
 
 
 def _idle_words(entry: str) -> str:
@@ -97,14 +115,14 @@ NO_TARGET = "no target of config_groups is for them"
 def left_out_though_quantized(config: str, count: int, module: str, entry: str, part: str) -> str:
     """config: the name of the one with the lists, "" of none. entry: what leaves it out, "" where
     that is not one entry."""
-    blame = f" ({entry})" if entry else ""
-    left_out, mend = f"{config} leaves them out{blame}", ""
+    blame, some = f" ({entry})" if entry else "", _Matrices.of(count, module, part)
+    left_out, mend = f"{config} leaves {some.them} out{blame}", ""
     if not config:
         left_out = "config.json has no quantization_config"
-        mend = ": put the one back that they were quantized with"
+        mend = f": put the one back that {some.they_were} quantized with"
     return (
-        f"{count:,} matrices of {part}, such as {module}, are stored quantized, and"
-        f" {left_out}, so that they are built unquantized{mend}"
+        f"{some.are} stored quantized, and {left_out}, so that {some.they_are} built"
+        f" unquantized{mend}"
     )
 
 
@@ -123,7 +141,8 @@ def layer_known_as(engine: str, layer: str, replaced: str) -> str:
 
 
 def quantized_in_vain(count: int, module: str) -> str:
+    some = _Matrices.of(count, module, "the MTP module")
     return (
-        f"{count:,} matrices of the MTP module, such as {module}, are stored quantized: serve it"
-        " with another engine, or graft the original's unquantized ones"
+        f"{some.are} stored quantized: serve the model with another engine, or graft the original's"
+        " unquantized layer"
     )
