@@ -84,7 +84,7 @@ def test_lists_are_corrected_in_the_field_that_is_there(tmp_path: Path) -> None:
     (case,) = (one for one in DAMAGED if one.name.startswith("int4 in compression_config"))
     folder = case.write(tmp_path / "checkpoint")
     outcome = run_program("verify", folder, "--level", "files", "--quiet")
-    assert "in compression_config of config.json write" in outcome.err.replace("\n", " ")
+    assert "in compression_config of config.json: " in outcome.err.replace("\n", " ")
     (item,) = verified(folder, "files")[1]
     written = json.loads((folder / "config.json").read_text())
     written["compression_config"] |= json.loads(f"{{{item['repair']}}}")

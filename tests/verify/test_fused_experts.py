@@ -141,3 +141,14 @@ def test_lost_ones_are_named_as_the_main_layers_have_theirs(
     assert outcome.code == 7 and f"main layers have for theirs: {names}" in text
     assert f"the routed experts of {layer}, all 8, are missing, and" in text
     assert "is missing" not in text and "mtp-export graft" in text
+
+
+def test_experts_of_one_rank_alone_are_no_other_models(source: Path, tmp_path: Path) -> None:
+    def change(stored: Tensors) -> None:
+        for name in FUSED:
+            stored[name] = stored[name][:4].clone()
+
+    folder = rewritten(source, tmp_path / "rank", change)
+    outcome = run_program("verify", folder, "--level", "files", "--quiet")
+    assert outcome.code == 7 and "hold 4 of 8 experts: the others were lost" in outcome.err
+    assert "another model" not in outcome.err

@@ -63,6 +63,32 @@ def test_packed_weights_under_other_names_are_told(
     assert f"; mtp.fc{last}eh_proj.weight" in cause and len(item["data"]["renamed"]) == 44
 
 
+def test_gate_and_up_that_are_joined_in_each_expert_are_told_as_one(tmp_path: Path) -> None:
+    def change(stored: Tensors) -> None:
+        for name in [n for n in stored if n.startswith("model.layers.3.") and ".gate_proj." in n]:
+            up = stored.pop(name.replace("gate_proj", "up_proj"))
+            stored[name.replace("gate_proj", "gate_up_proj")] = torch.cat([stored.pop(name), up])
+
+    cause = complete(rewritten(GLM, tmp_path / "joined", change))["cause"]
+    words = "joins the rows of gate_proj and up_proj, which engines look for one by one"
+    assert f"model.layers.3.mlp.experts.*.gate_up_proj.weight (8) {words}" in cause
+    assert f"model.layers.3.mlp.shared_experts.gate_up_proj.weight {words}" in cause
+
+
+def test_names_that_lack_their_end_are_told_once(tmp_path: Path) -> None:
+    """One is the beginning of the name that it should have."""
+
+    def change(stored: Tensors) -> Tensors:
+        return {
+            name.removesuffix(".weight") if name.startswith(GLM_MTP) else name: one
+            for name, one in stored.items()
+        }
+
+    folder = rewritten(GLM, tmp_path / "renamed", change)
+    outcome = run_program("verify", folder, "--level", "files", "--quiet")
+    assert outcome.code == 7 and outcome.err.count("under other names") == 1
+
+
 def test_main_layers_that_a_list_leaves_out_are_no_renamed_module(tmp_path: Path) -> None:
     """Though the list is wrong and the main layers' codes are none that engines look for."""
     checkpoint = quantized(GLM, "compressed-tensors, int4", "quantized")

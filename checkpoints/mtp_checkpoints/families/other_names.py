@@ -110,8 +110,11 @@ class _Search:
     def _free(self, name: str, other: str) -> bool:
         return name not in self.pairs and other not in self.used
 
+    def _has(self, other: str, wanted: Wanted) -> bool:
+        return holds(self.there[self.names[other]], wanted)
+
     def _holds(self, other: str, name: str) -> bool:
-        return holds(self.there[self.names[other]], self.wanted[name])
+        return self._has(other, self.wanted[name])
 
     def _may_be(self, name: str, other: str) -> bool:
         """Return whether a tensor may be one that is missing: where its layer has another number in
@@ -210,21 +213,20 @@ class _Search:
 
     def joined(self, joins: Collection[tuple[str, ...]]) -> list[InPlace]:
         """One tensor alone of the rows of several of a module that are missing."""
-        missing = {n for n in self.lost if n not in self.pairs and place_of(n)[1] < 0}
-        free = [o for o in self.strange if o not in self.used and place_of(o)[1] < 0]
-        free = [o for o in free if not any(self._is_like(o, name) for name in missing)]
+        missing = {name for name in self.lost if name not in self.pairs}
+        free = self._unlike(missing)
         wholes: dict[tuple[str, ...], list[str]] = {}
         for name in sorted(missing):
             parent, first, last = name.rsplit(".", 2) if name.count(".") > 1 else ("", "", "")
+            others = free.get(place_of(name)[1], ())
             for own in (one for one in joins if one[0] == first):
                 parts = tuple(f"{parent}.{one}.{last}" for one in own)
                 if missing.issuperset(parts):
                     whole = _Whole.of([self.wanted[one] for one in parts])
-                    wholes[parts] = [
-                        o
-                        for o in free
-                        if agree(name, o) and holds(self.there[self.names[o]], whole)
-                    ]
+                    fitting = [o for o in others if agree(name, o) and self._has(o, whole)]
+                    layers = self.layers[self.layer_of[name]]
+                    own_layer = [o for o in fitting if self.layer_of[o] in layers]
+                    wholes[parts] = own_layer or fitting
         counts = Counter(other for others in wholes.values() for other in others)
         found = [
             InPlace(parts, others)
@@ -234,6 +236,17 @@ class _Search:
         self.apart.update(name for one in found for name in one.wanted)
         self.used.update(name for one in found for name in one.found)
         return found
+
+    def _unlike(self, missing: Iterable[str]) -> dict[int, list[str]]:
+        """Return what is free and like none that is missing, by the numbers of experts."""
+        lost, free = defaultdict[int, list[str]](list), defaultdict[int, list[str]](list)
+        for name in missing:
+            lost[place_of(name)[1]].append(name)
+        for other in (one for one in self.strange if one not in self.used):
+            expert = place_of(other)[1]
+            if not any(self._is_like(other, name) for name in lost[expert]):
+                free[expert].append(other)
+        return free
 
     def _is_like(self, other: str, name: str) -> bool:
         """Return whether a tensor is one that is missing, by its shape and most of its words."""

@@ -128,10 +128,18 @@ class _Correction:
 
     @property
     def repair(self) -> str:
-        """The lists as they are to be written; "" where they are too long to be shown."""
-        lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in self.lists.items())
-        text = ",\n".join(lines)
-        return text if len(text) <= _SHOWN_CHARACTERS else ""
+        """The lists as they are to be written, or what is to be taken out of them and added, as
+        JSON; "" where that too is too long to be shown."""
+        whole = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in self.lists.items()]
+        steps = [f"{json.dumps(key)}: {self._steps(key)}" for key in self.lists]
+        texts = (",\n".join(whole), "\n".join(steps))
+        return next((text for text in texts if len(text) <= _SHOWN_CHARACTERS), "")
+
+    def _steps(self, key: str) -> str:
+        if not isinstance(self.lists[key], list | dict):
+            return json.dumps(self.lists[key])
+        steps = (("take out", self.taken.get(key)), ("add", self.added.get(key)))
+        return ", and ".join(f"{what} {json.dumps(some)[1:-1]}" for what, some in steps if some)
 
     def told(self, item: Item, mended: set[str], *, whole: bool, wrong: Mapping[str, Item]) -> Item:
         """An item with the correction, where it fails and is mended by it."""

@@ -3,7 +3,7 @@ are of another model's layer, and one that is transposed can only be wrong."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import prod
 
@@ -19,6 +19,7 @@ from mtp_export.verify.files.tensor_problems import COPIED
 _STORED_WHOLE = frozenset({*FLOATS, "F8_E4M3", "F8_E5M2", "I8"})  # an element per number
 _COMPONENTS = 3  # of a tensor's name, that tell it in its layer
 _PAIR = 2
+_OF_ALL = 3  # dimensions of a tensor of all experts
 _Shape = tuple[int, ...]
 
 
@@ -105,6 +106,8 @@ def of_other_shapes(
         words = causes.of_other_shapes(len(unlike), shapes)
         if parts := parts_of_ranks(unlike, wanted, mtp):
             words = causes.of_one_rank(len(unlike), parts, next(iter(shapes.items())))
+        if len(told) == len(unlike) and (counts := _fewer_experts(shapes.values())):
+            words = causes.fewer_experts([*unlike.values()], *counts)
     else:
         return []
     return [Problem(own, words) for own in unlike.values()]
@@ -141,6 +144,15 @@ def parts_of_ranks(
     is_of_all = Role.ATTENTION in roles and len(roles) > 1
     parts = found.pop() if len(found) == 1 and is_of_all else 0
     return parts if parts > 1 else 0
+
+
+def _fewer_experts(shapes: Iterable[tuple[list[int], list[int]]]) -> tuple[int, int] | None:
+    """Return how many experts tensors of all experts hold, and are to hold; None where that is not
+    all that is other in their shapes."""
+    pairs = {(own[0], wanted[0]) for own, wanted in shapes}
+    are_of_all = all(len(wanted) == _OF_ALL and own[1:] == wanted[1:] for own, wanted in shapes)
+    ((found, count),) = pairs if len(pairs) == 1 else [(0, 0)]
+    return (found, count) if are_of_all and found < count else None
 
 
 def exchanged(wanted: Mapping[str, TensorSpec], mtp: Mapping[str, TensorInfo]) -> list[Problem]:

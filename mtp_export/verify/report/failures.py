@@ -381,7 +381,7 @@ def _said(item: Item) -> Iterator[tuple[str, str]]:
 
 def _sign(problem: Mapping[str, str]) -> str:
     """Return a problem's words with a mark in the place of names and figures."""
-    words = problem["words"]
-    if problem["subject"]:
-        words = words.replace(problem["subject"], _MARK)
+    words, subject = problem["words"], problem["subject"]
+    if subject and not _NAME_OR_FIGURE.fullmatch(subject):
+        words = words.replace(subject, _MARK)
     return _NAME_OR_FIGURE.sub(_MARK, words)

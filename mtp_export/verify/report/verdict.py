@@ -59,7 +59,7 @@ def raise_if_failed(report: Report, *, told: bool = False) -> None:
     elif len(failed) == 1:
         ((check, item),) = failed
         if (corrected := item.data.get(CORRECTED)) is not None:
-            run = f"in {corrected} write {item.repair}"
+            run = f"in {corrected}: {item.repair}"
         else:
             names = unknown_words(item.repair)
             run = f"run {item.repair}" + (f" ({names})" if names else "")

@@ -53,6 +53,18 @@ def test_every_other_name_is_told_where_together_they_are_a_good_half() -> None:
     assert other_names(wanted, there) is None
 
 
+def test_rows_that_are_joined_in_each_of_several_layers_are_told() -> None:
+    """Each by its own layer, though those of all have the same shapes."""
+    layers = [f"model.layers.{number}.mlp." for number in (4, 5, 6)]
+    ends = ("gate_proj.weight", "up_proj.weight")
+    wanted = {f"{one}{end}": Tensor(SQUARE) for one in layers for end in ends}
+    joined = found(wanted, {f"{one}gate_up_proj.weight": Tensor(WIDE) for one in layers}).joined
+    assert joined == [
+        InPlace((f"{one}{ends[0]}", f"{one}{ends[1]}"), [f"{one}gate_up_proj.weight"])
+        for one in layers
+    ]
+
+
 def test_a_beginning_that_others_rightly_have_is_no_rule() -> None:
     """Who renames all that begin so would rename those too."""
     wanted = tensors(x__mlp__router__gate__weight=WIDE, x__mlp__router__head__weight=SQUARE)

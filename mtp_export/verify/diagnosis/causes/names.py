@@ -19,7 +19,7 @@ def under_other_names(found: OtherNames, of: str = "the module") -> str:
         *_by_beginnings(found),
         *(_inside(one) for one in found.inside),
         *_singly(found.singly),
-        *(_joined(one) for one in found.joined),
+        *_several_joined(found.joined),
         *(_alike(one) for one in found.alike),
     ]
     count = len(found.pairs) + sum(len(one.found) for one in (*found.joined, *found.alike))
@@ -96,8 +96,19 @@ def _singly(pairs: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _joined(one: InPlace) -> str:
-    """By its shape alone: how its rows lie, and whether by heads, no header says."""
+def _several_joined(joined: Sequence[InPlace]) -> Iterator[str]:
+    """Those of several experts as one where these are joined alike."""
+    alike: dict[tuple[str, ...], list[InPlace]] = {}
+    for one in joined:
+        alike.setdefault((*map(as_any_expert, one.found),), []).append(one)
+    for names, own in alike.items():
+        several = f"{names[0]} ({len(own):,})" if len(own) > 1 else ""
+        yield _joined(own[0], several or own[0].found[0])
+
+
+def _joined(one: InPlace, name: str) -> str:
+    """By its shape alone: how its rows lie, and whether by heads, no header says. name: what joins
+    the rows of several, of many experts perhaps."""
     if len(one.found) > 1:
         return (
             f"{shortened(one.found, _SINGLY)} are parts of {one.wanted[0]}, which engines look for"
@@ -105,8 +116,8 @@ def _joined(one: InPlace) -> str:
         )
     *first, last = [name.rsplit(".", 2)[-2] for name in one.wanted]
     return (
-        f"{one.found[0]} joins the rows of {', '.join(first)} and {last}, which engines look for"
-        " one by one (what converted it has to take them apart)"
+        f"{name} joins the rows of {', '.join(first)} and {last}, which engines look for one by one"
+        " (what converted it has to take them apart)"
     )
 
 

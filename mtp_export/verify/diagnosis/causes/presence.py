@@ -205,6 +205,14 @@ def of_other_shapes(count: int, shapes: Mapping[str, tuple[list[int], list[int]]
     )
 
 
+def fewer_experts(names: Sequence[str], found: int, count: int) -> str:
+    """names: tensors of all experts."""
+    return (
+        f"{shortened(names, _NAMED)} hold {found} of {count} experts: the others were lost, as where"
+        " one rank of several saved its own"
+    )
+
+
 def of_one_rank(count: int, parts: int, first: tuple[str, tuple[list[int], list[int]]]) -> str:
     """first: one of `count` tensors, with its shape and the one that it should have."""
     name, (own, wanted) = first
