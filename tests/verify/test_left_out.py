@@ -44,20 +44,6 @@ from verify.test_foreign_checkpoints import failures, verified
 
 ITEM = "mtp: left out of quantization as stored"
 OF_VLLM, OF_SGLANG = (f"mtp: precision as {engine} reads it" for engine in ("vLLM", "SGLang"))
-def test_of_a_long_list_the_repair_is_what_to_add(tmp_path: Path) -> None:
-    """In JSON, as all of it is where it is short."""
-    checkpoint = foreign_sources.quantized(GLM, "compressed-tensors, int4", "unquantized")
-    idle = [f"{name}.weight" for name in foreign_sources.modules(checkpoint)]
-    checkpoint.quantization["ignore"] += idle
-    checkpoint.save(tmp_path / "main")
-    _, items = verified(tmp_path / "main")
-    field, _, entries = items[ITEM]["repair"].partition(": add ")
-    assert field == '"ignore"' and len(idle) > 20
-    checkpoint.quantization["ignore"] += json.loads(f"[{entries}]")
-    checkpoint.save(tmp_path / "mended")
-    assert verified(tmp_path / "mended")[0].code == 0
-
-
 GATES = ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b")
 # The key to add to, and the entry, of an unquantized MTP layer under each method.
 LACKS = {
@@ -582,6 +568,20 @@ def test_a_config_that_says_nothing_of_a_quantization_is_named_once(tmp_path: Pa
     (name,) = failures(items)
     assert name == "quantization_config" and "graft" not in items[name].get("repair", "")
     assert "put the one back that they were quantized with" in items[name]["cause"]
+
+
+def test_of_a_long_list_the_repair_is_what_to_add(tmp_path: Path) -> None:
+    """In JSON, as all of it is where it is short."""
+    checkpoint = foreign_sources.quantized(GLM, "compressed-tensors, int4", "unquantized")
+    idle = [f"{name}.weight" for name in foreign_sources.modules(checkpoint)]
+    checkpoint.quantization["ignore"] += idle
+    checkpoint.save(tmp_path / "main")
+    _, items = verified(tmp_path / "main")
+    field, _, entries = items[ITEM]["repair"].partition(": add ")
+    assert field == '"ignore"' and len(idle) > 20
+    checkpoint.quantization["ignore"] += json.loads(f"[{entries}]")
+    checkpoint.save(tmp_path / "mended")
+    assert verified(tmp_path / "mended")[0].code == 0
 
 
 def test_a_single_matrix_is_told_as_one(tmp_path: Path) -> None:

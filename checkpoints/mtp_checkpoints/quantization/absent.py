@@ -48,9 +48,7 @@ def with_absent_listed(
         return dict(config)
     family = family_of(config, tensors)
     specs = [
-        spec
-        for spec in family.tensors.values()
-        if experts or spec.role is not Role.ROUTED_EXPERT
+        spec for spec in family.tensors.values() if experts or spec.role is not Role.ROUTED_EXPERT
     ]
     plain = plain_linears(quant_config_of(quantization), specs, tensors)
     return _listed(config, [*plain, *_plain_projections(family, method, tensors)])

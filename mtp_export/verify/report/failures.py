@@ -337,10 +337,18 @@ def _sentences(item: Item) -> list[str]:
         problems_of = by_sign.pop(sign)
         told = _told(problems_of)
         lines += told
-        if more := [name for name, own in problems_of.items() if own not in told]:
+        if more := [_named_by(own, name) for name, own in problems_of.items() if own not in told]:
             lines.append(f"likewise {_alike(more)}")
     left = sum(map(len, by_sign.values()))
     return [*lines, f"and {left:,} more"] if left else lines
+
+
+def _named_by(words: str, subject: str) -> str:
+    """Return the tensor that words begin with, where it is of its module, as a scale; else the
+    subject."""
+    name = _NAME_OR_FIGURE.match(words)
+    is_of_it = name is not None and name[0].startswith(f"{subject.rpartition('.')[0]}.")
+    return name[0] if name is not None and is_of_it else subject
 
 
 def _told(by_subject: Mapping[str, str]) -> list[str]:

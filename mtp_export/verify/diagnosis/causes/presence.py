@@ -208,8 +208,8 @@ def of_other_shapes(count: int, shapes: Mapping[str, tuple[list[int], list[int]]
 def fewer_experts(names: Sequence[str], found: int, count: int) -> str:
     """names: tensors of all experts."""
     return (
-        f"{shortened(names, _NAMED)} hold {found} of {count} experts: the others were lost, as where"
-        " one rank of several saved its own"
+        f"{shortened(names, _NAMED)} hold {found} of {count} experts: the others were lost, as"
+        " where one rank of several saved its own"
     )
 
 
