@@ -170,6 +170,16 @@ def test_the_farthest_of_few_that_differ_in_size_is_none() -> None:
     assert one.startswith("3.down: ") and "about 0.1" in one
 
 
+def test_one_of_few_stands_out_from_all_of_its_like() -> None:
+    """Of weights that were made at random the farthest is often twice as far off as any other."""
+    found = mlps(trained=False, count=8)
+    for number, octaves in enumerate((0.0, 0.0, 0.02, -0.02, 0.0, 0.45, 1.2)):
+        found[number][1] = found[number][1] * 2.0**octaves
+    assert not told(found)
+    found[6][1] = found[6][1] * 2
+    assert len(told(found)) == 1
+
+
 def test_a_few_of_a_kind_are_compared_with_others_of_as_many_neurons() -> None:
     """For their orders alone: another kind may go together less."""
     experts, shared = (

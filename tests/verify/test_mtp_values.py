@@ -457,3 +457,16 @@ def test_biases_of_routers_are_zero_before_any_training(trained: bool, tmp_path:
 
     found = failures(rewritten(GLM, tmp_path / "zero", start))
     assert ("mtp: no constant tensor" in found) == trained
+
+
+def test_gates_of_delta_nets_are_one_before_any_training(tmp_path: Path) -> None:
+    """Beside A_log, which begins at random, as transformers makes both."""
+
+    def start(stored: Tensors) -> None:
+        for name, tensor in stored.items():
+            if name.endswith(("linear_attn.dt_bias", "linear_attn.norm.weight")):
+                stored[name] = torch.ones_like(tensor)
+            elif "norm" in name:
+                stored[name] = torch.zeros_like(tensor)
+
+    assert not failures(rewritten(FIXTURES / "qwen3-5-tiny", tmp_path / "untrained", start))

@@ -44,7 +44,7 @@ _SUSPICIOUS_ERRORS, _MENDED_ERRORS = 3.0, 8.0
 # in the trained fixtures.
 _LEAST_OCTAVES, _MOST_SPREADS = 0.7, 8.0
 _LEAST_SPREAD = 0.02
-_STANDING = 2.0  # times as far off as any other of its like: few tell little of what is usual
+_STANDING = 3.0  # times as far off as any other of its like: few tell little of what is usual
 _MOST_RESIZED = 0.05  # of MLPs that are alike: of more it is how they were trained
 _SIGMA = 1.4826  # the standard deviation over the median of absolute deviations
 _MOST_CORRELATED = 0.999

@@ -18,6 +18,7 @@ from mtp_export.verify.check import Item, Problem, judged, verdict
 from mtp_export.verify.diagnosis.causes import balance
 from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.evidence.weight_facts import WeightFacts
+from mtp_export.verify.weights.labels import mislabelled_by_size
 from mtp_export.verify.weights.mtp_values import scale_ratio
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ def scales_alike(facts: Sequence[WeightFacts]) -> Item:
             if ratio > gates.RMS_RATIO:
                 problems.append(Problem(fact.weight.name, _size_words(fact, rms, middle)))
             elif not low <= rms <= high:
-                words = causes.of_no_matrix(fact.weight.name, rms)
+                words = mislabelled_by_size(fact.weight, usual)
+                words = words or causes.of_no_matrix(fact.weight.name, rms)
                 problems.append(Problem(fact.weight.name, words))
     return verdict(
         "sane size of every matrix",
@@ -150,7 +152,8 @@ def _size_words(fact: WeightFacts, rms: float, middle: float) -> str:
     name, ratio = fact.weight.name, scale_ratio(fact.weight)
     if ratio is not None and ratio > gates.SCALE_RATIO:
         return causes.scale_out_of_proportion(name, ratio)
-    return causes.out_of_proportion(name, rms, middle)
+    words = mislabelled_by_size(fact.weight, middle)
+    return words or causes.out_of_proportion(name, rms, middle)
 
 
 def parts_alike(

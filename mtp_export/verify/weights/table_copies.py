@@ -19,6 +19,7 @@ from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.diagnosis.weight_bugs import damaged_elements, elements, lost_rows
 from mtp_export.verify.evidence.parts import PartLayout
 from mtp_export.verify.evidence.weight_facts import WeightFacts
+from mtp_export.verify.weights.labels import mislabelled_copy
 
 if TYPE_CHECKING:
     from mtp_checkpoints.families.spec import ModelSpec
@@ -156,6 +157,8 @@ def _damage(own: WeightFacts, original: WeightFacts, copy: str) -> Problem | Non
     if own.weight.form == original.weight.form and own.digest == original.digest:
         damaged = wanted if like_source[0] and not like_source[1] else copy
         return Problem(damaged, copies.scales_of_a_copy(copy, wanted))
+    if words := mislabelled_copy(own.weight, original.weight):
+        return Problem(copy, words)
     flaws = _flaw(own, original), _flaw(original, own)
     if any(flaws) and not all(flaws):
         damaged, sound = (copy, wanted) if flaws[0] else (wanted, copy)

@@ -182,17 +182,17 @@ def _undecodable(weight: WeightOnDisk, start: int, stop: int) -> tuple[int, int]
 
 
 def _must_vary(fact: WeightFacts, every: Sequence[WeightFacts]) -> bool:
-    """True for every matrix, for a router's bias if any vector varies, as of every model that was
-    trained, and for another vector if one of its role does."""
+    """True for every matrix, and for a vector if one of its kind varies; in a model that was
+    trained, whose norms vary, for every router's bias, and for another if one of its role does."""
     spec = fact.weight.stored.weight
     if len(spec.shape) > 1:
         return True
-    return any(
-        varies(other)
-        for other in every
-        if (_is_router_bias(fact) or other.weight.stored.weight.role is spec.role)
-        and len(other.weight.stored.weight.shape) == 1
-    )
+    others = [one.weight.stored.weight for one in every if varies(one)]
+    vectors = [one for one in others if len(one.shape) == 1]
+    if any(in_layer(one.name)[1] == in_layer(spec.name)[1] for one in vectors):
+        return True
+    roles = {one.role for one in vectors}
+    return Role.NORM in roles and (_is_router_bias(fact) or spec.role in roles)
 
 
 def _constant_words(fact: WeightFacts) -> str:

@@ -58,6 +58,14 @@ def linear_of_another_size(tensor: str, factor: float, among: str) -> str:
     )
 
 
+def mislabelled(tensor: str, label: str, held: str) -> str:
+    """label: its type by the header. held: that of its bits."""
+    return (
+        f"{tensor} is labelled {label} and holds the bits of {held}, by which its values are as is"
+        " usual: it was cast or written under the wrong type"
+    )
+
+
 def cut_off(tensor: str, share: float) -> str:
     return (
         f"{share:.0%} of the elements of {tensor} are as large as the largest one: they were cut"
