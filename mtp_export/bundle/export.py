@@ -13,6 +13,7 @@ from mtp_checkpoints.formats import WeightFormat
 from mtp_checkpoints.formats.nvfp4 import NvFp4Format
 from mtp_checkpoints.layouts import engine_of, target_of
 from mtp_checkpoints.layouts.base import Target
+from mtp_checkpoints.quantization.absent import with_plain_projections_listed
 from mtp_checkpoints.quantization.stored import StoredModel, stored_source
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.tensors.bundle_folder import open_checkpoint
@@ -66,7 +67,7 @@ def viewed(checkpoint: Checkpoint, source: Opened) -> Opened:
 
 def open_source(place: Place, *, carried_to: Target | None = None) -> Opened:
     """Open a checkpoint, or a bundle as one, with an MTP layer and exactly the tensors that its
-    config implies; carried_to: the target for which the run may carry codes into another layout.
+    config implies, of which it lists projections that are not quantized; carried_to: the target for which the run may carry codes into another layout.
 
     Raises UnsupportedError for another model or one without MTP layer, InvalidInputError for the
     first tensor that is missing, extra or of another shape or dtype.
@@ -95,6 +96,10 @@ def checked_source(checkpoint: Checkpoint, *, carried_to: Target | None = None) 
     in_layers = map(stored.family.mtp_layer_of, reversed(checkpoint.tensors))
     if all(layer is None for layer in in_layers) and not _has_draft(checkpoint, stored.family):
         raise _without_mtp(checkpoint, stored.family)
+    config = with_plain_projections_listed(checkpoint.config, checkpoint.tensors)
+    if config != checkpoint.config:
+        checkpoint = replace(checkpoint, config=config)
+        stored = stored_source(config, checkpoint.tensors)
     problems = stored.differences(checkpoint.tensors)
     if problems:
         problems[0].raise_as_error(place, len(problems) - 1)

@@ -112,6 +112,46 @@ def test_bf16_of_channels_is_code_times_scale(channels: Path, output: Path) -> N
         assert stored[name].equal(wanted), name
 
 
+def test_a_projection_that_no_list_names_is_listed(channels: Path, output: Path) -> None:
+    """Engines build it as a linear of torch, whatever config.json says."""
+    projection = f"{LAYER}.eh_proj"
+    assert projection in read_json(channels / "config.json")["quantization_config"]["ignore"]
+    edit_json(
+        channels / "config.json", lambda c: c["quantization_config"]["ignore"].remove(projection)
+    )
+    outcome = run_program("verify", channels, "--level", "files", "--engine", "sglang", "--quiet")
+    assert outcome.code == 0, outcome.err
+    outcome = export(channels, output, "--link", "copy")
+    assert outcome.code == 0, outcome.err
+    original, stored = read_tensors(channels), read_tensors(output / "mtp")
+    assert stored[f"{projection}.weight"].equal(original[f"{projection}.weight"])
+    entries = read_json(output / "main/config.json")["quantization_config"]["ignore"]
+    assert any(entry.startswith(f"re:{projection}") for entry in entries)
+    outcome = run_program("verify", output, "--source", channels, "--level", "weights", "--quiet")
+    assert outcome.code == 0, outcome.out + outcome.err
+
+
+def test_a_projection_that_engines_build_by_the_config_is_listed(tmp_path: Path) -> None:
+    """As any linear: Qwen's `fc` by vLLM's class, and MTP projections of native fp8 by no role."""
+    dense = write_dense(tmp_path / "dense", config=family_config("qwen3_next"))
+    source, output = tmp_path / "source", tmp_path / "output"
+    assert quantize(dense, source, "--base-quant", "a8w8_fp8", "--mtp-quant", "a8w8_fp8").code == 0
+
+    def unlist(config: dict[str, Any]) -> None:
+        for key in ("modules_to_not_convert", "ignored_layers"):
+            config["quantization_config"][key].remove("mtp.fc")
+
+    for part in ("main", "mtp"):
+        edit_json(source / part / "config.json", unlist)
+    outcome = export(source, output, "--link", "copy")
+    assert outcome.code == 0, outcome.err
+    for part in ("main", "mtp"):
+        quantization = read_json(output / part / "config.json")["quantization_config"]
+        assert "mtp.fc" in quantization["modules_to_not_convert"], part
+    outcome = run_program("verify", output, "--level", "weights", "--quiet")
+    assert outcome.code == 0, outcome.out + outcome.err
+
+
 def test_the_layer_is_grafted_onto_integers(channels: Path, dense: Path, tmp_path: Path) -> None:
     main, output = tmp_path / "main", tmp_path / "output"
     write(dense, main, "compressed-tensors, int4")

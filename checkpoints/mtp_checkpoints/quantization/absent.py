@@ -8,11 +8,12 @@ from typing import Any
 
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families import family_of
-from mtp_checkpoints.families.base import Role, TensorSpec, weight_name
+from mtp_checkpoints.families.base import FLOATS, Role, TensorSpec, weight_name
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.quantization.fusion_rules import EXPERTS
 from mtp_checkpoints.quantization.method import Method, QuantConfig, modules_of
 from mtp_checkpoints.quantization.methods import METHODS, quant_config_of
+from mtp_checkpoints.quantization.mismatches import HasLayout
 from mtp_checkpoints.quantization.native import (
     Config,
     method_of,
@@ -95,6 +96,30 @@ def _plain_projections(family: ModelSpec, method: Method, tensors: Collection[st
     modules = (layer.modules.projection for layer in family.mtp)
     stored = [module for module in modules if module and weight_name(module) in tensors]
     return [m for m in stored if not any(f"{m}.{one}" in tensors for one in method.coded_by)]
+
+
+def with_plain_projections_listed(
+    config: Mapping[str, Any], tensors: Mapping[str, HasLayout]
+) -> Config:
+    """Return a config.json in which the projections of MTP modules are listed that these tensors
+    hold unquantized, by the names that engines have: where it would have them quantized itself, or
+    as any linear, as which some engines build them. Raises as family_of and quant_config_of."""
+    quantization = quantization_of(config)
+    if not quantization:
+        return dict(config)
+    known, family = quant_config_of(quantization), family_of(config, tensors)
+    roles = [Role.MTP_PROJECTION]
+    if any(draft.projection is not None for draft in (family.vllm, family.sglang)):
+        roles.append(Role.ATTENTION)
+    listed = list[str]()
+    for layer, mtp in zip(family.mtp_layers, family.mtp, strict=True):
+        module = mtp.modules.projection
+        tensor = tensors.get(weight_name(module)) if module else None
+        if tensor is None or tensor.dtype not in FLOATS:
+            continue
+        if any(known.format_of(module, role) is not None for role in roles):
+            listed += family.names_of(module, layer)
+    return _listed(config, listed)
 
 
 def plain_linears(

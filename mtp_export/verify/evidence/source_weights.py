@@ -13,6 +13,7 @@ from mtp_checkpoints.families import family_of
 from mtp_checkpoints.families.base import weight_name
 from mtp_checkpoints.families.folds import folds_of
 from mtp_checkpoints.families.spec import ModelSpec
+from mtp_checkpoints.quantization.absent import with_plain_projections_listed
 from mtp_checkpoints.quantization.stored import stored_model
 from mtp_checkpoints.tensors.experts_apart import experts_apart
 from mtp_checkpoints.tensors.reader import Checkpoint
@@ -48,7 +49,8 @@ class SourceWeights:
         weights = {
             weight.stored.weight.name: weight
             for one in ([whole] if apart is whole else [whole, apart])
-            for weight in weights_on_disk(stored_model(one.config, one.tensors), one.tensors)
+            for config in [with_plain_projections_listed(one.config, one.tensors)]
+            for weight in weights_on_disk(stored_model(config, one.tensors), one.tensors)
         }
         if scales := folded_scales(manifest or {}):
             from mtp_checkpoints.weights.folding import folded
