@@ -67,7 +67,8 @@ def viewed(checkpoint: Checkpoint, source: Opened) -> Opened:
 
 def open_source(place: Place, *, carried_to: Target | None = None) -> Opened:
     """Open a checkpoint, or a bundle as one, with an MTP layer and exactly the tensors that its
-    config implies, of which it lists projections that are not quantized; carried_to: the target for which the run may carry codes into another layout.
+    config implies, which comes to list unquantized projections; carried_to: the target for which
+    the run may carry codes into another layout.
 
     Raises UnsupportedError for another model or one without MTP layer, InvalidInputError for the
     first tensor that is missing, extra or of another shape or dtype.

@@ -24,6 +24,8 @@ from cases import (
 from faults.small_model import family_config, in_channels, write_channels, write_dense
 from mtp_runtime import LLM, SamplingParams
 from quantized_by_others import write
+from verify.foreign_damages import in_compressed_blocks
+from verify.foreign_folders import both
 
 CONFIG = family_config("glm4_moe")
 LAYER = f"model.layers.{CONFIG['num_hidden_layers']}"
@@ -160,6 +162,22 @@ def test_the_layer_is_grafted_onto_integers(channels: Path, dense: Path, tmp_pat
     assert outcome.code == 0, outcome.err
     assert json.loads(outcome.out)["launch"].keys() == {"vllm", "sglang"}
     outcome = run_program("verify", output, "--level", "weights", "--quiet")
+    assert outcome.code == 0, outcome.out + outcome.err
+
+
+def test_blocks_of_compressed_tensors_are_a_source_too(tmp_path: Path) -> None:
+    source, output = tmp_path / "source", tmp_path / "output"
+    checkpoint = both("fp8")()
+    in_compressed_blocks(checkpoint)
+    checkpoint.save(source)
+    outcome = export(source, output, "--link", "copy")
+    assert outcome.code == 0, outcome.err
+    outcome = run_program("verify", output, "--source", source, "--level", "weights", "--quiet")
+    assert outcome.code == 0, outcome.out + outcome.err
+    again = ("--base-quant", "bf16", "--mtp-quant", "bf16", "--overwrite")
+    outcome = quantize(source, output, *again)
+    assert outcome.code == 0, outcome.err
+    outcome = run_program("verify", output, "--source", source, "--level", "weights", "--quiet")
     assert outcome.code == 0, outcome.out + outcome.err
 
 

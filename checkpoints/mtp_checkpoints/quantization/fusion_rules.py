@@ -22,6 +22,16 @@ class UnlikeLinears(InvalidInputError):
     left_out = quantized = ""
 
 
+def split_at_expert(name: str) -> tuple[str, str, str]:
+    """Return the name of a layer with experts, that of one of them, and what is behind it; for
+    another tensor its name as what is behind."""
+    layer, _, expert_name = name.partition(EXPERTS)
+    number, _, rest = expert_name.partition(".")
+    if not (rest and number.isdecimal()):
+        return "", "", name
+    return layer, f"{layer}{EXPERTS}{number}", f".{rest}"
+
+
 def check_fusion_rules(family: ModelSpec, config: QuantConfig, formats: Formats) -> None:
     """Refuse a config.json that gives different formats to linears that are loaded together
     (InvalidInputError). formats are those of the modules; of experts, the first one's."""

@@ -18,15 +18,17 @@ from mtp_checkpoints.formats import (
     FORMATS,
     UNQUANTIZED,
     EncodedWeight,
+    Fp8Block,
     Unquantized,
     WeightFormat,
 )
 from mtp_checkpoints.named_tuples import rows_of
-from mtp_checkpoints.quantization.fusion_rules import EXPERTS, check_fusion_rules
+from mtp_checkpoints.quantization.fusion_rules import EXPERTS, check_fusion_rules, split_at_expert
 from mtp_checkpoints.quantization.method import QuantConfig, with_quantized_gates
 from mtp_checkpoints.quantization.methods import METHODS, check_decoded, quant_config_of
 from mtp_checkpoints.quantization.mismatches import HasLayout, Mismatch, StoredTensor, compare
 from mtp_checkpoints.quantization.native import (
+    COMPRESSED,
     NativeFp8,
     method_of,
     native_fp8,
@@ -211,7 +213,12 @@ class StoredModel:
         formats = {kind.format.storage: kind.format for kind in self.kinds}
         formats.pop(Unquantized.storage, None)
         is_alone = len(formats) == 1
-        unkept = all(one.held_by or is_alone and one.of_no_scheme for one in formats.values())
+        # Of fp8 in blocks schemes keep the native ones alone.
+        renamed = is_alone and method_of(self.quantization) == COMPRESSED
+        unkept = all(
+            one.held_by or is_alone and one.of_no_scheme or renamed and isinstance(one, Fp8Block)
+            for one in formats.values()
+        )
         return " and ".join(formats) or None if unkept else None
 
     def reread(self, quantization: object, rename: Callable[[str], str]) -> StoredModel:
@@ -319,7 +326,7 @@ def _stored(
     formats: dict[str, WeightFormat | None] = {}
     kinds: dict[tuple[object, ...], WeightKind] = {}
     for spec in specs:
-        layer, expert, tail = _split_at_expert(rename(spec.name))
+        layer, expert, tail = split_at_expert(rename(spec.name))
         key = layer, tail, spec[1:]
         kind = kinds.get(key)
         if kind is None:
@@ -334,16 +341,6 @@ def _stored(
     if config.loads_together:
         check_fusion_rules(family, config, formats)
     return StoredModel(family, quantization, specs, [*kinds.values()])
-
-
-def _split_at_expert(name: str) -> tuple[str, str, str]:
-    """Return the name of a layer with experts, that of one of them, and what is behind it; for
-    another tensor its name as what is behind."""
-    layer, _, expert_name = name.partition(EXPERTS)
-    number, _, rest = expert_name.partition(".")
-    if not (rest and number.isdecimal()):
-        return "", "", name
-    return layer, f"{layer}{EXPERTS}{number}", f".{rest}"
 
 
 def _format_of(
