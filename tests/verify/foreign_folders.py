@@ -268,6 +268,11 @@ DAMAGED = (
         ),
     ),
     Folder(
+        "an entry of the list that no matcher comes to an end with",
+        both(INT4, r"re:(\w+\.?)+!"),
+        words=(r"takes too long to match.*Found \(\\w", _without("[Ii]nternal error")),
+    ),
+    Folder(
         "int4 called 8 bits in compression_config",
         both(INT4),
         damages.in_turn(damages.weights_scheme(num_bits=8), damages.in_compression_config),

@@ -115,7 +115,7 @@ def with_plain_projections_listed(
     for layer, mtp in zip(family.mtp_layers, family.mtp, strict=True):
         module = mtp.modules.projection
         tensor = tensors.get(weight_name(module)) if module else None
-        if tensor is None or tensor.dtype not in FLOATS:
+        if not module or tensor is None or tensor.dtype not in FLOATS:
             continue
         if any(known.format_of(module, role) is not None for role in roles):
             listed += family.names_of(module, layer)

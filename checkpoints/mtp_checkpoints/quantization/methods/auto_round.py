@@ -14,6 +14,7 @@ from typing import Any
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.base import LINEAR_ROLES, Role
 from mtp_checkpoints.formats import AutoRoundInt4, AutoRoundInt8, AwqInt4, WeightFormat
+from mtp_checkpoints.quantization.entry_patterns import EntryPattern, entry_pattern
 from mtp_checkpoints.quantization.method import (
     Method,
     Unfused,
@@ -46,7 +47,7 @@ class _AutoRound(Unfused):
     usual: WeightFormat
     blocks: tuple[str, ...]
     named: Mapping[str, WeightFormat | None]
-    patterns: tuple[tuple[re.Pattern[str], WeightFormat | None], ...]
+    patterns: tuple[tuple[EntryPattern, WeightFormat | None], ...]
 
     def format_of(self, module: str, role: Role) -> WeightFormat | None:
         if role not in _ROLES:
@@ -56,7 +57,7 @@ class _AutoRound(Unfused):
         in_blocks = module.startswith(self.blocks) if self.blocks else role is not Role.HEAD
         if not in_blocks:
             return None
-        return next((form for known, form in self.patterns if known.search(module)), self.usual)
+        return next((form for known, form in self.patterns if known.is_in(module)), self.usual)
 
 
 def _read(quantization: Mapping[str, Any]) -> _AutoRound:
@@ -98,9 +99,9 @@ def _changes(quantization: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     return changes
 
 
-def _pattern(name: str) -> re.Pattern[str]:
+def _pattern(name: str) -> EntryPattern:
     try:
-        return re.compile(name)
+        return entry_pattern(name)
     except re.error as error:
         expected = "names of modules, or regular expressions"
         raise unusable_field(_CHANGES, expected, f"{name}: {error}") from error

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 from mtp_checkpoints.families.base import LINEAR_ROLES, Role
 from mtp_checkpoints.formats import BitsAndBytes4, BitsAndBytesInt8, WeightFormat
+from mtp_checkpoints.quantization.entry_patterns import EntryPattern, entry_pattern
 from mtp_checkpoints.quantization.method import Method, Unfused, names_in
 from mtp_checkpoints.quantization.native import Config, unusable_field
 from mtp_checkpoints.quantization.undecoded import UNDECODED
@@ -42,9 +43,9 @@ class _BitsAndBytes(Unfused):
     loads_together: ClassVar[bool] = False
 
     @cached_property
-    def _starts(self) -> list[re.Pattern[str]]:
-        """The entries as patterns; lists of hundreds are more than `re` keeps compiled."""
-        return [re.compile(rf"(?:{entry}){_BOUNDARY}") for entry in self.left_out]
+    def _starts(self) -> list[EntryPattern]:
+        """The entries as patterns."""
+        return [entry_pattern(rf"(?:{entry}){_BOUNDARY}") for entry in self.left_out]
 
     def format_of(self, module: str, role: Role) -> WeightFormat | None:
         return None if role not in _ROLES or self._covers(module) else self.form
@@ -52,7 +53,7 @@ class _BitsAndBytes(Unfused):
     def _covers(self, module: str) -> bool:
         """Return whether an entry of the list leaves a module out."""
         is_end = module.endswith(self.left_out)
-        return is_end or any(start.match(module) for start in self._starts)
+        return is_end or any(start.matches(module) for start in self._starts)
 
 
 def _read(quantization: Mapping[str, Any]) -> _BitsAndBytes:
@@ -62,7 +63,7 @@ def _read(quantization: Mapping[str, Any]) -> _BitsAndBytes:
     listed = [_HEAD] if quantization.get(SKIPPED) is None else names_in(quantization, SKIPPED)
     for entry in listed:
         try:
-            re.compile(entry)
+            entry_pattern(entry)
         except re.error as error:
             raise unusable_field(SKIPPED, f"patterns ({error})", entry) from error
     form: WeightFormat

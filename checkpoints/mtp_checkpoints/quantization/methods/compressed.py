@@ -32,6 +32,7 @@ from mtp_checkpoints.formats import (
     has_groups,
 )
 from mtp_checkpoints.formats.compressed import WeightsEntry
+from mtp_checkpoints.quantization.entry_patterns import entry_pattern
 from mtp_checkpoints.quantization.method import Method, PartStorage, WrittenModel
 from mtp_checkpoints.quantization.native import (
     COMPRESSED,
@@ -87,7 +88,7 @@ class _Compressed:
 def _matches(module: str, pattern: str) -> bool:
     """Match a whole name, or a regular expression from a name's start."""
     if pattern.startswith(_REGEX):
-        return re.match(pattern.removeprefix(_REGEX), module) is not None
+        return entry_pattern(pattern.removeprefix(_REGEX)).matches(module)
     return pattern == module
 
 
@@ -138,7 +139,7 @@ def _listed_patterns(key: str, holder: Mapping[str, Any], config: str) -> Sequen
         raise unusable_field(key, "a list of module names and re: patterns", listed, config)
     for entry in listed:
         try:
-            re.compile(entry.removeprefix(_REGEX) if entry.startswith(_REGEX) else "")
+            entry_pattern(entry.removeprefix(_REGEX) if entry.startswith(_REGEX) else "")
         except re.error as error:
             found = f"{entry}: {error}"
             raise unusable_field(key, "regular expressions after re:", found, config) from error

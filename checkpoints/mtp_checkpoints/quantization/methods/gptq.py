@@ -14,6 +14,7 @@ from typing import Any
 from mtp_checkpoints.errors import UnsupportedError
 from mtp_checkpoints.families.base import LINEAR_ROLES, Role
 from mtp_checkpoints.formats import GptqInt4, GptqInt8, WeightFormat
+from mtp_checkpoints.quantization.entry_patterns import entry_pattern
 from mtp_checkpoints.quantization.method import (
     Method,
     Unfused,
@@ -44,7 +45,7 @@ class _Gptq(Unfused):
         if role not in LINEAR_ROLES:
             return None
         for pattern, form in self.patterns:
-            if re.match(pattern, module):
+            if entry_pattern(pattern).matches(module):
                 return form
         return self.usual
 
@@ -92,7 +93,7 @@ def _dynamic(quantization: Mapping[str, Any]) -> dict[str, Any]:
         raise unusable_field(_DYNAMIC, "an object from patterns to changes", found)
     for pattern, own in found.items():
         try:
-            re.compile(pattern.removeprefix(_NEGATIVE).removeprefix(_POSITIVE))
+            entry_pattern(pattern.removeprefix(_NEGATIVE).removeprefix(_POSITIVE))
         except re.error as error:
             expected = "regular expressions after +: and -:"
             raise unusable_field(_DYNAMIC, expected, f"{pattern}: {error}") from error

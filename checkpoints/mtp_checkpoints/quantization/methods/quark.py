@@ -18,6 +18,7 @@ from mtp_checkpoints.families.base import LINEAR_ROLES, Role
 from mtp_checkpoints.formats import QuarkFp8, QuarkInt4, QuarkInt8, QuarkMxFp4, WeightFormat
 from mtp_checkpoints.formats.base import COMPRESSED_SCALE, GROUP_SIZES
 from mtp_checkpoints.formats.mx import MX_GROUP
+from mtp_checkpoints.quantization.entry_patterns import entry_pattern
 from mtp_checkpoints.quantization.method import Method, Unfused, names_in
 from mtp_checkpoints.quantization.native import Config, unusable_field
 from mtp_checkpoints.quantization.undecoded import UNDECODED
@@ -58,7 +59,7 @@ def entry_for(module: str, entries: Sequence[str]) -> str:
     asked = f"{layer}{_EXPERTS}" if is_expert else module
     for entry in entries:
         if entry.startswith(_REGEX):
-            found = re.match(entry.removeprefix(_REGEX), asked) is not None
+            found = entry_pattern(entry.removeprefix(_REGEX)).matches(asked)
         else:
             found = entry == asked or (bool(is_expert) and entry.startswith(f"{asked}."))
         if found:
@@ -90,7 +91,7 @@ def left_out(quantization: Mapping[str, Any]) -> tuple[str, ...]:
     listed = names_in(quantization, EXCLUDE)
     for entry in listed:
         try:
-            re.compile(entry.removeprefix(_REGEX) if entry.startswith(_REGEX) else "")
+            entry_pattern(entry.removeprefix(_REGEX) if entry.startswith(_REGEX) else "")
         except re.error as error:
             raise unusable_field(EXCLUDE, "regular expressions after re:", entry) from error
     return tuple(listed)
