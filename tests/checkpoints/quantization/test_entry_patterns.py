@@ -25,12 +25,15 @@ OF_METHODS: dict[str, dict[str, Any]] = {
     },
     "gptq": {"bits": 4, "group_size": 32, "dynamic": {f"-:{ENDLESS}": {}}},
     "auto-round": {
-        **{"bits": 4, "group_size": 32, "packing_format": "auto_round:auto_gptq"},
+        "bits": 4,
+        "group_size": 32,
+        "packing_format": "auto_round:auto_gptq",
         "extra_config": {ENDLESS: {"bits": 16}},
     },
     "quark": {"exclude": [f"re:{ENDLESS}"], "global_quant_config": {"weight": None}},
     "bitsandbytes": {
-        **{"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
         "llm_int8_skip_modules": [ENDLESS],
     },
 }
