@@ -84,6 +84,7 @@ WHOLE = (
     "mtp_export/verify/files/released_values.py",
     "mtp_export/verify/files/repair.py",
     "mtp_export/verify/pairing_proof.py",
+    "mtp_export/verify/weights/labels.py",
     "mtp_export/verify/weights/main_layer_copies.py",
     "mtp_export/verify/weights/mtp_halves.py",
     "mtp_export/verify/weights/neurons.py",

@@ -33,9 +33,10 @@ _OF_VALUES = (
     *("weights.channel_groups", "weights.joined_numbers", "weights.mtp_halves"),
     "weights.mtp_values",
     *("weights.shifted_norms", "weights.lost_bits"),
-    *("weights.unnamed_values", "weights.cut_off", "weights.neurons", "weights.norm_places"),
+    *("weights.unnamed_values", "weights.cut_off", "weights.repeated_parts"),
+    *("weights.neurons", "weights.norm_places"),
     *("weights.query_and_key_norms", "weights.scaled_runs"),
-    *("weights.norm_sizes", "weights.repeated_parts", "weights.sizes:far_from_like"),
+    *("weights.norm_sizes", "weights.sizes:far_from_like"),
 )
 # In the order of a report. A new check is one file and one line here.
 CHECKS: dict[str, Check] = {

@@ -334,3 +334,14 @@ def test_norms_of_queries_and_keys_may_have_outliers_and_zeros() -> None:
     for query in (found[0] * 2, found[0].flip(0)):
         (one,) = query_and_key_norms.far_apart([*good, pair(query, found[1])])
         assert one.weights[0] is query
+
+
+def test_narrow_norms_of_queries_and_keys_are_near_by_chance() -> None:
+    """Whose elements do not go together, as those of a trained model do."""
+    torch.manual_seed(5)
+    sizes = ((1.0, 1.03), (0.9, 0.92), (1.1, 1.05), (1.25, 0.8))
+    made = [pair(one + torch.randn(64) / 100, two + torch.randn(64) / 100) for one, two in sizes]
+    assert not query_and_key_norms.far_apart(made)
+    weights = [1 + torch.randn(64) / 10 for _ in sizes]
+    trained = [pair(w * one, w * two) for w, (one, two) in zip(weights, sizes, strict=True)]
+    assert query_and_key_norms.far_apart(trained) == trained[3:]

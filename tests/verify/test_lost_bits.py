@@ -89,3 +89,16 @@ def test_a_scale_by_which_a_matrix_is_zero_is_named(tmp_path: Path) -> None:
     (item,) = (one for one in failed if one["name"] == "mtp: no constant tensor")
     words = f"{scale} is zero, so that {GLM_MTP}{LINEAR}.weight decodes to zero throughout: "
     assert item["cause"].startswith(words)
+
+
+def test_scales_by_which_a_part_is_zero_are_named(tmp_path: Path) -> None:
+    def first_groups(scales: torch.Tensor) -> torch.Tensor:
+        scales[:2] = 0
+        return scales
+
+    lost = each(f"{GLM_MTP}{LINEAR}.scales$", first_groups)
+    folder = Folder("", both("awq", "lm_head"), lost).write(tmp_path / "damaged")
+    _, failed = verified(folder, "weights")
+    causes = " ".join(item["cause"] for item in failed)
+    assert "scales of it are zero: they were lost, or never written" in causes
+    assert "too coarse" not in causes

@@ -470,3 +470,15 @@ def test_gates_of_delta_nets_are_one_before_any_training(tmp_path: Path) -> None
                 stored[name] = torch.zeros_like(tensor)
 
     assert not failures(rewritten(FIXTURES / "qwen3-5-tiny", tmp_path / "untrained", start))
+
+
+def test_scales_that_are_all_one_were_not_rounded(tmp_path: Path) -> None:
+    def leave_out(stored: Tensors) -> None:
+        for name in stored:
+            if name.startswith("model.layers.61.") and name.endswith("weight_scale_inv"):
+                stored[name] = torch.ones_like(stored[name])
+
+    layers = json.loads((DEEPSEEK / "config.json").read_text())["num_hidden_layers"]
+    assert layers == 61
+    found = failures(rewritten(DEEPSEEK, tmp_path / "ones", leave_out))
+    assert "sane size of every matrix" in found and "mtp: fp8 scales fit their codes" not in found

@@ -145,3 +145,14 @@ def test_norms_that_grow_with_the_layers_are_not_one_off(tmp_path: Path) -> None
                 stored[name] = ((tensor.float() + 1) * by - 1).to(tensor.dtype)
 
     assert failures(rewritten(small, tmp_path / "grown", grow)) == {}
+
+
+def test_a_norm_that_was_multiplied_is_not_one_off(tmp_path: Path) -> None:
+    """Though its median is below zero, and some of it is negative."""
+
+    def multiply(stored: Tensors) -> None:
+        stored[INPUTS[1]] = stored[INPUTS[1]] * 448
+
+    (item,) = failures(rewritten(QWEN, tmp_path / "large", multiply)).values()
+    assert item["name"] == "mtp: norms as large as the main layers'"
+    assert item["subject"] == INPUTS[1]

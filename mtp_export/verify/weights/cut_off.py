@@ -104,8 +104,9 @@ def _lost(fact: WeightFacts, axis: str, run: range) -> Iterator[Problem]:
     elif axis == "columns":
         one = len(spec.shape) == 1
         place = run_words("elements" if one else axis, run)
-        share, scaled = share_words(len(run) / spec.shape[-1]), weight.has_scales
-        words = parts_lost.part_zero(weight.name, place, share, spec.shape, has_scales=scaled)
+        share: str = share_words(len(run) / spec.shape[-1])
+        scales: parts_lost.Scales = "apart" if weight.has_scales else "none"
+        words = parts_lost.part_zero(weight.name, place, share, spec.shape, scales)
         yield Problem(weight.name, words)
 
 

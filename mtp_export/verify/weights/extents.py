@@ -76,16 +76,20 @@ def is_zero(values: torch.Tensor) -> torch.Tensor:
 
 def extent_words(weight: WeightOnDisk, found: Extent) -> str:
     """Say that a part of a weight is zero."""
-    return _part_words(weight.name, found, has_scales=weight.has_scales)
+    scales: causes.Scales = "none"
+    if weight.has_scales:
+        scales = "zero" if bool((weight.scale.float() == 0).any()) else "apart"
+    return _part_words(weight.name, found, scales)
 
 
 def words_of(tensor: str, zeros: torch.Tensor, row: int, column: int, *, has_scales: bool) -> str:
     """The same of a mask [n, k] of the zeros of a tensor."""
-    return _part_words(tensor, extent_of(zeros, row, column), has_scales=has_scales)
+    scales: causes.Scales = "apart" if has_scales else "none"
+    return _part_words(tensor, extent_of(zeros, row, column), scales)
 
 
-def _part_words(tensor: str, found: Extent, *, has_scales: bool) -> str:
-    return causes.part_zero(tensor, found.place, found.share, found.shape, has_scales=has_scales)
+def _part_words(tensor: str, found: Extent, scales: causes.Scales) -> str:
+    return causes.part_zero(tensor, found.place, found.share, found.shape, scales)
 
 
 def not_finite_words(wrong: torch.Tensor, *, huge: bool = False) -> str:

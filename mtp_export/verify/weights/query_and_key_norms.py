@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from statistics import median_low
+from statistics import median_high, median_low
 from typing import TYPE_CHECKING
 
 from mtp_checkpoints.families.base import weight_name
@@ -33,6 +33,9 @@ _NAME = "norms of queries and keys are alike"
 # Nothing is told of a model in whose layers it is usually more, nor of a layer where it is within
 # so many median deviations of the median.
 _MOST_USUAL, _MOST_APART, _MOST_SPREADS = 0.1, 0.3, 10.0
+# Those of a trained model go together in most layers, element by element: by 5.5 and more in the
+# trained fixtures. Norms that are narrow are near by chance where their sizes are.
+_LEAST_AGREEMENT = 2.5
 _STANDING = 3.0  # times as far apart as any other layer: few tell little of what is usual
 # Elements that are left out: those farthest apart, as some grow far larger than the others; and of
 # smaller elements than this share of the median, which cross zero, quotients tell nothing.
@@ -58,11 +61,21 @@ class Pair:
         squares = ((query / key).log() / 2).square().sort().values
         return float(squares[: len(squares) - int(_OUTLIERS * len(squares))].mean().sqrt())
 
+    @property
+    def agreement(self) -> float:
+        """Standard errors by which the elements of both go together more than by chance."""
+        import torch
+
+        from mtp_export.verify.diagnosis.neurons import agreements
+
+        both = [self._by_pair(weight.double() + self.offset) for weight in self.weights]
+        return float(agreements(torch.stack(both))[0, 1])
+
     def _by_pair(self, weight: torch.Tensor) -> torch.Tensor:
         import torch
 
         squares = weight.square()
-        turned = squares[: self.rotary].view(2, -1).sum(0)
+        turned = squares[: self.rotary].view(2, -1).mean(0)
         found = torch.cat([turned, squares[self.rotary :]])
         return found.clamp_min(max(1e-30, _LEAST_SHARE**2 * float(found.median())))
 
@@ -85,7 +98,7 @@ def far_apart(pairs: Sequence[Pair]) -> list[Pair]:
     """Return the layers of a model whose norms are farther apart than those of its layers are."""
     found = [pair.apart for pair in pairs]
     usual = median_low(found)
-    if usual > _MOST_USUAL:
+    if usual > _MOST_USUAL or median_high(pair.agreement for pair in pairs) < _LEAST_AGREEMENT:
         return []
     spread = median_low([abs(apart - usual) for apart in found])
     most = max(_MOST_APART, usual + _MOST_SPREADS * spread)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import log
+from math import inf, log
 from statistics import median
 from typing import TYPE_CHECKING, Literal
 
@@ -19,7 +19,13 @@ from mtp_export.progress import counted
 from mtp_export.verify.check import Item, Problem, Status, verdict
 from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.evidence.unwritten import written_weights
-from mtp_export.verify.gates import MANY_NEGATIVE, MEDIAN_NORM, NEGATIVE_NORM, SOME_NEGATIVE
+from mtp_export.verify.gates import (
+    MANY_NEGATIVE,
+    MEDIAN_NORM,
+    NEGATIVE_NORM,
+    NORM_RATIO,
+    SOME_NEGATIVE,
+)
 from mtp_export.verify.weights.unnamed_values import is_filled
 
 if TYPE_CHECKING:
@@ -181,7 +187,8 @@ def _shifted(own: Sequence[_Norm], main: Main) -> Mapping[str, Way]:
     are_positive = bool(of_main) and all(one.negative <= SOME_NEGATIVE for one in of_main)
     least = MANY_NEGATIVE if are_positive else NEGATIVE_NORM
     ways: dict[str, Way] = {}
-    for one in own:
+    most = NORM_RATIO * max((one.spread for one in of_main), default=inf)
+    for one in (norm for norm in own if norm.spread <= most):  # others have been multiplied
         way: Way | None = "small" if one.negative > least else _way(one, main)
         if way is not None:
             ways[one.tensor.name] = way

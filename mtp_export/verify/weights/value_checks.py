@@ -243,10 +243,16 @@ def _blocks(part: str, facts: Sequence[WeightFacts]) -> Item:
     blocks = sum(fact.statistics.blocks for fact in rounded)
     share = sum(fact.statistics.full_blocks for fact in rounded) / max(1, blocks)
     problems = []
-    if len(rounded) > len(facts) / 2 and share > gates.FULL_BLOCKS:
+    is_many = len(rounded) > len(facts) / 2 and share > gates.FULL_BLOCKS
+    if is_many and not all(_has_scales_of_one(fact.weight) for fact in rounded):
         name = rounded[0].weight.name
         problems.append(Problem(name, causes.scales_rounded_late(name, share)))
     return verdict(f"{part}: fp8 scales fit their codes", problems, counted(len(facts), "weight"))
+
+
+def _has_scales_of_one(weight: WeightOnDisk) -> bool:
+    """Return whether all scales are 1, which are no rounded ones: they were left out."""
+    return bool((weight.scale.float() == 1).all())
 
 
 def _no_twins(context: Context, facts: Mapping[str, Sequence[WeightFacts]]) -> Item:

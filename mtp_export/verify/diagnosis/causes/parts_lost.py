@@ -7,7 +7,7 @@ from typing import Literal
 
 from mtp_export.progress import counted
 
-Scales = Literal["none", "apart", "shared"]  # of the halves of a projection
+Scales = Literal["none", "apart", "shared", "zero"]  # of the halves of a projection, or of a part
 _BLIND = "Drafts see one of embedding and hidden state alone"
 _FILLED = "it was never written, or dropped and filled in"
 _COARSE = "it was quantized by coarser scales before"
@@ -91,13 +91,13 @@ def half_far_smaller(half: str, ratio: float) -> str:
     )
 
 
-def part_zero(
-    tensor: str, place: str, share: str, shape: Sequence[int], *, has_scales: bool
-) -> str:
-    """place: rows, columns or both. share: of the tensor, such as "half". has_scales: the tensor is
-    quantized as it is stored."""
+def part_zero(tensor: str, place: str, share: str, shape: Sequence[int], scales: Scales) -> str:
+    """place: rows, columns or both. share: of the tensor, such as "half". scales: that it is stored
+    with; zero where some are."""
     why = "that part was lost, or never written, or its scales are too coarse"
-    if not has_scales:
+    if scales == "zero":
+        why = "scales of it are zero: they were lost, or never written"
+    elif scales == "none":
         why = "that part was lost, never written, or rounded to zero before it was stored"
     return f"{place} of {tensor} are zero, {share} of it ({_sized(shape)}): {why}"
 
