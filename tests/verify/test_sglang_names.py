@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from cases import edit_json
 from faults.small_model import family_config, write_dense
 from mtp_checkpoints.families import family_of
+from mtp_checkpoints.families.base import Role
 from quantized_by_others import METHODS
 from verify.foreign import INDEX, Tensors, rewritten
 from verify.test_foreign_checkpoints import failures, verified
@@ -29,13 +30,19 @@ LAYERS = {
 }
 
 
-def write(model_type: str, folder: Path, *, mtp: bool, method: str = "awq") -> Path:
+def write(
+    model_type: str, folder: Path, *, mtp: bool, method: str = "awq", projections: bool = False
+) -> Path:
     """A checkpoint of a family by a method, its MTP layers quantized too or left out by their
-    names."""
+    names, and the projections too where they are asked for."""
     config, how = family_config(model_type), METHODS[method]
     family = family_of(config)
     every = (spec for spec in family.tensors.values() if re.match(how.covers, spec.name))
-    linears = [spec for spec in every if spec.is_linear_weight]
+    linears = [
+        spec
+        for spec in every
+        if spec.is_linear_weight or (projections and spec.role is Role.MTP_PROJECTION)
+    ]
     names = [name for one in family.mtp for name in (one.layer.prefix, one.modules.projection)]
 
     def change(stored: Tensors) -> None:

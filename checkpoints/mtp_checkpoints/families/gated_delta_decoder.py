@@ -69,7 +69,7 @@ def gated_delta_decoder(
         head=embedding if part.is_tied else "lm_head",
         count_field=f"{part.fields.prefix}{COUNT_FIELDS[1]}",
         mtp_prefix=_MTP,
-        vllm=VLLM_LINEAR,
+        vllm=replace(VLLM_LINEAR, projection_in_nvfp4=False),
         sglang=SGLANG_OWN_NAMES,
         may_fuse=mtp_feed_forward is not None,
         carried=part.carried,

@@ -11,7 +11,12 @@ from mtp_checkpoints.families import family_of
 from mtp_checkpoints.families.base import FLOATS, Role, TensorSpec, weight_name
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.quantization.fusion_rules import EXPERTS
-from mtp_checkpoints.quantization.method import Method, QuantConfig, modules_of
+from mtp_checkpoints.quantization.method import (
+    Method,
+    QuantConfig,
+    modules_of,
+    projections_of,
+)
 from mtp_checkpoints.quantization.methods import METHODS, quant_config_of
 from mtp_checkpoints.quantization.mismatches import HasLayout
 from mtp_checkpoints.quantization.native import (
@@ -93,8 +98,7 @@ def with_projection_listed(config: Mapping[str, Any], tensors: Collection[str]) 
 
 def _plain_projections(family: ModelSpec, method: Method, tensors: Collection[str]) -> list[str]:
     """Return the projections of MTP modules that are stored without codes."""
-    modules = (layer.modules.projection for layer in family.mtp)
-    stored = [module for module in modules if module and weight_name(module) in tensors]
+    stored = [one for one in projections_of(family) if weight_name(one) in tensors]
     return [m for m in stored if not any(f"{m}.{one}" in tensors for one in method.coded_by)]
 
 

@@ -62,22 +62,34 @@ _BUILT_BY_CONFIG = (
 )
 
 
-def with_quantized_gates(family: ModelSpec, names: Collection[str]) -> list[TensorSpec]:
-    """Return a model's tensors, of which gates that are stored with scales, and that engines build
-    by the config, are linears.
+def with_quantized_linears(
+    family: ModelSpec, names: Collection[str], *, of_mtp: bool = False
+) -> list[TensorSpec]:
+    """Return a model's tensors, or those of its MTP layers alone, of which gates and projections
+    that are stored with scales, and that an engine builds by the config, are linears.
 
     names: those of the tensors that a folder holds, none where that is not known.
     """
     there = names if isinstance(names, Set | Mapping) else {*names}
     lasts = [last for own in SCALES_OF_CODES.values() for last in own]
+    classes = [getattr(family, engine) for engine in family.engines]
+    has_projections = any(draft.projection is not None for draft in classes)
     return [
         spec._replace(role=Role.ATTENTION)
-        if spec.role in _GATES
-        and spec.module.endswith(_BUILT_BY_CONFIG)
+        if (
+            (spec.role in _GATES and spec.module.endswith(_BUILT_BY_CONFIG))
+            or (spec.role is Role.MTP_PROJECTION and has_projections)
+        )
         and any(f"{spec.module}.{last}" in there for last in lasts)
         else spec
-        for spec in family.tensors.values()
+        for spec in (family.mtp_tensors if of_mtp else family.tensors).values()
     ]
+
+
+def projections_of(family: ModelSpec) -> list[str]:
+    """Return the projections of a model's MTP modules."""
+    every = (module.modules.projection for module in family.mtp)
+    return [projection for projection in every if projection is not None]
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from mtp_checkpoints.formats import (
 )
 from mtp_checkpoints.named_tuples import rows_of
 from mtp_checkpoints.quantization.fusion_rules import EXPERTS, check_fusion_rules, split_at_expert
-from mtp_checkpoints.quantization.method import QuantConfig, with_quantized_gates
+from mtp_checkpoints.quantization.method import QuantConfig, with_quantized_linears
 from mtp_checkpoints.quantization.methods import METHODS, check_decoded, quant_config_of
 from mtp_checkpoints.quantization.mismatches import HasLayout, Mismatch, StoredTensor, compare
 from mtp_checkpoints.quantization.native import (
@@ -268,7 +268,7 @@ def stored_model(config: Mapping[str, Any], names: Collection[str] = ()) -> Stor
     """
     family = family_of(config, names)
     check_decoded(config)
-    return _stored(family, with_quantized_gates(family, names), quantization_of(config))
+    return _stored(family, with_quantized_linears(family, names), quantization_of(config))
 
 
 def stored_source(config: Mapping[str, Any], names: Collection[str] = ()) -> StoredModel:
@@ -300,7 +300,7 @@ def stored_mtp(
     matrices of linears are stored as [K, N]. names and errors as of stored_model.
     """
     family = family_of(config, names)
-    specs = [*family.mtp_tensors.values()]
+    specs = with_quantized_linears(family, names, of_mtp=True)
     layers = {spec.name: layer for spec in specs if (layer := spec.mtp_layer) is not None}
     return _stored(
         family,

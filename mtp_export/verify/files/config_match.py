@@ -47,7 +47,7 @@ from mtp_export.verify.files.described import (
     quantized_without_config,
     undecoded_main,
 )
-from mtp_export.verify.files.engine_readings import draft_items, with_lists
+from mtp_export.verify.files.engine_readings import built_plain, draft_items, with_lists
 from mtp_export.verify.files.left_out import ListedDraft, lacking
 from mtp_export.verify.files.list_entries import entries_to_blame
 from mtp_export.verify.files.repair import graft_command
@@ -90,7 +90,7 @@ def _items(context: Context) -> Iterator[Item]:
             continue
         of_checkpoint = not context.is_bundle and len(context.parts) > 1
         if part.name == MTP and of_checkpoint and not is_gguf(layout.stored.quantization):
-            found = _left_out(layout, graft_command(context))
+            found = _left_out(context, layout)
             if found.status is Status.FAIL:  # which precision would repeat
                 yield from _left_out_by_engines(context, layout, found)
                 yield _tensors_item(layout, _sorted_out(layout)[0])
@@ -227,9 +227,10 @@ def _of_other_layers(layout: PartLayout, problems: Sequence[Problem]) -> list[Pr
     return [problem for problem in problems if not problem.subject.startswith(layer)]
 
 
-def _left_out(layout: PartLayout, repair: str) -> Item:
+def _left_out(context: Context, layout: PartLayout) -> Item:
     """The draft of a checkpoint is quantized where its quantization_config says so."""
     stored = layout.stored
+    plain, engines = built_plain(context, layout)
     layers = tuple(layer.layer.prefix for layer in stored.family.mtp)
     listed = ListedDraft(
         stored,
@@ -237,9 +238,12 @@ def _left_out(layout: PartLayout, repair: str) -> Item:
         stored.quantization,
         layers,
         written=quantization_of(layout.checkpoint.config),
+        plain=plain,
+        engines=engines,
     )
     figure = counted(len(stored.weights), "weight")
-    problems = listed.problems()
+    problems = [*listed.problems(), *listed.unread()]
     item = with_lists(verdict("mtp: left out of quantization as stored", problems, figure), listed)
     # A graft reads a main model by the same quantization_config, which then is what lacks.
-    return replace(item, repair=repair) if problems and stored.quantization else item
+    mended = problems and stored.quantization
+    return replace(item, repair=graft_command(context)) if mended else item

@@ -24,10 +24,12 @@ from mtp_checkpoints.layouts.base import (
 )
 from mtp_checkpoints.quantization.absent import with_projection_listed
 from mtp_checkpoints.quantization.fusion_rules import EXPERTS
+from mtp_checkpoints.quantization.method import projections_of
 from mtp_checkpoints.quantization.methods import METHODS, quant_config_of, undecoded_of
 from mtp_checkpoints.quantization.mismatches import is_recomputed
 from mtp_checkpoints.quantization.native import method_of, quantization_of
 from mtp_checkpoints.quantization.readers import NotTriedError, with_renamed_entries
+from mtp_checkpoints.quantization.sglang_quark import QuarkDraft
 from mtp_checkpoints.quantization.stored import StoredModel, StoredWeight
 from mtp_checkpoints.tensors.bundle_folder import MAIN
 from mtp_export.progress import counted
@@ -104,8 +106,8 @@ def draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
             if draft.projection is None:
                 config = with_projection_listed(config, tensors)
         plain = unquantized_drafts(draft, of_main)
-        reading = replace(reading, reason=_reason(engine, draft, plain, config))
-        item = _as_read(name, layout, None if plain else quantization_of(config), reading)
+        reason = _reason(engine, draft, plain, config)
+        item = _as_read(name, layout, engine, None if plain else quantization_of(config), reason)
         yield replace(item, data={**item.data, ENGINE: engine.name})
 
 
@@ -192,12 +194,48 @@ def _names_layer(family: ModelSpec) -> bool:
     return known and listed.issuperset(draft.name_of(own, one) for one in own)
 
 
-def _as_read(name: str, layout: PartLayout, config: Any, reading: DraftReading) -> Item:
-    """The draft's tensors compared with what an engine expects by a quantization_config."""
+def built_plain(context: Context, layout: PartLayout) -> tuple[list[str], str]:
+    """Return the modules of a draft that all engines build unquantized whatever a config says, of
+    those that are asked, and these in words."""
+    chosen, config = context.options.engine, layout.stored.quantization
+    found = {
+        engine.title: _built_plain(layout, config, engine.draft_reading)
+        for engine in _readers(context, layout.stored.family)
+        if chosen in (None, engine.name) and engine.draft_reading is not None
+    }
+    first, *others = found.values() or [[]]
+    return [one for one in first if all(one in own for own in others)], " and ".join(found)
+
+
+def _built_plain(layout: PartLayout, config: Any, reading: DraftReading) -> list[str]:
+    """Return the modules of a draft that an engine builds unquantized whatever a config says."""
+    family = layout.stored.family
+    draft, projections = reading.draft(family), projections_of(family)
+    if draft.projection is None:
+        known = _class_of(layout, config, reading)
+        return projections if known is None or not known.projection else []
+    if draft.projection_in_nvfp4 or not config:
+        return []
+    described = quant_config_of(config)
+    asked = {one: draft.projection or one for one in projections}
+    built = {one: described.format_of(asked[one], Role.ATTENTION) for one in projections}
+    return [one for one, form in built.items() if form and form.storage in NVFP4_OF_MODELOPT]
+
+
+def _class_of(layout: PartLayout, config: Any, reading: DraftReading) -> QuarkDraft | None:
+    """Return an engine's own class of a draft in the method of a config, where it matters."""
+    class_of = reading.by_class.get(method_of(config)) if config else None
+    return None if class_of is None else class_of(layout.checkpoint.config)
+
+
+def _as_read(name: str, layout: PartLayout, engine: Engine, config: Any, reason: str) -> Item:
+    """The draft's tensors compared with what an engine expects by a quantization_config. reason:
+    why it builds the draft as it does."""
+    reading = engine.draft_reading
+    assert reading is not None, f"_readers returned {engine.name}"
     specs = [one.weight for one in layout.stored.weights.values()]
     tensors = _by_released_names(layout)
-    family, reason = layout.stored.family, reading.reason
-    draft = reading.draft(family)
+    family, draft = layout.stored.family, reading.draft(layout.stored.family)
     layers = tuple(dict.fromkeys(module.layer.prefix for module in family.mtp))
     rename = partial(draft.name_of, layers)
     named = tuple(filter(None, dict.fromkeys(map(rename, layers))))
@@ -216,10 +254,20 @@ def _as_read(name: str, layout: PartLayout, config: Any, reading: DraftReading) 
         tensors = {n: one for n, one in tensors.items() if n.rpartition(".")[0] not in tables}
         read = read.of_tensors(lambda spec: spec.role not in COPIED)
     written = quantization_of(layout.checkpoint.config)  # a layout's is as engines take it
-    listed = ListedDraft(read, tensors, config, named, written=written, rename=draft.entry_of)
-    if (problems := listed.problems()) or built:  # of which each tensor's are the consequence
+    listed = ListedDraft(
+        read,
+        tensors,
+        config,
+        named,
+        written=written,
+        rename=draft.entry_of,
+        plain=_built_plain(layout, config, reading),
+        engines=engine.title,
+    )
+    unread, problems = listed.unread(), listed.problems()
+    if unread or problems or built:  # of which each tensor's are the consequence
         misread = partial(lists.misread_by_engine, reason)
-        problems = [Problem(one.subject, misread(one.words)) for one in problems]
+        problems = [*(Problem(one.subject, misread(one.words)) for one in problems), *unread]
         found = [problem for problem, _ in built]
         problems += found if problems or draft.layer is None else _with_reason(reason, found)
         more = lacking(config, written, [module for _, module in built])
@@ -254,13 +302,14 @@ def _built_quantized(
     as_one = METHODS[method_of(config)].experts_as_one
     family = layout.stored.family
     draft, layers = reading.draft(family), [module.layer.prefix for module in family.mtp]
+    plain = {weight_name(module) for module in _built_plain(layout, config, reading)}
     for name, single, role in _asked_as_others(family, draft, layers):
         layer, experts, _ = single.partition(EXPERTS)
         module = f"{layer}{experts.rstrip('.')}" if as_one else single
         built, tensor = known.format_of(module, role), tensors.get(name)
         if built is None or tensor is None or tensor.dtype not in FLOATS:
             continue
-        if role is Role.ROUTED_EXPERT or built.storage not in NVFP4_OF_MODELOPT:
+        if tensor.name not in plain:
             words = lists.built_quantized(name.removesuffix(".weight"), str(built.storage))
             yield Problem(name, words), module
 
@@ -270,8 +319,7 @@ def _built_projections(
 ) -> Iterator[tuple[Problem, str]]:
     """Yield unquantized projections that an engine's own class of this draft builds quantized, each
     with the module that the engine has."""
-    class_of = reading.by_class.get(method_of(config))
-    known = None if class_of is None else class_of(layout.checkpoint.config)
+    known = _class_of(layout, config, reading)
     if known is None or not known.projection:
         return
     built = quant_config_of(config).format_of(known.projection, Role.MTP_PROJECTION)

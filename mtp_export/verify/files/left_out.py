@@ -35,7 +35,8 @@ class ListedDraft:
     """A draft as a quantization_config describes it to a reader, beside how it is stored: both by
     the names that the reader has. layers are those of the MTP layers; part is its name in words;
     written is the quantization_config as the file has it, where the reader's is another, with its
-    entries renamed."""
+    entries renamed; plain are the modules that the reader builds unquantized whatever it says, by
+    their released names, and engines says who that is."""
 
     described: StoredModel
     tensors: Mapping[str, TensorInfo]
@@ -44,13 +45,18 @@ class ListedDraft:
     part: str = "the MTP module"
     written: Any = None
     rename: Callable[[str], str] = str
+    plain: Collection[str] = ()
+    engines: str = ""
 
     def problems(self) -> list[Problem]:
-        """Modules that the list lacks, in one problem, those that it has too many, by entry, and
-        projections that are quantized where no loader of the method reads them so."""
-        found = [*self._lacking(), *self._too_many(self._wrongly_plain)]
-        return found + [
-            Problem(weight.tensors[0].name, lists.projection_quantized(weight.weight.module))
+        """Modules that the list lacks, in one problem, and those that it has too many, by entry."""
+        return [*self._lacking(), *self._too_many(self._wrongly_plain)]
+
+    def unread(self) -> list[Problem]:
+        """Those that are quantized where the reader builds them plain, whatever a list says."""
+        words = lists.quantized_where_plain
+        return [
+            Problem(weight.tensors[0].name, words(weight.weight.module, self.engines))
             for weight in self._matrices
             if self._is_unread(weight) and self._is_plain(weight) is False
         ]
@@ -82,10 +88,10 @@ class ListedDraft:
         ]
 
     def _is_unread(self, weight: StoredWeight) -> bool:
-        """True for a projection whose codes no loader of the method reads."""
+        """True for a matrix whose codes the reader does not load in this method."""
         method = METHODS.get(method_of(self.quantization))
         packs = method is not None and method.packs_projections
-        return weight.weight.role is Role.MTP_PROJECTION and not packs
+        return weight.weight.module in self.plain and not packs
 
     def _is_plain(self, weight: StoredWeight) -> bool | None:
         """True for a matrix that is stored unquantized, None for one that is there in no form, or
@@ -129,12 +135,13 @@ class ListedDraft:
 
     @cached_property
     def _unquantized(self) -> list[StoredWeight]:
-        """The matrices that an engine would build quantized and that are not, but for projections
-        and routers, which it never does."""
+        """The matrices that an engine would build quantized and that are not, but for projections,
+        routers and what it builds plain."""
         return [
             weight
             for weight in self._matrices
             if weight.weight.role not in (Role.MTP_PROJECTION, Role.ROUTER)
+            and weight.weight.module not in self.plain
             and weight.format is not UNQUANTIZED
             and self._is_plain(weight)
         ]

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.families.name_parts import linear_of
 from mtp_checkpoints.formats import UNQUANTIZED
+from mtp_checkpoints.quantization.method import projections_of
 from mtp_checkpoints.quantization.mismatches import StoredTensor
 from mtp_checkpoints.tensors.bundle_folder import MTP
 from mtp_checkpoints.weights.weight_values import WeightOnDisk
@@ -51,8 +51,9 @@ def run(context: Context) -> Iterator[Item]:
         for kind in one.stored.kinds
         if kind.format is not UNQUANTIZED and kind.format.is_decoded
     }
+    projections = projections_of(layout.stored.family)
     for weight in layout.stored.weights.values():
-        if weight.weight.role is Role.MTP_PROJECTION:
+        if weight.weight.module in projections:
             stored = _on_disk(layout, weight, [*formats], context.unwritten_tensors)
             if stored is not None and stored.name not in context.named_tensors:
                 yield _halves(stored, _inputs_of(layout.stored.family, weight))

@@ -102,9 +102,11 @@ def projection_built(module: str, storage: str, field: str) -> str:
     )
 
 
-def projection_quantized(module: str) -> str:
+def quantized_where_plain(module: str, engines: str) -> str:
+    """engines: one or several that build it unquantized, in words."""
+    build, they = ("build", "they") if " and " in engines else ("builds", "it")
     return (
-        f"{module} is stored quantized, and vLLM and SGLang build it as an unquantized linear: they"
+        f"{module} is stored quantized, and {engines} {build} it as an unquantized linear: {they}"
         " cannot load it. Leave it out when quantizing, or graft the original's layer"
     )
 
