@@ -104,12 +104,21 @@ def norm_of_any_bits(stored: Tensors) -> None:
     stored[f"{GLM_MTP}enorm.weight"] = bits.to(torch.int16).view(torch.bfloat16)
 
 
+def huge_bias(stored: Tensors) -> None:
+    stored[f"{GLM_MTP}mlp.gate.e_score_correction_bias"][3] = 1e20
+
+
 DAMAGE: dict[str, tuple[Callable[[Tensors], None], str, str]] = {
     "norms of 1 + w": (less_one, "mtp: norms multiply by w", "multiplies by 1 + w"),
     "norm of any bits": (
         norm_of_any_bits,
         "mtp: finite values, sound scales",
         "as no norm's do: memory that was never written",
+    ),
+    "huge bias": (
+        huge_bias,
+        "mtp: finite values, sound scales",
+        "1 NaN, infinite or huge value, the first in element 3: memory that was never written",
     ),
     "zeroed half": (
         without_embedding_half,

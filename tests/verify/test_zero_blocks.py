@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from runtime.checkpoints import SMALL_CONFIGS, write_checkpoint
 from verify.foreign import GLM, GLM_MTP, Tensors, rewritten
@@ -42,3 +43,13 @@ def test_a_block_off_the_grid_is_found_in_small_matrices(tmp_path: Path) -> None
 
     (item,) = failures(rewritten(small, tmp_path / "damaged", zero)).values()
     assert f"rows 16 to 47, columns 16 to 47 of {name} are zero" in item["cause"]
+
+
+def test_zeros_that_lie_about_are_no_lost_block(tmp_path: Path) -> None:
+    """As where single large weights share a scale with small ones."""
+
+    def scatter(stored: Tensors) -> None:
+        kept = torch.rand(16, 32, generator=torch.Generator().manual_seed(3)) < 0.2
+        stored[UP][:16, :32] *= kept
+
+    assert failures(rewritten(GLM, tmp_path / "scattered", scatter)) == {}

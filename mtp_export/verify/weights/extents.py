@@ -56,13 +56,8 @@ def run_words(axis: str, run: range) -> str:
     return f"{axis} {run.start} to {run.stop - 1}"
 
 
-def zero_words(weight: WeightOnDisk, row: int, column: int) -> str:
-    """Say which rows and columns of a matrix are zero, by the first of a block that is."""
-    return extent_words(weight, zero_extent(weight, row, column))
-
-
 def zero_extent(weight: WeightOnDisk, row: int, column: int) -> Extent:
-    """Return the rows and columns of a matrix that are zero, likewise."""
+    """Return the rows and columns of a matrix that are zero, by the first of a block that is."""
     import torch
 
     pieces = [is_zero(weight.encoded(*rows).dequantize()) for rows in weight.pieces()]

@@ -20,7 +20,7 @@ from mtp_export.verify.check import Item, Problem, not_tested, verdict
 from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.evidence.part_walk import in_threads
 from mtp_export.verify.evidence.unwritten import written_weights
-from mtp_export.verify.weights.extents import extent_of, is_zero, zero_words
+from mtp_export.verify.weights.extents import extent_of, extent_words, is_zero, zero_extent
 
 if TYPE_CHECKING:
     import torch
@@ -158,11 +158,12 @@ def _blocks(linears: Sequence[WeightOnDisk], workers: int) -> Iterator[Item]:
 
 @dataclass(frozen=True, order=True)
 class _Block:
-    """A share of the elements of a block, and its first row and column."""
+    """A share of the elements of a block, its first row and column, and their number."""
 
     share: float = 0.0
     row: int = 0
     column: int = 0
+    elements: int = 0
 
 
 @dataclass
@@ -182,9 +183,9 @@ def _block_item(
     return verdict(
         name,
         [
-            Problem(weight.name, words(weight, block))
+            Problem(weight.name, said)
             for weight, block in found
-            if block.share > gates.ZERO_SHARE
+            if block.share > gates.ZERO_SHARE and (said := words(weight, block))
         ],
         figure=f"{len(found):,} linears, at most"
         f" {max((block.share for _, block in found), default=0.0):.0%} of a block",
@@ -193,7 +194,11 @@ def _block_item(
 
 
 def _zeroed_words(weight: WeightOnDisk, block: _Block) -> str:
-    return zero_words(weight, block.row, block.column)
+    """Name the rows and columns; "" where they are fewer than the zeros, which lie about as small
+    weights do beside larger ones that share their scale."""
+    found = zero_extent(weight, block.row, block.column)
+    is_run = len(found.rows) * len(found.columns) >= gates.ZERO_SHARE * block.elements
+    return extent_words(weight, found) if is_run else ""
 
 
 def _repeated_words(weight: WeightOnDisk, block: _Block) -> str:
@@ -237,15 +242,15 @@ def _repeated(values: torch.Tensor) -> torch.Tensor:
 def _worst_of(is_so: torch.Tensor, start: int, rows: int, columns: int) -> _Block:
     """Return the block with the largest share of a mask [n, columns of all blocks], whose rows
     begin at `start`."""
-    return max(
-        _Block(
-            float(is_so[row : row + rows, column : column + columns].float().mean()),
-            start + row,
-            column,
-        )
+    blocks = (
+        (row, column, is_so[row : row + rows, column : column + columns])
         for row, column in product(
             range(0, is_so.shape[0], rows), range(0, is_so.shape[1], columns)
         )
+    )
+    return max(
+        _Block(float(block.float().mean()), start + row, column, block.numel())
+        for row, column, block in blocks
     )
 
 

@@ -133,8 +133,8 @@ def _why_unsound(fact: WeightFacts) -> str:
     """Find the values that are not finite, by dequantizing, or are no norm's; "" for none."""
     import torch
 
-    if fact.statistics.is_sound:
-        return _why_memory(fact)
+    if fact.statistics.is_sound and ((words := _why_memory(fact)) or not _is_huge(fact)):
+        return words
     weight, wrong, huge = fact.weight, list[torch.Tensor](), False
     for start, stop in weight.pieces():
         try:
@@ -147,6 +147,12 @@ def _why_unsound(fact: WeightFacts) -> str:
     found = torch.cat(wrong)  # beside values that are not finite, those that no weight has
     assert found.any(), f"{weight.name}: its statistics are unsound, its values are not"
     return causes.unsound(weight.name, not_finite_words(found, huge=huge))
+
+
+def _is_huge(fact: WeightFacts) -> bool:
+    """Return whether a vector has values that no weight has; of a matrix the size tells."""
+    ends = abs(fact.statistics.low), abs(fact.statistics.high)
+    return len(fact.weight.stored.weight.shape) == 1 and max(ends) > gates.LARGEST_VALUE
 
 
 def _why_memory(fact: WeightFacts) -> str:
