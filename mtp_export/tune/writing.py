@@ -13,8 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from mtp_checkpoints.containers import SAFETENSORS
-from mtp_checkpoints.containers.base import ShardHeader, TensorInfo
-from mtp_checkpoints.containers.safetensors import SINGLE_NAME
+from mtp_checkpoints.containers.base import SINGLE_NAME, ShardHeader, TensorInfo
 from mtp_checkpoints.containers.safetensors_header import read_header
 from mtp_checkpoints.dtypes import DType, OutputTensor, dtype_name, torch_dtype
 from mtp_checkpoints.formats import UNQUANTIZED

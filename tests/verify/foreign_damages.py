@@ -460,6 +460,16 @@ def repeated(file: str, change: Value = torch.clone, more: Tensors | None = None
     return damage
 
 
+def alone(pattern: str, source: Path | None = None) -> FolderDamage:
+    """Write tensors of a folder, or of the checkpoint itself, into model.safetensors too."""
+
+    def damage(folder: Path) -> None:
+        stored = read_all(source or folder).items()
+        save_file({n: t for n, t in stored if re.search(pattern, n)}, folder / "model.safetensors")
+
+    return damage
+
+
 def beside(name: str) -> FolderDamage:
     """A file that nothing opens."""
 

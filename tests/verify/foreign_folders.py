@@ -268,6 +268,18 @@ DAMAGED = (
         ),
     ),
     Folder(
+        "main layer 0 once more, where transformers looks first",
+        glm(),
+        written=damages.alone(r"\.layers\.0\."),
+        words=("transformers loads model.safetensors alone .* lacks 83 of the 97 .*: delete it",),
+    ),
+    Folder(
+        "an unquantized model beside the shards of an int4 one",
+        both(INT4),
+        written=damages.alone("", GLM),
+        words=("transformers loads model.safetensors alone.*It matters .* 100 of its tensors",),
+    ),
+    Folder(
         "an entry of the list that no matcher comes to an end with",
         both(INT4, r"re:(\w+\.?)+!"),
         words=(r"takes too long to match.*Found \(\\w", _without("[Ii]nternal error")),
@@ -906,6 +918,11 @@ GOOD = (
         "the MTP layer again in a file outside the index",
         glm(),
         written=damages.repeated("mtp.safetensors"),
+    ),
+    Folder(
+        "the main model again in one file, of which transformers reads no other",
+        glm(),
+        written=damages.alone(r"^(?!.*\.layers\.3\.)"),
     ),
     Folder("main model alone, nothing announced", glm(), _main_alone),
     Folder("int4, left out by a pattern", unquantized(INT4, MTP_OF_GLM, AS_SGLANG_NAMES_IT)),

@@ -14,6 +14,7 @@ from mtp_checkpoints.sources.byte_source import ByteFile, ByteSource, OpenFile, 
 from mtp_checkpoints.sources.file_kinds import LFS_POINTER, MOST_TELLING, kind_of_file
 
 CONFIG_NAME = "config.json"
+SINGLE_NAME = "model.safetensors"  # of a checkpoint in one file
 QUANTIZATION = "quantization_config"  # its field
 COMPRESSION = "compression_config"  # the same of older compressed-tensors
 

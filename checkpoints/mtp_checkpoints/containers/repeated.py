@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from mtp_checkpoints.containers.base import Pair, Repeated, ShardHeader, TensorInfo
+from mtp_checkpoints.containers.base import SINGLE_NAME, Pair, Repeated, ShardHeader, TensorInfo
 from mtp_checkpoints.errors import InvalidInputError
 
 _SAMPLE_BYTES = 4096
@@ -17,18 +17,22 @@ _STEP_BYTES = 1 << 20
 class RepeatedTensorsError(InvalidInputError):
     """A shard that the index does not name repeats tensors of shards that it does, and others, or
     with other values. compared: tensors of which samples were compared; unlike: those that differ
-    by them, by name."""
+    by them, by name; others: the number of its other tensors."""
 
     def __init__(
         self, shard: ShardHeader, pairs: Sequence[Pair], compared: int, unlike: Sequence[str]
     ) -> None:
         self.pairs, self.compared, self.unlike = tuple(pairs), compared, tuple(unlike)
+        self.others = len(shard.tensors) - len(pairs)
         first, listed = pairs[0]
+        others = "a loader that reads every file of the folder takes either"
+        if shard.path.name == SINGLE_NAME:
+            others = f"transformers loads {SINGLE_NAME} alone"
         super().__init__(
             "A shard that the index does not name repeats tensors of the index",
             where=shard.path,
             expected="each tensor in one file: vLLM and SGLang load the file that the index names,"
-            " and a loader that reads every file of the folder takes either",
+            f" and {others}",
             found=f"{len(pairs)} of its {len(shard.tensors)} tensors, such as {first.name}, also in"
             f" {listed.path.name}",
             todo="Delete the file if it is a leftover; if its tensors are the right ones, write the"

@@ -12,6 +12,7 @@ from typing import Any
 
 from mtp_checkpoints.containers.base import (
     CONFIG_NAME,
+    SINGLE_NAME,
     FileLayout,
     Opened,
     Repeated,
@@ -29,7 +30,6 @@ from mtp_checkpoints.sources.strict_json import parsed_json_object
 
 SUFFIX = ".safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
 # Some releases add their MTP layer in a shard of this name that the index does not list; of one of
 # another name its tensors tell.
 MTP_NAME = "mtp.safetensors"

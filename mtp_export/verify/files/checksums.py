@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtp_checkpoints.containers.base import Repeated, ShardHeader
+from mtp_checkpoints.containers.base import SINGLE_NAME, Repeated, ShardHeader
 from mtp_checkpoints.containers.repeated import RepeatedTensorsError, are_equal
+from mtp_checkpoints.containers.safetensors import INDEX_NAME
 from mtp_checkpoints.errors import MtpExportError
 from mtp_checkpoints.sources.byte_source import Place
 from mtp_checkpoints.sources.disk_queue import DiskQueue, disk_depth
@@ -17,6 +18,7 @@ from mtp_checkpoints.tensors.reader import Checkpoint
 from mtp_export.bundle.journal import JOURNAL_NAME
 from mtp_export.progress import counted, format_bytes, silent
 from mtp_export.verify.check import (
+    LEFT_OUT,
     Item,
     Level,
     Problem,
@@ -88,6 +90,29 @@ def _remarks(context: Context) -> Iterator[Item]:
         count, first = len(shard.tensors), [one.name for one in shard.tensors[:1]]
         figure = causes.of_something_else(counted(count, "tensor"), first)
         yield measured(shard.path.name, figure, {"tensors": count})
+    yield from _read_by_transformers(context)
+
+
+def _read_by_transformers(context: Context) -> Iterator[Item]:
+    """The file that transformers loads in place of the index holds the main model."""
+    main = context.main
+    if main is None or INDEX_NAME not in main.files.names():
+        return
+    unlisted = (shard for shard in main.shards if shard.path.name in main.unindexed)
+    beside = (*(one.shard for one in main.repeated), *main.strays, *unlisted)
+    shard = next((one for one in beside if one.path.name == SINGLE_NAME), None)
+    if shard is None:
+        return
+    name, chosen = f"{SINGLE_NAME}, as transformers reads it", context.options.engine
+    if chosen is not None:
+        yield not_tested(name, f"--engine {chosen} leaves it out", data={LEFT_OUT: True})
+        return
+    lost = main.tensors.keys() - {one.name for one in shard.tensors}
+    problems = []
+    if lost:
+        words = causes.loaded_in_place_of_index(SINGLE_NAME, len(lost), len(main.tensors))
+        problems.append(Problem(SINGLE_NAME, words))
+    yield verdict(name, problems, counted(len(shard.tensors), "tensor"))
 
 
 def repeated_values(context: Context) -> Iterator[Item]:
@@ -118,6 +143,8 @@ def _repeated(error: RepeatedTensorsError) -> str:
     """Return whether the tensors that two files hold are the same, by some bytes of each."""
     if error.unlike:
         return causes.repeated_differ(len(error.unlike), error.compared, error.unlike[0])
+    if error.others and str(error.where).endswith(f"/{SINGLE_NAME}"):
+        return causes.others_beside(error.others)
     return causes.repeated_alike(error.compared, len(error.pairs))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mtp_checkpoints.containers.base import CONFIG_NAME, TensorInfo
+from mtp_checkpoints.containers.base import CONFIG_NAME, SINGLE_NAME, TensorInfo
 from mtp_checkpoints.containers.safetensors import INDEX_NAME, whole_set
 from mtp_checkpoints.families import FAMILIES
 from mtp_checkpoints.families.class_names import draft_class, foreign_class
@@ -331,6 +331,8 @@ def _indexed(context: Context, found: Found) -> Iterator[Item]:
     files = list(dict.fromkeys(outside[name] for name in lost))
     added = files and all(sglang_adds(found.config, file) for file in files)
     engines = "vLLM and transformers" if added else "vLLM, SGLang and transformers"
+    if SINGLE_NAME in files:  # which transformers loads in place of the index
+        engines = "vLLM and SGLang"
     problems = [Problem(lost[0], causes.not_in_index(file, engines)) for file in files]
     if not added:
         yield verdict(_INDEXED, problems)

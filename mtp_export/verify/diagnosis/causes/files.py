@@ -96,10 +96,22 @@ def repeated_differ(count: int, compared: int, first: str) -> str:
     )
 
 
+def others_beside(count: int) -> str:
+    return f"It matters which is loaded: {count:,} of its tensors are none of the index's"
+
+
 def repeated_alike(compared: int, total: int) -> str:
     return (
         f"It does not matter which is loaded, as far as was looked: {compared} of the {total} were"
         " compared by 4 kB of each, and are equal"
+    )
+
+
+def loaded_in_place_of_index(file: str, lost: int, total: int) -> str:
+    return (
+        f"transformers loads {file} alone where it lies beside an index, and it lacks {lost:,} of"
+        f" the {total:,} tensors of the main model, which would be left at random: delete it, as"
+        " vLLM and SGLang load the files of the index"
     )
 
 
