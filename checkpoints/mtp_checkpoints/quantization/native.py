@@ -164,7 +164,8 @@ def native_fp8(quantization: object) -> NativeFp8 | None:
         raise UnsupportedError(
             "The checkpoint is quantized in a way that this tool does not read",
             expected="no quantization, quant_method fp8 with fmt e4m3 and weight_block_size"
-            " [128, 128], or compressed-tensors in fp8 with a scale per channel",
+            " [128, 128], or compressed-tensors in fp8 alone, with a scale per channel or"
+            " block",
             found=", ".join(f"{key} {quantization[key]}" for key in _TELLING if key in quantization)
             or f"a {field_of(quantization)} without quant_method",
             todo="Start from the original checkpoint",

@@ -273,8 +273,8 @@ def stored_model(config: Mapping[str, Any], names: Collection[str] = ()) -> Stor
 
 def stored_source(config: Mapping[str, Any], names: Collection[str] = ()) -> StoredModel:
     """Return what a checkpoint to export or quantize holds: unquantized, native fp8, fp8 with a
-    scale per channel, or codes that are carried: nvfp4, and what blocks of GGUF files hold. names
-    and errors as of stored_model; UnsupportedError for any other quantization too.
+    scale per channel or block, or codes that are carried: nvfp4, and what blocks of GGUF files
+    hold. names and errors as of stored_model; UnsupportedError for any other quantization too.
     """
     family_of(config)
     quantization = quantization_of(config)
