@@ -73,6 +73,7 @@ def test_it_is_inspected_and_exported(release: Path, tmp_path: Path) -> None:
     page = (tmp_path / "report.html").read_text()
     assert "no fault in files and weights for vLLM" in page
     assert "the bundle was made with --target vllm" in page
+    assert "vllm serve" in page and "sglang.launch_server" not in page
     outcome = run_program(*words, "--engine", "sglang")
     assert outcome.code == 7
     assert "SGLang builds every draft of this model unquantized" in outcome.err

@@ -130,12 +130,14 @@ def _tensor_bytes(context: Context) -> dict[str, int]:
 
 
 def _launch(context: Context, k: int) -> dict[str, str]:
-    """The command that serves a bundle with k drafts, by engine; none where no engine does."""
+    """The command that serves a bundle with k drafts, by engine that it was judged for; none where
+    no engine does."""
     if not context.is_local:
         return {}
     bundle = context.folder
     try:
-        names = engines_of(bundle)
+        chosen = context.options.engine_for(context.recorded_options)
+        names = [name for name in engines_of(bundle) if chosen in (None, name)]
         return {name: "\n".join(node_lines(bundle, name, None, k)) for name in names}
     except MtpExportError:  # of a bundle without one of its parts
         return {}
