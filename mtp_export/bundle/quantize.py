@@ -142,7 +142,7 @@ def quantize_recipe(
     _check_target(target, choice.mtp, stored)
     _check_storages(options.bundle.target, choice)
     main = _conversion(choice.base, choice, options, stored=stored)
-    mtp = _conversion(choice.mtp, choice, options, stored=stored)
+    mtp = _conversion(choice.mtp, choice, options, stored=stored, of_mtp=True)
     _check_converts(options, main, stored)
     # Codes of fused experts are converted one by one, and no GGUF file has fused ones.
     of_main, of_mtp = (
@@ -343,13 +343,18 @@ def _check_storages(target: str, choice: _Choice) -> None:
 
 
 def _conversion(
-    scheme: Scheme, choice: _Choice, options: QuantizeOptions, stored: StoredModel
+    scheme: Scheme,
+    choice: _Choice,
+    options: QuantizeOptions,
+    stored: StoredModel,
+    *,
+    of_mtp: bool = False,
 ) -> Conversion:
     """Return the conversion into a scheme, as the loader reads it.
 
     In some dialects fp8 beside integers is compressed-tensors too, with another scale name. There
     absorbed linears are in bf16, and where attention is packed, since engines read their weights
-    themselves.
+    themselves. Of MTP layers so are those that vLLM builds unquantized.
     """
     renamed = choice.has_groups and not choice.dialect.native_fp8
     heads = {} if choice.head is None else {Role.HEAD: choice.head}
@@ -365,7 +370,10 @@ def _conversion(
             fp8_scale_name=COMPRESSED_SCALE if renamed else NATIVE_SCALE,
         ),
         scale_rule=str(options.scale),
-        bf16_modules=stored.family.patterns.absorbed if renamed or packs_attention else (),
+        bf16_modules=(
+            *(stored.family.patterns.absorbed if renamed or packs_attention else ()),
+            *(stored.family.vllm.plain_linears if of_mtp else ()),
+        ),
         int4_activations_fp8=scheme.int4_activations_fp8,
         native=stored.native,
         joined=tuple(stored.family.patterns.fused),

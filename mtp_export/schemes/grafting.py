@@ -54,7 +54,10 @@ class Draft:
             scheme=self.scheme.name,
             storages=self.scheme.with_tables,
             options=FormatOptions(fp8_scale_name=COMPRESSED_SCALE if in_groups else NATIVE_SCALE),
-            bf16_modules=self.family.patterns.absorbed if in_groups else (),
+            bf16_modules=(
+                *(self.family.patterns.absorbed if in_groups else ()),
+                *self.family.vllm.plain_linears,
+            ),
             native=self.stored.native,
             joined=tuple(self.family.patterns.fused),
         )

@@ -26,7 +26,6 @@ from runtime.checkpoints import EXAMPLES, changed
 
 READERS = {name: reader for name, reader in VLLM.items() if not reader.needs_gpu}
 OF_SGLANG = "fused_qkv_a_proj_with_mqa"
-UNASKED = "model.mtp.layers.0.self_attn.o_proj"  # of MiMo-V2, which its class builds unquantized
 NVFP4 = "modelopt_fp4"
 # Not followed: linears that classes ask for by names of which no entry of the parts' names is for,
 # all of a model whose main model's class puts a word before entries.
@@ -79,7 +78,8 @@ def test_names_are_those_of_vllm(model_type: str, answers: Answers) -> None:
         for spec in family.mtp_tensors.values()
         if spec.role is Role.DELTA_GATES
     }
-    wanted = names_of(family, family.vllm, OF_SGLANG) - {UNASKED} | gates
+    plain = {f"{layers[0]}.{one}" for one in family.vllm.plain}
+    wanted = names_of(family, family.vllm, OF_SGLANG) - plain | gates
     assert answers[f"{model_type} names"].keys() == wanted
 
 

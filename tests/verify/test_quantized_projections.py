@@ -3,11 +3,13 @@ config as any linear, and others never do."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
-from cases import edit_json
+from cases import edit_json, read_tensors
 from verify.test_foreign_checkpoints import failures, verified
 from verify.test_sglang_names import LEFT_OUT, OF_SGLANG, OF_VLLM, write
 
@@ -48,6 +50,24 @@ def test_an_entry_that_leaves_it_out_is_told(tmp_path: Path) -> None:
     )
     _, items = verified(folder)
     assert "mtp.fc in modules_to_not_convert" in items[LEFT_OUT]["cause"]
+
+
+def test_a_linear_that_vllm_builds_plain(tmp_path: Path) -> None:
+    """MiMo-V2's `o_proj`, which SGLang builds by the config."""
+    _, items = verified(write("mimo_v2_flash", tmp_path / "quantized", mtp=True, method="fp8"))
+    assert failures(items) == {OF_VLLM}
+    words = "model.mtp.layers.0.self_attn.o_proj is stored quantized, and vLLM builds it as an"
+    assert items[OF_VLLM]["cause"].startswith(words)
+    folder = write("mimo_v2_flash", tmp_path / "plain", mtp=True, method="fp8")
+    stored = load_file(folder / "model.safetensors")
+    ends = re.compile(r"model\.mtp\..*self_attn\.o_proj\.weight(_scale_inv)?")
+    own = {name: one for name, one in stored.items() if not ends.fullmatch(name)}
+    dense = read_tensors(tmp_path / "plain/dense")
+    own |= {name: one for name, one in dense.items() if ends.fullmatch(name)}
+    assert "model.mtp.layers.0.self_attn.o_proj.weight" in own
+    save_file(own, folder / "model.safetensors")
+    _, items = verified(folder)
+    assert OF_VLLM in items and OF_VLLM not in failures(items)
 
 
 @pytest.mark.parametrize(("model_type", "passes"), [("qwen3_5", True), ("exaone_moe", False)])

@@ -17,6 +17,7 @@ from verify.test_sglang_names import OF_VLLM, write
 PAIRS = {
     "int4": ("weight_only_int4", "weight_only_int8"),
     "fp8": ("a8w8_fp8", "a8w8_fp8"),
+    "int8": ("weight_only_int8", "weight_only_int8", "--int8-scope", "linears"),
     "nvfp4": ("a4w4_nvfp4", "bf16", "--format", "modelopt"),
 }
 WRITTEN = [
@@ -25,6 +26,7 @@ WRITTEN = [
     *(("bailing_hybrid", pair) for pair in PAIRS),
     *((model_type, "nvfp4") for model_type in ("mimo", "ernie4_5_moe", "glm_ocr")),
     ("BailingMoeV2_5ForCausalLM", "int4"),
+    *(("mimo_v2_flash", pair) for pair in PAIRS),  # whose o_proj stays as it is
 ]
 
 

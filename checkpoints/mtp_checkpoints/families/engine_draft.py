@@ -21,6 +21,7 @@ class EngineDraft:
     nothing. listed: parts of names that it replaces in the lists of the methods `renames`, in an
     entry the first of them; renames_patterns: in those that begin with re: too. fp8_ends: entries
     of native fp8 in blocks are ends of names to it.
+    plain: linears within the layer that it builds unquantized whatever a config says.
     projection_in_nvfp4: False where it builds the projection unquantized in ModelOpt's NVFP4.
     beside_nvfp4: False where it builds every draft unquantized beside a main model in ModelOpt's
     NVFP4; by_config: False where it does so whatever a config says.
@@ -33,9 +34,15 @@ class EngineDraft:
     renames: frozenset[str] = _WITH_MAPPER
     renames_patterns: bool = True
     fp8_ends: bool = False
+    plain: tuple[str, ...] = ()
     projection_in_nvfp4: bool = True
     beside_nvfp4: bool = True
     by_config: bool = True
+
+    @property
+    def plain_linears(self) -> tuple[str, ...]:
+        """The last name components of linears that it builds unquantized."""
+        return tuple(one.rpartition(".")[2] for one in self.plain)
 
     def name_of(self, layers: Sequence[str], name: str) -> str:
         """Return the name that it has for a module or a tensor of layers of these names."""

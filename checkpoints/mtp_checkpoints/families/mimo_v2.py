@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from mtp_checkpoints.families.base import Role
 from mtp_checkpoints.families.contract import Hidden, MtpContract
-from mtp_checkpoints.families.engine_draft import SGLANG_USUAL
+from mtp_checkpoints.families.engine_draft import SGLANG_USUAL, EngineDraft
 from mtp_checkpoints.families.examples import EXPERTS, PLAIN, Config, Example, Reader
 from mtp_checkpoints.families.facts import refuse_set
 from mtp_checkpoints.families.fields import Fields
@@ -66,6 +66,7 @@ def _decoder(fields: Fields, *, joined: bool) -> ModelSpec:
         mtp,
         _CONTRACT,
         mtp_prefix="model.mtp",
+        vllm=EngineDraft(plain=("self_attn.o_proj",)),
         sglang=SGLANG_USUAL,
     )
 

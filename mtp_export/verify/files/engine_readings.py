@@ -3,7 +3,7 @@ the lists that it follows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -211,15 +211,16 @@ def _built_plain(layout: PartLayout, config: Any, reading: DraftReading) -> list
     """Return the modules of a draft that an engine builds unquantized whatever a config says."""
     family = layout.stored.family
     draft, projections = reading.draft(family), projections_of(family)
+    plain = [f"{module.layer.prefix}.{one}" for module in family.mtp for one in draft.plain]
     if draft.projection is None:
-        known = _class_of(layout, config, reading)
-        return projections if known is None or not known.projection else []
+        own = _class_of(layout, config, reading)
+        return [*plain, *(projections if own is None or not own.projection else ())]
     if draft.projection_in_nvfp4 or not config:
-        return []
-    described = quant_config_of(config)
-    asked = {one: draft.projection or one for one in projections}
-    built = {one: described.format_of(asked[one], Role.ATTENTION) for one in projections}
-    return [one for one, form in built.items() if form and form.storage in NVFP4_OF_MODELOPT]
+        return plain
+    known = quant_config_of(config)
+    built = {one: known.format_of(draft.projection or one, Role.ATTENTION) for one in projections}
+    of_nvfp4 = (one for one, form in built.items() if form and form.storage in NVFP4_OF_MODELOPT)
+    return [*plain, *of_nvfp4]
 
 
 def _class_of(layout: PartLayout, config: Any, reading: DraftReading) -> QuarkDraft | None:
@@ -239,7 +240,6 @@ def _as_read(name: str, layout: PartLayout, engine: Engine, config: Any, reason:
     layers = tuple(dict.fromkeys(module.layer.prefix for module in family.mtp))
     rename = partial(draft.name_of, layers)
     named = tuple(filter(None, dict.fromkeys(map(rename, layers))))
-    entries_are_renamed = named == tuple(dict.fromkeys(map(draft.entry_of, layers)))
     tensors = {rename(key): tensor for key, tensor in tensors.items()}
     refused, built = _refused(layout, reading), [*_built_quantized(layout, config, reading)]
     if refused:
@@ -274,7 +274,8 @@ def _as_read(name: str, layout: PartLayout, engine: Engine, config: Any, reason:
         return with_lists(verdict(name, problems, counted(len(specs), "weight")), listed, more)
     # What is missing or strange by the released names is said of these.
     absent = {*map(rename, layout.stored.tensors.keys() ^ layout.checkpoint.tensors.keys())}
-    problems = _differing(tensors, read, absent, linears_alone=not entries_are_renamed)
+    entries_are_own = named != tuple(dict.fromkeys(map(draft.entry_of, layers)))
+    problems = _differing(tensors, read, absent, listed.plain, linears_alone=entries_are_own)
     to_add = {}
     if not problems and (built := [*_built_projections(layout, config, reading)]):
         problems, to_add = [one for one, _ in built], {_EXCLUDE: [module for _, module in built]}
@@ -357,17 +358,19 @@ def _differing(
     tensors: Mapping[str, TensorInfo],
     read: StoredModel,
     absent: Set[str],
+    plain: Collection[str],
     *,
     linears_alone: bool,
 ) -> list[Problem]:
     """Problems of a draft as an engine reads it. absent: tensors of which nothing is said, nor of
-    the scales that an engine expects beside one that is not there. linears_alone: a release names
-    its other matrices by the layer, and none is asked."""
+    the scales that an engine expects beside one that is not there. plain: what it builds plain.
+    linears_alone: a release names its other matrices by the layer, and none is asked."""
     presence, precision = sorted_out(read.differences(tensors), tensors, read)
     asked = {
         weight.tensors[0].name
         for weight in read.weights.values()
         if weight.weight.role not in (Role.MTP_PROJECTION, Role.ROUTER)
+        and weight.weight.module not in plain
         and (weight.weight.is_linear_weight or not linears_alone)
     }
     lost = {name.rpartition(".")[0] for name in absent - tensors.keys()}

@@ -273,8 +273,11 @@ def _write(model: WrittenModel) -> Config:
         model.check_no_plain_matrices(option)
         del patterns[Fp8Block.storage]
     elif Fp8Block.storage in patterns or _packs_attention(model):
+        of_mtp = model.family.vllm.plain_linears  # alone
         in_bf16 = dict.fromkeys((*model.main.bf16_modules, *model.mtp.bf16_modules))
-        ignored += [f"re:.*{name}$" for name in in_bf16]
+        ignored += [f"re:.*{name}$" for name in in_bf16 if name not in of_mtp]
+        plain = _plain_linears(model.family, model.mtp)
+        ignored += [name for name in plain if name.rpartition(".")[2] in of_mtp]
     if model.native is not None:
         ignored += [_left_out(name, heads) for name in model.native.left_out]
     groups = _groups_of_linears(patterns, model)

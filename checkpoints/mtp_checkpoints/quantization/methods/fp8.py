@@ -63,8 +63,15 @@ def _leave_out(quantization: Config, modules: Sequence[str]) -> Config:
 
 def _describe(quantization: Config, family: ModelSpec, draft: PartStorage) -> Config:
     """Return a config that lists a draft's linears that stay as stored, beside those in fp8."""
-    mtp = (spec for spec in family.mtp_tensors.values() if spec.is_linear_weight)
-    return _leave_out(quantization, modules_of(s for s in mtp if draft.storage_of(s) is None))
+    plain = (None, Unquantized.storage)
+    names = (
+        name
+        for spec in family.mtp_tensors.values()
+        if spec.is_linear_weight and draft.storage_of(spec) in plain
+        for module in modules_of([spec])
+        for name in family.names_of(module, spec.mtp_layer)
+    )
+    return _leave_out(quantization, [*dict.fromkeys(names)])
 
 
 def _write_fp8(model: WrittenModel) -> Config | None:
