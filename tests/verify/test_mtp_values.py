@@ -15,6 +15,7 @@ import torch
 from cases import nightly_but, run_program
 from runtime.checkpoints import SMALL_CONFIGS, write_checkpoint
 from verify.foreign import DEEPSEEK, FIXTURES, GLM, GLM_MTP, Tensors, rewritten
+from verify.foreign_folders import both
 
 ATTENTION = f"{GLM_MTP}self_attn.o_proj.weight"
 
@@ -491,3 +492,16 @@ def test_scales_that_are_all_one_were_not_rounded(tmp_path: Path) -> None:
     assert layers == 61
     found = failures(rewritten(DEEPSEEK, tmp_path / "ones", leave_out))
     assert "sane size of every matrix" in found and "mtp: fp8 scales fit their codes" not in found
+
+
+def test_scales_of_a_module_that_are_all_one_are_said_to_be(tmp_path: Path) -> None:
+    def leave_out(stored: Tensors) -> None:
+        for name in stored:
+            if name.startswith("model.layers.3.") and name.endswith(".scales"):
+                stored[name] = torch.ones_like(stored[name])
+
+    both("awq", "lm_head")().save(tmp_path / "good")
+    found = failures(rewritten(tmp_path / "good", tmp_path / "ones", leave_out))
+    causes = " ".join(item["cause"] for item in found.values())
+    assert "is 1, and those of other linears differ: they were never written" in causes
+    assert "amax" not in causes

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 from mtp_checkpoints.families.base import FLOATS, Role
 from mtp_checkpoints.families.signs import in_layer
 from mtp_checkpoints.formats import UNQUANTIZED
+from mtp_checkpoints.weights.weight_values import WeightOnDisk
 from mtp_export.progress import counted
 from mtp_export.verify import gates
 from mtp_export.verify.check import Item, Problem, judged, verdict
-from mtp_export.verify.diagnosis.causes import balance
+from mtp_export.verify.diagnosis.causes import balance, parts_lost
 from mtp_export.verify.diagnosis.causes import weights as causes
 from mtp_export.verify.evidence.weight_facts import WeightFacts
 from mtp_export.verify.weights.labels import mislabelled_by_size
@@ -156,6 +157,11 @@ def _size_words(fact: WeightFacts, rms: float, middle: float) -> str:
     return words or causes.out_of_proportion(name, rms, middle)
 
 
+def has_scales_of_one(weight: WeightOnDisk) -> bool:
+    """Return whether all scales are 1: they were left out."""
+    return weight.has_scales and bool((weight.scale.float() == 1).all())
+
+
 def parts_alike(
     main: Sequence[WeightFacts], mtp: Sequence[WeightFacts], offset: float
 ) -> Iterator[Item]:
@@ -174,10 +180,13 @@ def parts_alike(
         figure += f"; norms {norms:.3g} times"
     first = next(fact.weight for fact in mtp if fact.weight.stored.weight.is_linear_weight)
     dtype = str(first.tensors[0].dtype) if first.stored.format is UNQUANTIZED else ""
+    words = causes.part_out_of_proportion(ratio, dtype)
+    if not is_alike and has_scales_of_one(first):
+        words = parts_lost.scales_all_one(first.name, 1)
     yield judged(
         "mtp: linears as large as the main model's",
         is_alike,
-        causes.part_out_of_proportion(ratio, dtype),
+        words,
         subject=first.name,
         figure=figure,
         bound=f"{least:.3g} to {most:.0f} times",

@@ -30,7 +30,13 @@ from mtp_export.verify.evidence.weight_facts import WeightFacts
 from mtp_export.verify.weights.extents import not_finite_words
 from mtp_export.verify.weights.folded_norms import folded_item, folded_norms, folded_with
 from mtp_export.verify.weights.main_layer_copies import in_other_formats, vectors_taken
-from mtp_export.verify.weights.sizes import parts_alike, scales_alike, varies, written_facts
+from mtp_export.verify.weights.sizes import (
+    has_scales_of_one,
+    parts_alike,
+    scales_alike,
+    varies,
+    written_facts,
+)
 from mtp_export.verify.weights.table_copies import copies_of_tables
 
 if TYPE_CHECKING:
@@ -250,15 +256,10 @@ def _blocks(part: str, facts: Sequence[WeightFacts]) -> Item:
     share = sum(fact.statistics.full_blocks for fact in rounded) / max(1, blocks)
     problems = []
     is_many = len(rounded) > len(facts) / 2 and share > gates.FULL_BLOCKS
-    if is_many and not all(_has_scales_of_one(fact.weight) for fact in rounded):
+    if is_many and not all(has_scales_of_one(fact.weight) for fact in rounded):
         name = rounded[0].weight.name
         problems.append(Problem(name, causes.scales_rounded_late(name, share)))
     return verdict(f"{part}: fp8 scales fit their codes", problems, counted(len(facts), "weight"))
-
-
-def _has_scales_of_one(weight: WeightOnDisk) -> bool:
-    """Return whether all scales are 1, which are no rounded ones: they were left out."""
-    return bool((weight.scale.float() == 1).all())
 
 
 def _no_twins(context: Context, facts: Mapping[str, Sequence[WeightFacts]]) -> Item:
