@@ -10,6 +10,7 @@ from typing import Any, Self
 from mtp_checkpoints.containers.base import TensorInfo
 from mtp_checkpoints.errors import InvalidInputError
 from mtp_checkpoints.families import family_of
+from mtp_checkpoints.families.signs import main_layers, mtp_modules
 from mtp_checkpoints.quantization.stored import StoredModel
 from mtp_checkpoints.tensors.grafted import GraftedCheckpoint
 from mtp_checkpoints.tensors.reader import Checkpoint
@@ -44,7 +45,7 @@ class GraftSources:
         check_same_model(host, config, donor)
         layer_of = family_of(config).mtp_layer_of
         layers = ((name, layer_of(name)) for name in host.tensors)
-        own = {name: layer for name, layer in layers if layer is not None}
+        own = _under_other_names(host) | {name: one for name, one in layers if one is not None}
         if own and not replace:
             raise _has_layers(host, own, donated.family.mtp[0].name)
         return cls(host, donor, donated, config, own)
@@ -69,6 +70,12 @@ class GraftSources:
             if pair.mtp_name not in moved:
                 moved[pair.mtp_name] = pair.main_name
         return GraftedCheckpoint.of(self.host.as_written, self.donor, self.config, moved, self.own)
+
+
+def _under_other_names(host: Checkpoint) -> dict[str, int]:
+    """Return what is an MTP layer's by any family's names, each with the layer."""
+    modules = mtp_modules(host.tensors, main_layers(host.config))
+    return {name: module.number or 0 for module in modules for name in module.tensors}
 
 
 def _has_layers(host: Checkpoint, own: Mapping[str, int], module: str) -> InvalidInputError:

@@ -58,14 +58,15 @@ class SplitOptions:
 def main_tensors(checkpoint: Checkpoint, stored: StoredModel) -> Iterator[TensorInfo]:
     """Yield the source's tensors that no MTP layer has: those of the main part."""
     for shard in checkpoint.main_shards:
-        yield from _main_of(shard, stored)
+        yield from _main_of(shard, checkpoint, stored)
 
 
-def _main_of(shard: ShardHeader, stored: StoredModel) -> list[TensorInfo]:
-    """Return the tensors of the main part in a shard, but for those that engines recompute, and for
-    the head where they take a tied embedding in its place."""
+def _main_of(shard: ShardHeader, checkpoint: Checkpoint, stored: StoredModel) -> list[TensorInfo]:
+    """Return the tensors of the main part in a shard, but for those that a graft replaces or that
+    engines recompute, and for the head where they take a tied embedding in its place."""
     layer_of, spare = stored.family.mtp_layer_of, spare_head(stored.family)
-    main = (tensor for tensor in shard.tensors if layer_of(tensor.name) is None)
+    there = (tensor for tensor in shard.tensors if tensor.name in checkpoint.tensors)
+    main = (tensor for tensor in there if layer_of(tensor.name) is None)
     return [one for one in main if one.name != spare and not is_recomputed(one.name)]
 
 
@@ -82,7 +83,8 @@ def main_part(
     """
     shards: list[OutputShard] = []
     for shard in checkpoint.main_shards:
-        if steps := _main_steps(checkpoint, stored, options.main, _main_of(shard, stored)):
+        tensors = _main_of(shard, checkpoint, stored)
+        if steps := _main_steps(checkpoint, stored, options.main, tensors):
             shards.append(_linked_if_whole(steps, shard))
     target = options.target
     config = options.main_config

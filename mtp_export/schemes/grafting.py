@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from mtp_checkpoints.errors import UnsupportedError
-from mtp_checkpoints.families.base import TensorSpec
+from mtp_checkpoints.families.base import Role, TensorSpec
 from mtp_checkpoints.families.spec import ModelSpec
 from mtp_checkpoints.formats import FormatOptions, Fp8Block, Unquantized
 from mtp_checkpoints.formats.base import COMPRESSED_SCALE, NATIVE_SCALE
@@ -22,6 +22,9 @@ from mtp_checkpoints.quantization.undecoded import Undecoded
 from mtp_export.schemes.configs import quantization_configs
 from mtp_export.schemes.conversion import Conversion
 from mtp_export.schemes.scheme import Scheme
+
+# Of weights that are no linears: those that some methods have in codes too.
+_APART = (Role.ROUTED_EXPERT, Role.INDEXER_HEADS)
 
 
 @dataclass(frozen=True)
@@ -154,17 +157,35 @@ def _main_config(
 def _left_out(
     method: Method, quantization: Config, family: ModelSpec, listed: Sequence[str] = ()
 ) -> Config:
-    """Return a config that leaves out the MTP modules of a family, behind modules that are
-    listed."""
+    """Return a config that leaves out the MTP modules of a family, by the names of their tensors
+    and by vLLM's, behind modules that are listed."""
     assert method.leave_out is not None, "_method_of refuses others"
-    own = [module.name for module in family.mtp]
+    own = [(one.name, one.layer.prefix, one.modules.projection) for one in family.mtp]
+    names = [name for names in own for name in names if name]
     if method.whole_names:
-        own = modules_of(
+        known = quant_config_of(quantization)
+        names = modules_of(
             spec
             for spec in family.tensors.values()
-            if spec.mtp_layer is not None and spec.is_linear_or_projection
+            if spec.mtp_layer is not None
+            and (
+                spec.is_linear_or_projection
+                or (spec.role in _APART and known.format_of(spec.module, spec.role) is not None)
+            )
         )
-    return method.leave_out(quantization, [*listed, *own])
+    layers = [module.layer.prefix for module in family.mtp]
+    names += [family.vllm.name_of(layers, name) for name in names]
+    names += [family.vllm.projection] if family.vllm.projection else []
+    return method.leave_out(quantization, [*listed, *_not_below_others(names)])
+
+
+def _not_below_others(names: Sequence[str]) -> list[str]:
+    """Return names, each once, without those of modules in others of them."""
+    return [
+        name
+        for name in dict.fromkeys(names)
+        if not any(name.startswith(f"{other}.") for other in names)
+    ]
 
 
 def _method_of(quantization: object) -> str | None:

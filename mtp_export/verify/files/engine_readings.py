@@ -270,7 +270,7 @@ def _as_read(name: str, layout: PartLayout, engine: Engine, config: Any, reason:
         problems = [*(Problem(one.subject, misread(one.words)) for one in problems), *unread]
         found = [problem for problem, _ in built]
         problems += found if problems or draft.layer is None else _with_reason(reason, found)
-        more = lacking(config, written, [module for _, module in built])
+        more = lacking(config, written or config, [module for _, module in built])
         return with_lists(verdict(name, problems, counted(len(specs), "weight")), listed, more)
     # What is missing or strange by the released names is said of these.
     absent = {*map(rename, layout.stored.tensors.keys() ^ layout.checkpoint.tensors.keys())}

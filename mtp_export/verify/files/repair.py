@@ -11,7 +11,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from mtp_checkpoints.errors import InvalidInputError, MtpExportError, UnsupportedError
-from mtp_checkpoints.families import FAMILIES
+from mtp_checkpoints.families import FAMILIES, family_of
 from mtp_checkpoints.quantization.methods import quant_config_of, undecoded_of
 from mtp_checkpoints.quantization.native import is_gguf, quantization_of
 from mtp_checkpoints.tensors.bundle_folder import MAIN, MTP
@@ -195,6 +195,7 @@ def graft_command(context: Context) -> str:
     if unlike_source(context) or context.unwritten_ends:  # whose main model no graft mends
         return ""
     try:
+        family_of(main.config)
         if undecoded_of(main.config) is None:
             quant_config_of(quantization_of(main.config))
         of_main = next((one for one in context.layouts if one.name == MAIN), None)
