@@ -100,6 +100,35 @@ def test_main_layers_that_a_list_leaves_out_are_no_renamed_module(tmp_path: Path
     assert "model.layers.3.mlp.shared_experts.gate_proj.weight is missing" in outcome.err
 
 
+def test_a_tower_is_no_part_of_a_renamed_module(tmp_path: Path) -> None:
+    """Nor the first tensor that the sentence is about."""
+    folder = write_dense(tmp_path / "omni", config=family_config("MiMoV2OmniForCausalLM"))
+    (folder / INDEX).unlink(missing_ok=True)
+    stored = {"audio_encoder.pos_embed.weight": torch.ones(4, 4, dtype=torch.bfloat16)}
+    for shard in folder.glob("*.safetensors"):
+        stored |= load_file(shard)
+        shard.unlink()
+    renamed = {name.replace("model.mtp.", "model.MTP."): one for name, one in stored.items()}
+    save_file(renamed, folder / "model.safetensors")
+    outcome = run_program("verify", folder, "--level", "files", "--quiet")
+    assert outcome.code == 7 and "begin with model.MTP, where engines look for" in outcome.err
+    assert "audio_encoder" not in outcome.err
+
+
+def test_an_adapter_that_was_not_merged_is_told(tmp_path: Path) -> None:
+    name = f"{GLM_MTP}self_attn.o_proj"
+
+    def change(stored: Tensors) -> None:
+        base = stored.pop(f"{name}.weight")
+        stored[f"{name}.base_layer.weight"] = base
+        stored[f"{name}.lora_A.default.weight"] = base[:8].clone()
+        stored[f"{name}.lora_B.default.weight"] = base[:, :8].clone()
+
+    cause = complete(rewritten(GLM, tmp_path / "adapter", change))["cause"]
+    assert f"{name}.base_layer.weight lies where engines look for {name}.weight" in cause
+    assert "either: an adapter that was not merged into the weights beside it" in cause
+
+
 def test_names_of_megatron_are_told_each(tmp_path: Path) -> None:
     """The norm and the head of the module too, whose names have no word in common."""
     own = "model.layers.3."

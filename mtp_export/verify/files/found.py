@@ -219,8 +219,10 @@ class Found:
     def strange(self, words: str) -> list[Problem]:
         """The same words for every tensor of the whole model that no engine looks for, and for
         every one that is missing."""
-        every = set() if self.stored is None else self.stored.tensors.keys()
-        there = self.tensors.keys()
+        if self.stored is None:
+            return each(sorted(self.tensors), words)
+        every = self.stored.tensors.keys()
+        there = self.stored.family.without_carried(self.tensors).keys()
         return each([*sorted(there - every), *sorted(every - there)], words)
 
     @property

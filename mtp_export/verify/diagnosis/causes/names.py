@@ -9,6 +9,7 @@ from mtp_checkpoints.families.renamed import InPlace, OtherNames, Renamed
 from mtp_checkpoints.families.stored_names import as_any_expert
 from mtp_export.progress import shortened
 
+_ADAPTER = ".lora_"  # in the names of PEFT's tensors
 _SINGLY = 5  # that are named one by one: the report's data has all
 
 
@@ -132,6 +133,8 @@ def _untold(found: OtherNames) -> str:
     words = ""
     if found.untold:
         words += f". No engine looks for {shortened(found.untold, _SINGLY)} either"
+        if any(_ADAPTER in name for name in found.untold):
+            words += ": an adapter that was not merged into the weights beside it"
     if found.lacking:
         words += f". Under no name: {shortened(found.lacking, _SINGLY)}"
     return words
