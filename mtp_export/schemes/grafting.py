@@ -163,20 +163,24 @@ def _left_out(
     own = [(one.name, one.layer.prefix, one.modules.projection) for one in family.mtp]
     names = [name for names in own for name in names if name]
     if method.whole_names:
-        known = quant_config_of(quantization)
-        names = modules_of(
-            spec
-            for spec in family.tensors.values()
-            if spec.mtp_layer is not None
-            and (
-                spec.is_linear_or_projection
-                or (spec.role in _APART and known.format_of(spec.module, spec.role) is not None)
-            )
-        )
+        names = _linears_of_modules(quantization, family)
     layers = [module.layer.prefix for module in family.mtp]
     names += [family.vllm.name_of(layers, name) for name in names]
     names += [family.vllm.projection] if family.vllm.projection else []
     return method.leave_out(quantization, [*listed, *_not_below_others(names)])
+
+
+def _linears_of_modules(quantization: Config, family: ModelSpec) -> list[str]:
+    """Return the linears of the MTP modules by their names, and what else engines have in codes."""
+    own = [spec for spec in family.tensors.values() if spec.mtp_layer is not None]
+    apart = [spec for spec in own if spec.role in _APART]
+    try:
+        known = quant_config_of(quantization)
+    except UnsupportedError:  # of numbers that are not read
+        known = None
+    if known is not None:
+        apart = [spec for spec in apart if known.format_of(spec.module, spec.role) is not None]
+    return modules_of([*(spec for spec in own if spec.is_linear_or_projection), *apart])
 
 
 def _not_below_others(names: Sequence[str]) -> list[str]:

@@ -88,7 +88,7 @@ def draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
         if class_of is not None and class_of(config) is None:
             yield not_tested(name, f"how {engine.title} renames these lists is not repeated here")
             continue
-        config = with_renamed_entries(config, draft)
+        written, config = quantization_of(config), with_renamed_entries(config, draft)
         if not context.is_bundle:
             main = context.main.tensors if context.main is not None else ()
             try:
@@ -107,7 +107,8 @@ def draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
                 config = with_projection_listed(config, tensors)
         plain = unquantized_drafts(draft, of_main)
         reason = _reason(engine, draft, plain, config)
-        item = _as_read(name, layout, engine, None if plain else quantization_of(config), reason)
+        configs = (None if plain else quantization_of(config), written)
+        item = _as_read(name, layout, engine, configs, reason)
         yield replace(item, data={**item.data, ENGINE: engine.name})
 
 
@@ -229,10 +230,13 @@ def _class_of(layout: PartLayout, config: Any, reading: DraftReading) -> QuarkDr
     return None if class_of is None else class_of(layout.checkpoint.config)
 
 
-def _as_read(name: str, layout: PartLayout, engine: Engine, config: Any, reason: str) -> Item:
-    """The draft's tensors compared with what an engine expects by a quantization_config. reason:
-    why it builds the draft as it does."""
-    reading = engine.draft_reading
+def _as_read(
+    name: str, layout: PartLayout, engine: Engine, configs: tuple[Any, Any], reason: str
+) -> Item:
+    """The draft's tensors compared with what an engine expects by a quantization_config. configs:
+    that as the engine takes it, None of none, and as it is written. reason: why it builds the draft
+    as it does."""
+    reading, (config, written) = engine.draft_reading, configs
     assert reading is not None, f"_readers returned {engine.name}"
     specs = [one.weight for one in layout.stored.weights.values()]
     tensors = _by_released_names(layout)
@@ -253,7 +257,6 @@ def _as_read(name: str, layout: PartLayout, engine: Engine, config: Any, reason:
         tables = {_module_of(table) for table in read.tables.values()}
         tensors = {n: one for n, one in tensors.items() if n.rpartition(".")[0] not in tables}
         read = read.of_tensors(lambda spec: spec.role not in COPIED)
-    written = quantization_of(layout.checkpoint.config)  # a layout's is as engines take it
     listed = ListedDraft(
         read,
         tensors,
@@ -270,7 +273,7 @@ def _as_read(name: str, layout: PartLayout, engine: Engine, config: Any, reason:
         problems = [*(Problem(one.subject, misread(one.words)) for one in problems), *unread]
         found = [problem for problem, _ in built]
         problems += found if problems or draft.layer is None else _with_reason(reason, found)
-        more = lacking(config, written or config, [module for _, module in built])
+        more = lacking(config, written, [module for _, module in built])
         return with_lists(verdict(name, problems, counted(len(specs), "weight")), listed, more)
     # What is missing or strange by the released names is said of these.
     absent = {*map(rename, layout.stored.tensors.keys() ^ layout.checkpoint.tensors.keys())}
