@@ -66,3 +66,28 @@ def test_the_list_must_have_its_names(tmp_path: Path, model_type: str, own: set[
     edit_json(folder / "config.json", lambda c: c["quantization_config"].update(more))
     _, items = verified(folder)
     assert OF_VLLM in items and OF_VLLM not in failures(items)
+
+
+def test_gptq_without_a_list_is_told_by_names_that_vllm_maps(tmp_path: Path) -> None:
+    """The tensors' too, of Ling's."""
+    _, items = verified(write("bailing_hybrid", tmp_path, mtp=True, method="gptq"))
+    assert OF_VLLM in items and OF_VLLM not in failures(items)
+
+
+@pytest.mark.parametrize("model_type", ["ernie4_5_moe", "mimo"])
+def test_gptq_without_a_list_is_told_by_its_names(tmp_path: Path, model_type: str) -> None:
+    """Which no tensor of this draft has: vLLM builds it unquantized, whatever it is stored as."""
+    folder = write(model_type, tmp_path / "both", mtp=True, method="gptq")
+    _, items = verified(folder, "--engine", "vllm")
+    assert failures(items) == {OF_VLLM}
+    assert "so that it builds the draft unquantized" in items[OF_VLLM]["cause"]
+    blocks = {"modules_in_block_to_quantize": ["self_attn", "mlp"]}
+    edit_json(folder / "config.json", lambda c: c["quantization_config"].update(blocks))
+    _, items = verified(folder, "--engine", "vllm")
+    assert failures(items) == set()
+    folder = write(model_type, tmp_path / "main", mtp=False, method="gptq")
+    edit_json(
+        folder / "config.json", lambda c: c["quantization_config"].pop("modules_to_not_convert")
+    )
+    _, items = verified(folder, "--engine", "vllm")
+    assert failures(items) == set()

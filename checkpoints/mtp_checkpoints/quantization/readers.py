@@ -32,6 +32,7 @@ from mtp_checkpoints.quantization.native import (
     replaced_quantization,
 )
 from mtp_checkpoints.quantization.sglang_quark import quark_of_sglang
+from mtp_checkpoints.quantization.vllm_gptq import with_others_names_out
 
 _AUTO_ROUND_FORMATS = ("auto_round:auto_gptq", "auto_round:auto_awq")
 _FP8_LISTS = ("ignored_layers", "modules_to_not_convert")  # in vLLM's order
@@ -91,7 +92,8 @@ def vllm_reads(config: Mapping[str, Any], tensors: Collection[str]) -> Config:
             _check_no_null("vLLM 0.32.0", quantization, "ignore", "exclude_modules")
         case "quark":
             _check_quark(quantization)
-    return with_absent_listed(replaced_quantization(config, quantization), tensors)
+    read = with_absent_listed(replaced_quantization(config, quantization), tensors)
+    return with_others_names_out(read, tensors) if method_of(quantization) == "gptq" else read
 
 
 def sglang_reads(config: Mapping[str, Any], tensors: Collection[str]) -> Config:

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from mtp_export.verify.context import Context
 
 _EXCLUDE = "exclude"  # Quark's list
+_Configs = tuple[Any, Any]  # a quantization_config as an engine takes it, and as it is written
 
 
 def draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
@@ -94,13 +95,12 @@ def draft_items(context: Context, layout: PartLayout) -> Iterator[Item]:
             try:
                 config = reading.reads(config, {*main, *tensors})
             except (UnsupportedError, InvalidInputError) as error:
-                data = {ENGINE: engine.name}
                 refused = isinstance(error, UnsupportedError) and chosen is None
                 unknown = isinstance(error, NotTriedError)
                 yield (
                     not_tested(name, str(error))
                     if unknown or refused  # by one that nobody asked for
-                    else failed(name, str(error), subject=CONFIG_NAME, data=data)
+                    else failed(name, str(error), subject=CONFIG_NAME, data={ENGINE: engine.name})
                 )
                 continue
             if draft.projection is None:
@@ -230,12 +230,9 @@ def _class_of(layout: PartLayout, config: Any, reading: DraftReading) -> QuarkDr
     return None if class_of is None else class_of(layout.checkpoint.config)
 
 
-def _as_read(
-    name: str, layout: PartLayout, engine: Engine, configs: tuple[Any, Any], reason: str
-) -> Item:
-    """The draft's tensors compared with what an engine expects by a quantization_config. configs:
-    that as the engine takes it, None of none, and as it is written. reason: why it builds the draft
-    as it does."""
+def _as_read(name: str, layout: PartLayout, engine: Engine, configs: _Configs, reason: str) -> Item:
+    """The draft's tensors compared with what an engine expects by a quantization_config. reason:
+    why it builds the draft as it does."""
     reading, (config, written) = engine.draft_reading, configs
     assert reading is not None, f"_readers returned {engine.name}"
     specs = [one.weight for one in layout.stored.weights.values()]
