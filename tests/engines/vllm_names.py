@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_drafts import built, engine_config
+from vllm_gpu_only import replace_gpu_only
 from vllm_modules import run_job
 
 
@@ -53,4 +54,5 @@ def names_of(main: str, draft: str, kind: str, entries: list[str]) -> dict[str, 
 
 
 if __name__ == "__main__":
+    replace_gpu_only()
     run_job(names_of)

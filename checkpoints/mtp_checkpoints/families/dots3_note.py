@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from mtp_checkpoints.families.base import SGLANG_DRAFT, Role, TensorMaker
 from mtp_checkpoints.families.contract import MtpContract
-from mtp_checkpoints.families.engine_draft import EngineDraft
+from mtp_checkpoints.families.engine_draft import VLLM_LINEAR, EngineDraft
 from mtp_checkpoints.families.examples import EXPERTS, LATENT, PLAIN, SMALL, Config, Example, Reader
 from mtp_checkpoints.families.facts import ModelFacts, refuse_set
 from mtp_checkpoints.families.fields import Fields
@@ -70,6 +70,7 @@ def spec(fields: Fields) -> ModelSpec:
         layers,
         [_mtp(fields, LayerSpec(f"model.layers.{main}", sliding, mlp, attention_name=""))] * count,
         _CONTRACT,
+        vllm=VLLM_LINEAR,
         sglang=_SGLANG,
     )
     return replace(described, mtp_names=(SGLANG_DRAFT, *described.mtp_names, _HEAD))
