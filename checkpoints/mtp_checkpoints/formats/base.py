@@ -85,6 +85,7 @@ class WeightFormat(ABC):
     of_whole_matrix: ClassVar[bool] = False
     of_no_scheme: ClassVar[bool] = False  # conversions start from it, and no scheme keeps it
     held_by: ClassVar[frozenset[str]] = frozenset()  # storages of GGUF files, with its numbers
+    of_experts: ClassVar[bool] = False  # alone: its tensors have names by their projections
     has_grid: ClassVar[bool] = False  # calibration may choose among its numbers
 
     @classmethod

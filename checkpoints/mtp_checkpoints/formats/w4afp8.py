@@ -30,6 +30,7 @@ class W4AFp8(KernelFormat):
     operation: ClassVar[str] = "quantize_w4afp8"
     compiled_sources: ClassVar[frozenset[str]] = frozenset({"bf16", "fp8_block"})
     elements_per_code: ClassVar[int] = 2
+    of_experts: ClassVar[bool] = True
 
     @property
     def k_divisor(self) -> int:

@@ -61,15 +61,29 @@ def _words(fact: WeightFacts, *, by_rows: bool) -> str:
         return causes.bits_lost(place, are_zero=False, of_codes=of_codes)
     if not by_rows or axes > 2:
         return ""
-    values = weight.encoded(0, min(BLOCK, weight.rows)).dequantize().float()
-    ways = {"columns": values, "rows": values.t()} if axes > 1 else {"elements": values[None]}
-    for axis, across in ways.items():
+    for axis, across in _ways(fact).items():
         zero, of_one_sign = _lost(across)
         for lost, are_zero in ((zero, True), (of_one_sign, False)):
-            if 0 < len(lost) < _PERIOD and (are_zero or axes > 1):
+            if 0 < len(lost) < _PERIOD and (are_zero or of_codes):
                 place = f"{_place(axis, lost)} of {weight.name}"
                 return causes.bits_lost(place, are_zero=are_zero, of_codes=of_codes)
     return ""
+
+
+def _ways(fact: WeightFacts) -> dict[str, torch.Tensor]:
+    """Return the first values of codes [n, k] by axis, for the rest the mean squares [1, n] that
+    the walk has of its rows, columns or elements; none of what it did not look into."""
+    import torch
+
+    weight, note = fact.weight, fact.note
+    if weight.has_scales:
+        values = weight.encoded(0, min(BLOCK, weight.rows)).dequantize().float()
+        return {"columns": values, "rows": values.t()}
+    if note is None:
+        return {}
+    columns, rows = torch.tensor([note.columns]), torch.tensor([note.rows])
+    is_norm = len(weight.stored.weight.shape) == 1
+    return {"elements": columns} if is_norm else {"columns": columns, "rows": rows}
 
 
 def _lost(values: torch.Tensor) -> tuple[list[int], list[int]]:

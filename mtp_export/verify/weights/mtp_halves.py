@@ -49,7 +49,7 @@ def run(context: Context) -> Iterator[Item]:
         kind.format: None
         for one in context.layouts
         for kind in one.stored.kinds
-        if kind.format is not UNQUANTIZED and kind.format.is_decoded
+        if kind.format is not UNQUANTIZED and kind.format.is_decoded and not kind.format.of_experts
     }
     projections = projections_of(layout.stored.family)
     for weight in layout.stored.weights.values():
