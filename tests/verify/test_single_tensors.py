@@ -43,6 +43,7 @@ from mtp_runtime.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 GLM = ROOT / "fixtures/glm4-moe-tiny"
+STACKS = [("down", "down_proj"), ("gate_up", "gate_proj and up_proj")]
 
 
 @dataclass(frozen=True)
@@ -211,6 +212,29 @@ def test_the_changed_tensor_of_an_expert_is_named(tensor: str, change: str, wron
     layer = replace(glm().module.layer, feed_forward=other)
     found = causes(replace(glm().module, layer=layer))
     assert f"{tensor} of expert 2 of the MTP layer {wrong}" in found
+
+
+def moved_on(moe: Moe, field: str) -> HeldExperts:
+    """The experts, of which one matrix is each the one of the expert before."""
+    routed = [*moe.experts.each(range(moe.routed_experts))]
+    shared = [*moe.experts.each(range(moe.routed_experts, len(moe.experts)))]
+    before = [*routed[-1:], *routed[:-1]]
+    pairs = zip(routed, before, strict=True)
+    moved = [replace(one, **{field: getattr(other, field)}) for one, other in pairs]
+    return HeldExperts((*moved, *shared))
+
+
+@pytest.mark.parametrize(
+    ("field", "part"),
+    nightly_but(STACKS[:1], STACKS),
+)
+def test_a_matrix_of_every_expert_that_is_the_next_ones_is_named(field: str, part: str) -> None:
+    moe = glm().module.layer.feed_forward
+    assert isinstance(moe, Moe)
+    other = replace(moe, experts=moved_on(moe, field))
+    layer = replace(glm().module.layer, feed_forward=other)
+    found = causes(replace(glm().module, layer=layer))
+    assert f"{part} of every routed expert of the MTP layer is of the expert before it" in found
 
 
 @pytest.mark.nightly

@@ -1,17 +1,18 @@
 """Variants of an MTP module's mixture of experts: its router's bias and rows in another order or of
-the other sign; two experts exchanged, gate and up of one or of all, one negated, multiplied or left
-out. An expert runs on the rows that it is picked for, and a variant only mixes results anew, so
-that many cost little."""
+the other sign; two experts exchanged, gate and up of one or of all, a matrix of all in another
+order, one negated, multiplied or left out. An expert runs on the rows that it is picked for, and a
+variant only mixes results anew, so that many cost little."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, combinations
+from itertools import chain, combinations, product
 from math import comb
 
 import torch
 
+from mtp_export.verify.diagnosis.causes import balance
 from mtp_export.verify.diagnosis.causes import decoding as causes
 from mtp_export.verify.diagnosis.changed_weight import gate_and_up_exchanged
 from mtp_export.verify.diagnosis.tensor_variants import (
@@ -37,6 +38,15 @@ _LOOKED_INTO = 2
 LEFT_OUT = 0.0
 SCALES = (LEFT_OUT, 0.5, 2.0)
 SHARED = "the shared expert"
+# The matrices of an expert that are stacked apart, and the experts that those of one stack may be
+# of, with the moves [e] that mend it.
+_STACKED = {"down_proj": "down", "gate_proj and up_proj": "gate_up"}
+_OTHERS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "the expert before it": lambda experts: experts.roll(-1),
+    "the expert after it": lambda experts: experts.roll(1),
+    "the expert as far from the other end": lambda experts: experts.flip(0),
+    "the expert half of all further on": lambda experts: experts.roll(len(experts) // 2),
+}
 
 
 @dataclass(frozen=True)
@@ -84,10 +94,12 @@ def expert_variant_count(module: MtpModule) -> int:
     first = next(moe.experts.each([0]))
     gated = int(first.is_gated)
     of_one = 1 + gated + len(SCALES)
+    stacks = len(_STACKED) * len(_OTHERS)
     pairs = comb(min(moe.routed_experts, MOST_EXPERTS), 2)
     looked_into = len(moe.experts) - moe.routed_experts + min(moe.routed_experts, _LOOKED_INTO)
     of_tensors = sum(1 for _ in tensor_variants(first, _places_of(first)))
-    return routers + of_one * len(moe.experts) + gated + looked_into * of_tensors + pairs
+    of_each = of_one * len(moe.experts) + gated + looked_into * of_tensors
+    return routers + of_each + stacks + pairs
 
 
 @torch.inference_mode()
@@ -113,6 +125,7 @@ def expert_variants(
     for move in chain(
         _of_router(moe, normed, added),
         _of_each(moe, normed, weights),
+        _of_stacks(moe, normed, weights),
         _every_tensor(moe, normed, weights, without),
         _of_pairs(moe, normed, weights, without),
     ):
@@ -232,6 +245,22 @@ def _of_each(moe: Moe, normed: torch.Tensor, weights: torch.Tensor) -> Iterator[
         return
     cause = causes.gate_and_up_swapped("every expert")
     yield _Moved.of("gate and up of every expert are exchanged", cause, every)
+
+
+def _of_stacks(moe: Moe, normed: torch.Tensor, weights: torch.Tensor) -> Iterator[_Moved]:
+    """The variants of all routed experts in which one of their matrices is another expert's."""
+    numbers = torch.arange(moe.routed_experts)
+    for (part, field), (whose, moved) in product(_STACKED.items(), _OTHERS.items()):
+        every = torch.zeros_like(normed)
+        others = moe.experts.each(moved(numbers).tolist())
+        experts = zip(moe.experts.each(numbers.tolist()), others, strict=True)
+        for expert, (one, other) in enumerate(experts):
+            rows = weights[:, expert].nonzero()[:, 0]
+            x, share = normed[rows], weights[rows, expert, None]
+            mended = replace(one, **{field: getattr(other, field)})
+            every[rows] += share * (mended(x) - one(x))
+        done = f"{part} of every routed expert is given to {whose}"
+        yield _Moved.of(done, balance.stacked_apart(part, whose), every)
 
 
 def _scaled(name: str, expert: int, rows: torch.Tensor, adds: torch.Tensor) -> Iterator[_Moved]:

@@ -16,6 +16,14 @@ EXPERTS_COME = {
 }
 
 
+def stacked_apart(part: str, whose: str) -> str:
+    """part: a matrix of every expert. whose: that of another one, by its place."""
+    return (
+        f"{part} of every routed expert of the MTP layer is of {whose}: experts were stacked in two"
+        " orders"
+    )
+
+
 def moved(axis: str, by: int) -> str:
     """axis: rows, columns or elements. by: places."""
     return f"has its {axis} moved {'on' if by > 0 else 'back'} by {abs(by)}"
