@@ -13,11 +13,13 @@ import torch
 from cases import run_program
 from faults.small_model import family_config, write_dense
 from quantized_by_others import LINEAR, read_all, unquantized
-from verify.foreign import Tensors, rewritten
+from verify.foreign import GLM as GLM_FOLDER
+from verify.foreign import GLM_MTP, Tensors, rewritten
 from verify.foreign_damages import BLOCK
 from verify.foreign_folders import listed
 from verify.foreign_folders import unquantized as left_out
 from verify.foreign_sources import GLM, Checkpoint, quantized
+from verify.test_mtp_values import failures
 
 ITEM = "mtp: no main layer in its place"
 AWQ = left_out("awq", "model.layers.3.", "model.decoder.")
@@ -239,3 +241,23 @@ def test_the_mixer_of_a_layer_that_has_no_other_part_is_named(taken: bool, tmp_p
     item = {item["name"]: item for item in ledger["items"]}[ITEM]
     assert item["status"] == ("fail" if taken else "pass")
     assert ("mtp.layers.0.mixer is the main layer backbone.layers.3.m" in item["cause"]) == taken
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1])
+def test_a_module_that_hardly_moved_from_a_main_layer_is_named(
+    share: float, tmp_path: Path
+) -> None:
+    """One that moved by a tenth was trained."""
+
+    def begun(stored: Tensors) -> None:
+        noise = torch.Generator().manual_seed(3)
+        for name in [*stored]:
+            if name.startswith(GLM_MTP) and BLOCK.match(name.removeprefix(GLM_MTP)):
+                own = stored[name.replace(GLM_MTP, "model.layers.2.")].float()
+                moved = share * own.square().mean().sqrt() * torch.randn(own.shape, generator=noise)
+                stored[name] = (own + moved).to(stored[name].dtype)
+
+    found = failures(rewritten(GLM_FOLDER, tmp_path / "begun", begun))
+    assert [*found] == ([ITEM] if share < 0.02 else [])
+    if found:
+        assert "begun from that layer and hardly trained" in found[ITEM]["cause"]

@@ -1,5 +1,6 @@
 """A main layer, or a part of one, in the MTP module's place in another format or quantized anew, of
-whose linears no bytes are equal, and norms and biases of a main layer in a module."""
+whose linears no bytes are equal, or hardly trained since, and norms and biases of a main layer in a
+module."""
 
 from __future__ import annotations
 
@@ -30,6 +31,8 @@ _ROUNDING, _SMALLEST = 2.0**-8, 1e-7
 # The signal-to-noise ratio of linears that have nothing in common is -3 dB; one that training began
 # with, and whose norms it may not have moved, is far above.
 _UNLIKE_DB = 1.0
+# That of linears which moved by 2 % of their size: less than any training that serves a module.
+_UNTRAINED_DB = 34.0
 
 Layer = Mapping[str, WeightFacts]
 Pair = tuple[WeightFacts, WeightFacts]  # the module's weight, and the main layer's of its name
@@ -40,7 +43,8 @@ def in_other_formats(main: Sequence[WeightFacts], mtp: Sequence[WeightFacts]) ->
 
     It is where all that engines never quantize (norms, router, biases) is that layer's, and the
     linears are within the error of the format; its attention, MLP or experts alone are where the
-    other parts are unlike, as no training leaves it. Equal bytes are found by their digests alone.
+    other parts are unlike, as no training leaves it. Nor is one a main layer whose linears have
+    moved by a trace. Equal bytes are found by their digests alone.
     """
     layers, problems, compared = _by_layer(main), list[Problem](), 0
     held = {(name, one.digest) for layer in layers.values() for name, one in layer.items()}
@@ -49,6 +53,7 @@ def in_other_formats(main: Sequence[WeightFacts], mtp: Sequence[WeightFacts]) ->
         for other, theirs in layers.items():
             pairs = _pairs(own, theirs)
             if not any(map(_differ_in_codes, pairs)):
+                problems += _hardly_trained(layer, other, pairs)
                 continue
             compared += 1
             for part in [""] if _are_one(pairs) else _taken_parts(own, theirs):
@@ -69,9 +74,21 @@ def in_other_formats(main: Sequence[WeightFacts], mtp: Sequence[WeightFacts]) ->
             words = copies.main_layer_in_its_place(*place, of_all=of_all)
             taken += [one for one, _ in pairs if one not in taken]
             problems += [Problem(one.weight.name, words) for one in taken]
-    if compared:
+    if compared or problems:
         figure = f"{counted(compared, 'main layer')} in other codes"
         yield verdict("mtp: no main layer in its place", problems, figure)
+
+
+def _hardly_trained(layer: str, other: str, pairs: Sequence[Pair]) -> list[Problem]:
+    """Name the linears of a layer that all are a main layer's but for a trace."""
+    linears = [pair for pair in pairs if _is_linear(pair)]
+    moved = [pair for pair in linears if pair[0].digest != pair[1].digest]
+    if len(moved) < _FEWEST or len(moved) < len(linears) / 2:
+        return []  # exact copies, which `value_checks` tells by their digests
+    if any(_sqnr_db(pair) < _UNTRAINED_DB for pair in _sampled(moved)):
+        return []
+    words = copies.hardly_trained(layer, other)
+    return [Problem(one.weight.name, words) for one, _ in moved]
 
 
 def vectors_taken(main: Sequence[WeightFacts], mtp: Sequence[WeightFacts]) -> Item:

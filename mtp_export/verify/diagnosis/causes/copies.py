@@ -66,6 +66,14 @@ def scales_taken(tensor: str, twin: str, linears: int = 1) -> str:
     return f"the scales of {tensor} are those of {twin}{count}, whose codes are others"
 
 
+def hardly_trained(layer: str, main: str) -> str:
+    return (
+        f"the linears of {layer} are those of the main layer {main} but for less than 2 % of their"
+        " size: the module was begun from that layer and hardly trained since, or noise was added"
+        " to a copy of it"
+    )
+
+
 def main_layer_in_its_place(layer: str, main: str, *, of_all: bool) -> str:
     """layer, main: the names of two layers, or of a part of both. of_all: not of linears alone."""
     if not of_all:
