@@ -162,7 +162,9 @@ def _precision(weight: StoredWeight, stored_as: Mapping[str, TensorInfo], config
         elif _is_in_another_shape(stored_as, wanted):
             words = causes.in_another_shape(module, stored, _promised(weight))
         if weight.weight.mtp_layer is not None and weight.weight.role in COPIED:
-            words += causes.COPY_NOT_NEEDED
+            tokens = {one.shape[0] for one in stored_as.values() if len(one.shape) > 1}
+            of_others = tokens != {weight.weight.shape[0]}
+            words += causes.ANOTHER_VOCABULARY if of_others else causes.COPY_NOT_NEEDED
     elif (other := _under_another_name(stored_as, wanted)) is not None:
         words = causes.lies_under_another_name(*other)
     else:

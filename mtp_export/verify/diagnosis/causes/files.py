@@ -181,6 +181,10 @@ def stray_tensors(module: str, stray: str) -> str:
 
 
 COPY_NOT_NEEDED = " (engines take the main model's: leave this copy out)"
+ANOTHER_VOCABULARY = (
+    " (of another number of tokens: the layer is of another model, or its copies were cut. Engines"
+    " take the main model's: if the layer is this model's, leave this copy out)"
+)
 
 
 def another_dtype_or_shape(module: str, stored: str, expected: str) -> str:
