@@ -102,3 +102,15 @@ def test_scales_by_which_a_part_is_zero_are_named(tmp_path: Path) -> None:
     causes = " ".join(item["cause"] for item in failed)
     assert "scales of it are zero: they were lost, or never written" in causes
     assert "too coarse" not in causes
+
+
+def test_zero_rows_of_codes_of_a_byte_each_are_no_lost_halves_of_bytes(tmp_path: Path) -> None:
+    def odd_rows(codes: torch.Tensor) -> torch.Tensor:
+        kept = torch.arange(len(codes)) % 2 == 0
+        return (codes.view(torch.uint8) * kept[:, None]).view(codes.dtype)
+
+    damage = each(rf"{GLM_MTP}{LINEAR}\.weight$", odd_rows)
+    folder = Folder("", both("compressed-tensors, fp8", "lm_head"), damage)
+    _, failed = verified(folder.write(tmp_path / "damaged"), "weights")
+    (item,) = (one for one in failed if one["name"] == ITEM)
+    assert "are zero: they were never written, or lost before it was stored" in item["cause"]
