@@ -23,6 +23,6 @@ def test_no_folder_of_a_bundle_is_named(tmp_path: Path) -> None:
     outcome = run_program("verify", folder, "--level", "files", "--json", "--quiet")
     items = [item for check in json.loads(outcome.out)["checks"] for item in check["items"]]
     told = [f"{item['subject']} {item['cause']}" for item in items]
-    for words in ("quantization_config of the main model", "yarn's mscale", "no tokenizer:"):
+    for words in ("the quantization of the main model", "yarn's mscale", "no tokenizer:"):
         assert any(words in one for one in told), words
     assert [one for one in told if re.search(r"(?<![\w/])(main|mtp)/", one)] == []
