@@ -38,7 +38,7 @@ from verify.foreign import (
     quantized,
     rewritten,
 )
-from verify.foreign_folders import listed
+from verify.foreign_folders import but_of, listed
 from verify.foreign_sources import Checkpoint
 from verify.test_foreign_checkpoints import failures, verified
 
@@ -616,3 +616,17 @@ def test_an_entry_that_sglang_renames_is_blamed_as_it_is_written(tmp_path: Path)
     assert "(model.layers.4 in modules_to_not_convert)" in cause
     assert cause.endswith("take model.layers.4 out of modules_to_not_convert")
     assert items[OF_SGLANG]["data"]["lists"] == {"modules_to_not_convert": ["lm_head"]}
+
+
+def test_entries_are_added_to_the_list_that_is_written(tmp_path: Path) -> None:
+    """Of native fp8's two lists engines read the first with entries, so that one of v_proj alone
+    would take the place of the other."""
+    found = but_of("fp8", "v_proj")()
+    quantization = found.config["quantization_config"]
+    quantization["modules_to_not_convert"] = quantization.pop("ignored_layers")
+    folder = tmp_path / "damaged"
+    found.save(folder)
+    item = verified(folder)[1]["mtp: config"]
+    assert [*item["data"]["to_add"]] == ["modules_to_not_convert"]
+    added = f'"{GLM_MTP}self_attn.v_proj", "model.decoder.'
+    assert item["repair"].startswith(f'"modules_to_not_convert": add {added}')

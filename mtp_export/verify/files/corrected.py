@@ -36,7 +36,7 @@ def with_correction(
     written = quantization_of(context.checkpoints[context.parts[0].name].config)
     spared, (lists, left) = "", _mended(context, written, items, judged)
     wrong = {item.name: item for item in left if item.status is Status.FAIL}
-    if any(map(_is_advised, wrong.values())):  # names of an engine's may be other modules' to all
+    if wrong:  # names of an engine's may be other modules' to all
         for engine in dict.fromkeys(item.data[ENGINE] for item in left if ENGINE in item.data):
             others, of_them = _mended(context, written, items, judged, engine)
             found = {item.name: item for item in of_them if item.status is Status.FAIL}
@@ -123,7 +123,7 @@ class _Correction:
         self.words = list_causes.lists_corrected(self.taken, self.added)
         for item in refused:
             title = engine_of(item.data[ENGINE]).title
-            self.words += list_causes.refused_by_engine(title, item.cause)
+            self.words += list_causes.refused_by_engine(title, item.cause.removesuffix("."))
         self.place = _place(context, written)
 
     @property

@@ -285,8 +285,14 @@ def lacking(
     if beside:
         old -= {*_entries(method.leave_out(written, beside))} - {*_entries(written)}
     named = method.key_of or (lambda _, key: key)
-    added = _added(old, method.leave_out(quantization, modules))
-    return {named(written, key): entries for key, entries in added}
+    added = dict(_added(old, method.leave_out(quantization, modules)))
+    # Of lists that have the same, as native fp8's two, an engine reads one alone: the written one.
+    own = [entries for key, entries in added.items() if key in quantization]
+    return {
+        named(written, key): entries
+        for key, entries in added.items()
+        if key in quantization or entries not in own
+    }
 
 
 def _is_for_mtp(entry: str, first: int) -> bool:
