@@ -66,8 +66,8 @@ def _words(fact: WeightFacts, *, by_rows: bool) -> str:
         for lost, are_zero in ((zero, True), (of_one_sign, False)):
             if 0 < len(lost) < _PERIOD and (are_zero or of_codes):
                 place = f"{_place(axis, lost)} of {weight.name}"
-                said = of_codes and (not are_zero or _is_packed(fact))
-                return causes.bits_lost(place, are_zero=are_zero, of_codes=said)
+                lost_codes = of_codes and (not are_zero or _is_packed(fact))
+                return causes.bits_lost(place, are_zero=are_zero, of_codes=lost_codes)
     return ""
 
 

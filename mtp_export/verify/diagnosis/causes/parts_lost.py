@@ -104,7 +104,7 @@ def part_zero(tensor: str, place: str, share: str, shape: Sequence[int], scales:
 
 def bits_lost(place: str, *, are_zero: bool, of_codes: bool) -> str:
     """place: rows or columns of a tensor, or all its values. are_zero: else of one sign. of_codes:
-    it is stored as such."""
+    bits of its codes were lost, which zero rows or columns show of packed codes alone."""
     if of_codes:
         lost = "bits of its packed codes, or its zero points, were lost, as by a mask, a cast to a"
         lost += " smaller type, or a half of each byte that was never written"
